@@ -1,0 +1,57 @@
+# Every target sets up .venv by itself; Python, pip and make are all that has to be there.
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+SHELL := /bin/sh
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.stamp
+KERNELS := $(wildcard src/holdall/experience/*.c)
+
+# A user's own pip settings and PYTHONPATH must not leak another package into the environment.
+unexport PYTHONPATH
+
+.PHONY: help setup demo test check format nightly clean
+
+help: ## Show this help
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
+
+setup: $(STAMP) ## Create .venv with the pinned versions and build the C loops
+
+demo: $(STAMP) ## Train with SB3's buffer and with holdall's, and compare them
+	@$(BIN)/holdall demo
+
+test: check ## The same as check
+
+check: $(STAMP) ## Exactly what CI runs: format, lint, types, import contract, fast tests
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/codespell
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/pytest -m "not nightly"
+
+format: $(STAMP) ## Format the code and apply the safe fixes
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+nightly: $(STAMP) ## The slow suites: every test, and Hypothesis with thousands of examples
+	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
+
+clean: ## Remove .venv, caches and everything that was built
+	rm -rf .venv build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -f src/holdall/experience/_kernels.*
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Some systems package Python without ensurepip; then pip is brought in from outside.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "holdall needs Python 3.11 or newer, this is %d.%d; set PYTHON=..." % sys.version_info[:2])'
+	$(PYTHON) -m venv .venv || { \
+	  $(PYTHON) -m venv --clear --without-pip .venv && \
+	  $(PYTHON) -m pip --python $(BIN)/python install --quiet -c constraints.txt pip; }
+
+# The first line is there for --build-constraint, which older pips do not know.
+$(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
+	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
+	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,dev]'
+	@touch $@

@@ -1,0 +1,129 @@
+"""Build hook: compile the C loops into a shared library beside the Python code.
+
+In:  src/holdall/experience/kernels.c and whatever C compiler the machine has.
+Out: _kernels.so (.dylib, .dll) and a wheel tagged for this platform; without a compiler, a warning and a pure wheel.
+The library does not touch Python's C API, so one build serves every Python version.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+from packaging.tags import sys_tags
+
+SOURCE = Path("src/holdall/experience/kernels.c")
+SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
+LIBRARY = SOURCE.with_name(f"_kernels{SUFFIX}")
+FLAGS = ["-O3", "-std=c11", "-shared"]
+if sys.platform != "win32":
+    FLAGS.append("-fPIC")  # Windows code is always position independent, and some compilers refuse the flag there
+
+PROBE = "#include <stdint.h>\n#include <string.h>\nuint8_t probe(uint8_t *p) { memset(p, 0, 8); return *p; }\n"
+
+# Machines that ziglang publishes wheels for; asking for it elsewhere would fail the installation.
+ZIG_MACHINES = {"x86_64", "amd64", "aarch64", "arm64"}
+
+
+def compile_shared(command: list[str], source: Path, library: Path) -> str | None:
+    """Compile `source` to `library`; return what went wrong, or None."""
+    library.parent.mkdir(parents=True, exist_ok=True)
+    # Renamed into place: a process that has the old library mapped keeps it whole.
+    scratch = library.with_name(f"{library.stem}.{os.getpid()}{library.suffix}")
+    try:
+        done = subprocess.run(
+            [*command, *FLAGS, str(source), "-o", str(scratch)], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            scratch.replace(library)
+            return None
+        return f"{shlex.join(command)} exited with {done.returncode}: {done.stderr.strip()[-2000:]}"
+    except OSError as error:
+        return f"{shlex.join(command)}: {error}"
+    finally:
+        for left in library.parent.glob(f"{scratch.stem}.*"):  # on Windows also an import library
+            left.unlink()
+
+
+def compiler_works(command: list[str]) -> bool:
+    """Tell whether `command` really builds a shared library: a compiler without headers, or a stub, does not."""
+    with tempfile.TemporaryDirectory() as scratch:
+        source = Path(scratch, "probe.c")
+        source.write_text(PROBE)
+        return compile_shared(command, source, Path(scratch, f"probe{SUFFIX}")) is None
+
+
+def system_compiler() -> list[str] | None:
+    """Return the first working compiler of $CC, cc, gcc, clang."""
+    wanted = [shlex.split(os.environ.get("CC", "")), ["cc"], ["gcc"], ["clang"]]
+    found = (command for command in wanted if command and shutil.which(command[0]))
+    return next((command for command in found if compiler_works(command)), None)
+
+
+def zig_compiler() -> list[str] | None:
+    """Return the command of the compiler that pip can install, if it is installed."""
+    if importlib.util.find_spec("ziglang") is None:
+        return None
+    # Zig tunes for the building machine unless told otherwise; a wheel has to run on its neighbours too.
+    return [sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline", "-fno-sanitize=undefined"]
+
+
+class KernelBuildHook(BuildHookInterface[Any]):
+    """Compile the kernels before a wheel or an editable install is put together."""
+
+    PLUGIN_NAME = "custom"
+
+    def dependencies(self) -> list[str]:
+        """Ask for a compiler from the package index where the machine has none."""
+        if not self._wants_kernels() or system_compiler() or platform.machine().lower() not in ZIG_MACHINES:
+            return []
+        return ["ziglang"]
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 the hook's signature
+        """Compile, and mark the wheel as built for this platform; on failure go on without the library."""
+        if not self._wants_kernels():
+            return
+        problem = self._compile()
+        if problem:
+            print(
+                f"warning: holdall is built without its compiled loops and will use NumPy instead ({problem})",
+                file=sys.stderr,
+            )
+            return
+        build_data["artifacts"].append(LIBRARY.as_posix())
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform_tag()}"
+
+    def clean(self, versions: list[str]) -> None:  # noqa: ARG002 the hook's signature
+        """Remove the compiled library."""
+        Path(self.root, LIBRARY).unlink(missing_ok=True)
+
+    def _wants_kernels(self) -> bool:
+        return (
+            self.target_name == "wheel"
+            and Path(self.root, SOURCE).exists()
+            and os.environ.get("HOLDALL_BUILD_PORTABLE", "0") in {"", "0"}
+        )
+
+    def _compile(self) -> str | None:
+        library = Path(self.root, LIBRARY)
+        library.unlink(missing_ok=True)  # a stale library must never outlive its source
+        command = system_compiler() or zig_compiler()
+        if command is None:
+            return "no C compiler: tried $CC, cc, gcc, clang and the package ziglang"
+        return compile_shared(command, Path(self.root, SOURCE), library)
+
+
+def platform_tag() -> str:
+    """Return the wheel tag of this very platform, with no claim of wider compatibility."""
+    wider = ("manylinux", "musllinux")
+    return next(tag.platform for tag in sys_tags() if not tag.platform.startswith(wider))
