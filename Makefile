@@ -28,7 +28,7 @@ check: $(STAMP) ## Exactly what CI runs: format, lint, types, import contract, f
 	$(BIN)/ruff check .
 	$(BIN)/codespell
 	$(BIN)/mypy
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo
 	$(BIN)/pytest -m "not nightly"
 
 format: $(STAMP) ## Format the code and apply the safe fixes

@@ -88,22 +88,22 @@ class KernelBuildHook(BuildHookInterface[Any]):
             return []
         return ["ziglang"]
 
-    def initialize(self, version: str, build_data: dict[str, Any]) -> None:  # noqa: ARG002 the hook's signature
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as built for this platform; on failure go on without the library."""
-        if not self._wants_kernels():
+        if self.target_name != "wheel":
             return
-        problem = self._compile()
+        problem = self._compile() if self._wants_kernels() else "not asked for"
         if problem:
+            Path(self.root, LIBRARY).unlink(missing_ok=True)  # an old library must not outlive its source
             print(
-                f"warning: holdall is built without its compiled loops and will use NumPy instead ({problem})",
-                file=sys.stderr,
+                f"warning: holdall is built without its compiled loops and will use NumPy ({problem})", file=sys.stderr
             )
             return
         build_data["artifacts"].append(LIBRARY.as_posix())
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-{platform_tag()}"
 
-    def clean(self, versions: list[str]) -> None:  # noqa: ARG002 the hook's signature
+    def clean(self, versions: list[str]) -> None:
         """Remove the compiled library."""
         Path(self.root, LIBRARY).unlink(missing_ok=True)
 
@@ -115,12 +115,10 @@ class KernelBuildHook(BuildHookInterface[Any]):
         )
 
     def _compile(self) -> str | None:
-        library = Path(self.root, LIBRARY)
-        library.unlink(missing_ok=True)  # a stale library must never outlive its source
         command = system_compiler() or zig_compiler()
         if command is None:
             return "no C compiler: tried $CC, cc, gcc, clang and the package ziglang"
-        return compile_shared(command, Path(self.root, SOURCE), library)
+        return compile_shared(command, Path(self.root, SOURCE), Path(self.root, LIBRARY))
 
 
 def platform_tag() -> str:

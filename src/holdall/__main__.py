@@ -1,0 +1,5 @@
+"""`python -m holdall`: the same as the `holdall` script."""
+
+from holdall.cli import main
+
+main()

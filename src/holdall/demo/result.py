@@ -1,0 +1,15 @@
+"""What one training measured, as it travels from its process to the comparison."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """The figures of one training; all of them measured in its own process."""
+
+    buffer: str
+    bytes_per_transition: float  # slope of the process's unique memory over the transitions held
+    peak_bytes: int  # resident, of the whole process, with all transitions held
+    steps_per_second: float  # of the training, before the buffer is filled further
+    transitions: int  # held at the end
+    weights_sha256: str

@@ -1,0 +1,26 @@
+"""How the suite is run: Hypothesis profiles, and GPU tests that say why they are skipped."""
+
+import os
+
+import hypothesis
+import pytest
+
+# The fast slice is the same in every run, so that a red check is about the change at hand.
+hypothesis.settings.register_profile("fast", max_examples=40, deadline=None, derandomize=True)
+hypothesis.settings.register_profile("nightly", max_examples=2_000, deadline=None, print_blob=True)
+hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    if wanting and not _has_cuda():
+        for item in wanting:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device, and torch finds none here"))
+
+
+def _has_cuda() -> bool:
+    try:
+        import torch
+    except ImportError:
+        return False
+    return bool(torch.cuda.is_available())

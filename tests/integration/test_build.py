@@ -1,0 +1,90 @@
+"""The build hook: the C loops compile cleanly, and a machine without a compiler still gets a package."""
+
+import ctypes
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def hatch_build() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def hook(hatch_build: ModuleType, tmp_path: Path) -> Any:
+    source = tmp_path / hatch_build.SOURCE
+    source.parent.mkdir(parents=True)
+    source.write_text("int answer(void) { return 42; }\n")
+    return hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
+
+
+def empty_build() -> dict[str, Any]:
+    return {"artifacts": [], "pure_python": True}
+
+
+def test_the_c_loops_compile_without_a_warning(hatch_build: ModuleType, tmp_path: Path) -> None:
+    compiler = hatch_build.system_compiler()
+    if compiler is None:
+        pytest.skip("needs a C compiler, and this machine has none")
+    strict = [*compiler, "-Wall", "-Wextra", "-Werror", "-pedantic"]
+    problem = hatch_build.compile_shared(strict, ROOT / hatch_build.SOURCE, tmp_path / "strict.so")
+    assert problem is None
+
+
+def test_the_library_is_built_and_shipped_for_this_platform(hatch_build: ModuleType, hook: Any) -> None:
+    if hatch_build.system_compiler() is None:
+        pytest.skip("needs a C compiler, and this machine has none")
+    build = empty_build()
+    hook.initialize("standard", build)
+    library = Path(hook.root, hatch_build.LIBRARY)
+    assert ctypes.CDLL(str(library)).answer() == 42
+    assert build["artifacts"] == [hatch_build.LIBRARY.as_posix()]
+    assert build["pure_python"] is False
+    assert build["tag"].startswith("py3-none-")
+    assert list(library.parent.iterdir()) == sorted([library, library.with_name("kernels.c")])
+    assert hook.dependencies() == []
+
+
+def test_without_a_compiler_one_is_asked_for(
+    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hatch_build, "system_compiler", lambda: None)
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "x86_64")
+    assert hook.dependencies() == ["ziglang"]
+    monkeypatch.setattr(hatch_build.platform, "machine", lambda: "vax")
+    assert hook.dependencies() == []
+
+
+def test_without_any_compiler_the_wheel_is_pure_and_says_so(
+    hatch_build: ModuleType, hook: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(hatch_build, "system_compiler", lambda: None)
+    monkeypatch.setattr(hatch_build, "zig_compiler", lambda: None)
+    stale = Path(hook.root, hatch_build.LIBRARY)
+    stale.write_bytes(b"of an older source")
+    build = empty_build()
+    hook.initialize("standard", build)
+    assert build == empty_build()
+    assert not stale.exists()
+    assert "no C compiler" in capsys.readouterr().err
+
+
+def test_a_source_that_does_not_compile_is_a_warning(
+    hatch_build: ModuleType, hook: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path(hook.root, hatch_build.SOURCE).write_text("not C")
+    build = empty_build()
+    hook.initialize("standard", build)
+    assert build == empty_build()
+    assert "built without its compiled loops" in capsys.readouterr().err

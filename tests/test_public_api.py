@@ -1,0 +1,25 @@
+"""What users may rely on: the names that holdall exports, and what importing it costs."""
+
+import subprocess
+import sys
+
+import holdall
+
+PUBLIC = ["__version__"]
+
+HEAVY = ["ray", "rich", "stable_baselines3", "torch", "typer"]
+
+
+def test_the_public_names_are_these_and_no_others() -> None:
+    assert sorted(holdall.__all__) == sorted(PUBLIC)
+
+
+def test_every_public_name_exists() -> None:
+    for name in holdall.__all__:
+        assert hasattr(holdall, name), name
+
+
+def test_import_holdall_imports_nothing_heavy() -> None:
+    program = f"import holdall, sys; print(*[name for name in {HEAVY} if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

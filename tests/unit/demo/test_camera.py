@@ -1,0 +1,72 @@
+import warnings
+
+import numpy as np
+import pytest
+from gymnasium.utils.env_checker import check_env
+
+from holdall.demo.camera import FIELD_PX, VIEW_PX, CameraRover, Observation
+
+
+def drive(seed: int, steps: int) -> list[tuple[Observation, float, bool, bool]]:
+    rover = CameraRover()
+    rover.action_space.seed(seed)
+    seen = [(rover.reset(seed=seed)[0], 0.0, False, False)]
+    for _ in range(steps):
+        observation, reward, terminated, truncated, _ = rover.step(rover.action_space.sample())
+        seen.append((observation, reward, terminated, truncated))
+        if terminated or truncated:
+            seen.append((rover.reset()[0], 0.0, False, False))
+    return seen
+
+
+def test_passes_the_checks_of_gymnasium() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_env(CameraRover(), skip_render_check=True)  # the check of renderings needs a registered environment
+
+
+def test_one_seed_gives_one_stream() -> None:
+    for first, second in zip(drive(3, 200), drive(3, 200), strict=True):
+        assert first[0]["camera"].tobytes() == second[0]["camera"].tobytes()
+        assert first[0]["state"].tobytes() == second[0]["state"].tobytes()
+        assert first[1:] == second[1:]
+
+
+def test_two_seeds_give_two_streams() -> None:
+    first, second = drive(3, 5), drive(4, 5)
+    assert any(a[0]["state"].tobytes() != b[0]["state"].tobytes() for a, b in zip(first, second, strict=True))
+
+
+def test_random_driving_meets_both_kinds_of_ending() -> None:
+    seen = drive(0, 6_000)
+    assert any(terminated for _, _, terminated, _ in seen)
+    assert any(truncated for _, _, _, truncated in seen)
+    assert not any(terminated and truncated for _, _, terminated, truncated in seen)
+
+
+def test_driving_towards_the_beacon_terminates_and_pays() -> None:
+    rover = CameraRover()
+    rover.reset(seed=1)
+    terminated = truncated = False
+    reward = 0.0
+    while not (terminated or truncated):
+        towards = rover._beacon - rover._position
+        _, reward, terminated, truncated, _ = rover.step((towards / np.abs(towards).max() * 0.5).astype(np.float32))
+    assert terminated
+    assert reward == 1.0
+
+
+@pytest.mark.parametrize("corner", [(0.0, 0.0), (FIELD_PX - 1.0, FIELD_PX - 1.0), (0.0, FIELD_PX - 1.0)])
+def test_the_view_keeps_its_shape_at_the_fence(corner: tuple[float, float]) -> None:
+    rover = CameraRover()
+    rover.reset(seed=1)
+    rover._position = np.array(corner)
+    assert rover.render().shape == (VIEW_PX, VIEW_PX, 3)
+
+
+def test_an_observation_does_not_change_after_it_was_given() -> None:
+    rover = CameraRover()
+    first, _ = rover.reset(seed=1)
+    before = first["camera"].copy()
+    rover.step(np.ones(2, np.float32))
+    assert np.array_equal(first["camera"], before)
