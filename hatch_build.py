@@ -90,8 +90,6 @@ class KernelBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compile, and mark the wheel as built for this platform; on failure go on without the library."""
-        if self.target_name != "wheel":
-            return
         problem = self._compile() if self._wants_kernels() else "not asked for"
         if problem:
             Path(self.root, LIBRARY).unlink(missing_ok=True)  # an old library must not outlive its source
@@ -108,11 +106,7 @@ class KernelBuildHook(BuildHookInterface[Any]):
         Path(self.root, LIBRARY).unlink(missing_ok=True)
 
     def _wants_kernels(self) -> bool:
-        return (
-            self.target_name == "wheel"
-            and Path(self.root, SOURCE).exists()
-            and os.environ.get("HOLDALL_BUILD_PORTABLE", "0") in {"", "0"}
-        )
+        return Path(self.root, SOURCE).exists() and os.environ.get("HOLDALL_BUILD_PORTABLE", "0") in {"", "0"}
 
     def _compile(self) -> str | None:
         command = system_compiler() or zig_compiler()
