@@ -1,7 +1,31 @@
-"""Experience memory for deep reinforcement learning: exact, in a fraction of the memory."""
+"""holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory."""
 
-from importlib.metadata import version
+from holdall.batch import Batch
+from holdall.errors import (
+    ArgumentError,
+    ClosedError,
+    DamageError,
+    HoldallError,
+    MissingPackageError,
+    SpaceError,
+    TransitionIdError,
+)
+from holdall.replay import ReplayMemory
+from holdall.report import FieldReport, MemoryReport
+from holdall.sampling.uniform import Uniform
 
-__all__ = ["__version__"]
-
-__version__ = version("holdall")
+__all__ = [
+    "ArgumentError",
+    "Batch",
+    "ClosedError",
+    "DamageError",
+    "FieldReport",
+    "HoldallError",
+    "MemoryReport",
+    "MissingPackageError",
+    "ReplayMemory",
+    "SpaceError",
+    "TransitionIdError",
+    "Uniform",
+]
+__version__ = "0.1.0"

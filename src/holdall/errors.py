@@ -1,0 +1,40 @@
+"""Every error that holdall raises on purpose.
+
+    HoldallError
+    ├── ArgumentError (ValueError)       a value that an argument cannot take
+    ├── SpaceError (TypeError)           a space that cannot be stored bit for bit
+    ├── TransitionIdError (IndexError)   an id that was never added, is evicted, or is not valid
+    ├── ClosedError (RuntimeError)       use after close()
+    ├── DamageError (OSError)            stored bytes that do not make sense
+    └── MissingPackageError (ImportError) an optional package that this call needs
+
+Each message names the argument, its value, the rule and the remedy.
+"""
+
+
+class HoldallError(Exception):
+    """Base of all errors raised by holdall."""
+
+
+class ArgumentError(HoldallError, ValueError):
+    """An argument has a value, shape or dtype that it cannot take."""
+
+
+class SpaceError(HoldallError, TypeError):
+    """A space, or a leaf of one, cannot be stored bit for bit."""
+
+
+class TransitionIdError(HoldallError, IndexError):
+    """A transition id names nothing that is held."""
+
+
+class ClosedError(HoldallError, RuntimeError):
+    """The memory was closed."""
+
+
+class DamageError(HoldallError, OSError):
+    """Stored bytes do not make sense; nothing of them was returned."""
+
+
+class MissingPackageError(HoldallError, ImportError):
+    """An optional package is needed for this call and is not installed."""

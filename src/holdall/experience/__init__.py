@@ -1,0 +1,1 @@
+"""From a step to stored bytes and back: the data path, one stage a file."""

@@ -1,0 +1,119 @@
+"""Batches: rows of all fields, brought together for the caller.
+
+In:  places of observations and rows of small fields.  Out: arrays, or tensors on a device.
+Invariant: a batch belongs to the caller. Its memory is used again only after the caller let
+go of every array and tensor that looks into it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.experience.crew import Crew
+from holdall.experience.kernels import Kernels
+from holdall.experience.part import Places
+from holdall.experience.slices import Bytes
+from holdall.schema import Array, Leaf
+
+if TYPE_CHECKING:
+    import torch
+
+_POOLED_BYTES = 1 << 16
+"""Arrays below this are cheap to allocate; above, fresh pages cost more than the copy."""
+_POOLED_ARRAYS = 4
+"""Arrays of one size that are kept: one in use, one being filled, two for stragglers."""
+
+
+class Staging:
+    """Memory for batches that is used again when nothing refers to it any more."""
+
+    def __init__(self) -> None:
+        self._blocks_by_size: dict[int, list[Bytes]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return `nbytes` bytes that nobody else can see."""
+        if nbytes < _POOLED_BYTES:
+            return np.empty(nbytes, np.uint8)
+        with self._lock:
+            blocks = self._blocks_by_size.setdefault(nbytes, [])
+            for position in range(len(blocks)):
+                # One reference by the list, one by the call: no view and no tensor is left.
+                if sys.getrefcount(blocks[position]) <= 2:
+                    return blocks[position].view()
+            block = np.empty(nbytes, np.uint8)
+            if len(blocks) < _POOLED_ARRAYS:
+                blocks.append(block)
+            return block.view()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
+
+
+class ObservationAssembler:
+    """Copies windows of slices into staging: observations and next observations of a batch."""
+
+    def __init__(self, kernels: Kernels) -> None:
+        self.staging = Staging()
+        self.crew = Crew()
+        self._kernels = kernels
+
+    def assemble(self, places: Places, field: int, leaf: Leaf) -> tuple[Array, Array]:
+        """Build both observations of one field for every place."""
+        rows = len(places.segment)
+        both = self.staging.take(2 * rows * leaf.nbytes).reshape(2, rows, leaf.nbytes)
+        self._kernels.gather(places, field, both[0], both[1], self.crew)
+        shaped = both.view(leaf.dtype).reshape(2, rows, *leaf.shape)
+        return shaped[0], shaped[1]
+
+
+class Delivery:
+    """Hands arrays over as they are, or as tensors on a device."""
+
+    def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
+        self._torch_device: torch.device | None = None
+        if device is None:
+            return
+        self._torch = _import_torch()
+        try:
+            self._torch_device = self._torch.device(device)
+        except RuntimeError as error:
+            raise ArgumentError(
+                f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda', "
+                "or None for NumPy arrays"
+            ) from error
+        for leaf in leaves:
+            self._refuse_foreign(leaf)
+
+    def hand_over(self, array: Array) -> Any:
+        """Return the array, or a tensor that shares its memory or is its copy on the device."""
+        if self._torch_device is None:
+            return array
+        return self._torch.from_numpy(array).to(self._torch_device)
+
+    def _refuse_foreign(self, leaf: Leaf) -> None:
+        try:
+            self._torch.from_numpy(np.empty(0, leaf.dtype))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"device ({self._torch_device}): torch has no dtype for {leaf.name or 'the space'} "
+                f"({leaf.dtype}); use device=None for NumPy arrays"
+            ) from error
+
+
+def _import_torch() -> Any:
+    try:
+        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
+    except ImportError as error:
+        raise MissingPackageError(
+            "device is given, but torch is not installed; run \"pip install 'holdall[torch]'\" "
+            "or use device=None for NumPy arrays"
+        ) from error
+    return torch

@@ -1,0 +1,58 @@
+"""A crew: a few threads of holdall's own that share out one compiled loop.
+
+In:  a function over a range of rows that lets go of the GIL, and how many bytes it moves.
+Out: nothing; the range was covered, or the first error is raised.
+Invariant: the calling thread does its share, so a crew of one has no threads at all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+_BYTES_PER_HAND = 1 << 20
+"""A thread is woken only for at least this much to move; waking it costs some 50 us."""
+_MOST_HANDS = 4
+
+
+class Crew:
+    """Threads for one memory; started when first needed, and again after a fork."""
+
+    def __init__(self, hands: int | None = None) -> None:
+        self.hands = hands or min(_usable_cores(), _MOST_HANDS)
+        self._pool: ThreadPoolExecutor | None = None
+        self._process = os.getpid()
+
+    def share(self, work: Callable[[int, int], None], rows: int, nbytes: int) -> None:
+        """Run `work(first, end)` over parts of `rows` that together cover it."""
+        hands = max(1, min(self.hands, nbytes // _BYTES_PER_HAND, rows))
+        bounds = [rows * hand // hands for hand in range(hands + 1)]
+        shares = list(zip(bounds, bounds[1:], strict=False))
+        helping = [self._helpers().submit(work, *share) for share in shares[1:]]
+        try:
+            work(*shares[0])
+        finally:
+            # No share may outlive the call: the arrays it writes to belong to the caller.
+            errors = [future.exception() for future in helping]
+        for error in errors:
+            if error is not None:
+                raise error
+
+    def _helpers(self) -> ThreadPoolExecutor:
+        if self._pool is None or self._process != os.getpid():
+            self._pool = ThreadPoolExecutor(self.hands - 1, thread_name_prefix="holdall-crew")
+            self._process = os.getpid()
+        return self._pool
+
+    def dismiss(self) -> None:
+        """End the threads; the crew may be used again."""
+        if self._pool is not None and self._process == os.getpid():
+            self._pool.shutdown(wait=True)
+        self._pool = None
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,0 +1,216 @@
+/* The loops that touch every byte: append and gather.
+ *
+ * A plain shared library without Python headers, called through ctypes, which
+ * lets go of the GIL for the length of a call. Every index that is read from a
+ * log or a table is checked before it is used; a bad one ends the call with the
+ * number of the row that held it, and nothing outside the given blocks is read.
+ */
+#include <stdint.h>
+#include <string.h>
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+/* What one segment holds of one field; mirrored by RECORD_FIELDS in part.py. */
+typedef struct {
+    int64_t log;         /* address of the slice numbers, 0: slices lie in log order */
+    int64_t log_rows;    /* entries per lane */
+    int64_t log_width;   /* bytes of an entry: 2 or 4 */
+    int64_t slices;      /* address of the slices, one after another */
+    int64_t slice_count;
+    int64_t outer;       /* runs of a slice */
+    int64_t run_bytes;   /* bytes of a run, contiguous in slice and observation */
+    int64_t window;      /* slices of an observation */
+    int64_t shift;       /* slices by which a shifted next observation starts later */
+} part;
+
+/* A block of unique slices and the open-addressing table that finds them by their bytes;
+ * mirrored by _Block in native.py. A slot holds a slice number + 1, or 0. */
+typedef struct {
+    uint8_t *arena;
+    uint64_t *hashes;
+    uint32_t *slots;
+    int64_t mask; /* slots - 1, a power of two less one, at least twice the capacity */
+    int64_t capacity;
+    int64_t used;
+    int64_t slice_bytes;
+} slice_block;
+
+/* One field of the open segment; mirrored by _OpenPart in native.py. */
+typedef struct {
+    slice_block *block; /* NULL: slices lie in log order, in `direct` */
+    uint8_t *direct;
+    uint32_t *log;
+    uint8_t *last;    /* the newest observation of each lane */
+    int64_t *end;     /* log entries of each lane */
+    uint8_t *scratch; /* room for one slice */
+    int64_t log_rows;
+    int64_t lanes;
+    int64_t outer;
+    int64_t run_bytes;
+    int64_t window;
+    int64_t shift;
+    int64_t longest; /* the largest of `end` */
+    int64_t steps;
+    int64_t broken_steps; /* steps that did not shift as the window says */
+    int64_t pushed;       /* slices handed in, known or new */
+} open_part;
+
+static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
+
+EXPORT int64_t holdall_kernels_version(void) { return 1; }
+
+static inline uint64_t word_at(const uint8_t *p) {
+    uint64_t w;
+    memcpy(&w, p, sizeof w);
+    return w;
+}
+
+static inline uint64_t stir(uint64_t state, uint64_t word) {
+    state = (state ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    return state ^ (state >> 29);
+}
+
+/* A hash that only has to spread well: every hit is compared byte for byte. */
+static uint64_t hash_slice(const uint8_t *p, int64_t bytes) {
+    uint64_t s0 = (uint64_t)bytes, s1 = UINT64_C(0xD1B54A32D192ED03);
+    uint64_t s2 = UINT64_C(0x8CB92BA72F3D8DD7), s3 = UINT64_C(0xABC98388FB8FAC03);
+    int64_t i = 0;
+    for (; i + 32 <= bytes; i += 32) {
+        s0 = stir(s0, word_at(p + i));
+        s1 = stir(s1, word_at(p + i + 8));
+        s2 = stir(s2, word_at(p + i + 16));
+        s3 = stir(s3, word_at(p + i + 24));
+    }
+    for (; i + 8 <= bytes; i += 8) s0 = stir(s0, word_at(p + i));
+    if (i < bytes) {
+        uint64_t tail = 0;
+        memcpy(&tail, p + i, (size_t)(bytes - i));
+        s1 = stir(s1, tail);
+    }
+    return stir(stir(stir(s0, s1), s2), s3);
+}
+
+/* Number a slice, copying it behind the others if it was not seen before.
+ * The caller made sure that there is room for one more. */
+static uint32_t intern(slice_block *b, const uint8_t *slice) {
+    const uint64_t hash = hash_slice(slice, b->slice_bytes);
+    uint64_t place = hash & (uint64_t)b->mask;
+    for (; b->slots[place] != 0; place = (place + 1) & (uint64_t)b->mask) {
+        const uint32_t seen = b->slots[place] - 1;
+        if (b->hashes[seen] == hash &&
+            memcmp(b->arena + seen * b->slice_bytes, slice, (size_t)b->slice_bytes) == 0)
+            return seen;
+    }
+    const uint32_t number = (uint32_t)b->used;
+    memcpy(b->arena + b->used * b->slice_bytes, slice, (size_t)b->slice_bytes);
+    b->hashes[number] = hash;
+    b->slots[place] = number + 1;
+    b->used++;
+    return number;
+}
+
+/* Whether `next_obs` shows, `shift` slices further left, what `obs` shows. */
+static int is_shifted(const open_part *p, const uint8_t *obs, const uint8_t *next_obs) {
+    const int64_t stretch = p->window * p->run_bytes;
+    const int64_t skipped = p->shift * p->run_bytes;
+    for (int64_t o = 0; o < p->outer; o++)
+        if (memcmp(obs + o * stretch + skipped, next_obs + o * stretch,
+                   (size_t)(stretch - skipped)) != 0)
+            return 0;
+    return 1;
+}
+
+/* Append the newest `count` slices of an observation to a lane's log. */
+static void push(open_part *p, const uint8_t *obs, int64_t lane, int64_t count) {
+    const int64_t slice_bytes = p->outer * p->run_bytes;
+    for (int64_t w = p->window - count; w < p->window; w++) {
+        const int64_t entry = p->end[lane] * p->lanes + lane;
+        uint8_t *cut = p->block ? p->scratch : p->direct + entry * slice_bytes;
+        for (int64_t o = 0; (p->outer > 1 || !p->block) && o < p->outer; o++)
+            memcpy(cut + o * p->run_bytes, obs + (o * p->window + w) * p->run_bytes,
+                   (size_t)p->run_bytes);
+        if (p->block)
+            p->log[entry] = intern(p->block, p->outer > 1 ? cut : obs + w * p->run_bytes);
+        p->end[lane]++;
+    }
+    p->pushed += count;
+    if (p->end[lane] > p->longest) p->longest = p->end[lane];
+}
+
+/* Write one tick, an observation and a next observation per lane, and the cursors to it.
+ * Returns 0, or -1 if it might not fit; then nothing was written. */
+EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs,
+                              uint32_t *cursor) {
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes;
+    if (p->longest + 2 * p->window > p->log_rows) return -1;
+    if (p->block && p->block->used + 2 * p->lanes * p->window > p->block->capacity) return -1;
+    for (int64_t lane = 0; lane < p->lanes; lane++) {
+        const uint8_t *now = obs + lane * obs_bytes;
+        const uint8_t *next = next_obs + lane * obs_bytes;
+        uint8_t *last = p->last + lane * obs_bytes;
+        if (p->steps == 0 || memcmp(now, last, (size_t)obs_bytes) != 0)
+            push(p, now, lane, p->window);
+        cursor[lane] = (uint32_t)(p->end[lane] - p->window);
+        if (is_shifted(p, now, next)) {
+            push(p, next, lane, p->shift);
+        } else {
+            push(p, next, lane, p->window);
+            cursor[lane] |= NEXT_IS_WHOLE;
+            p->broken_steps++;
+        }
+        memcpy(last, next, (size_t)obs_bytes);
+    }
+    p->steps += p->lanes;
+    return 0;
+}
+
+/* Copy the observation that starts at `position` of a lane's log; 0 if an index is off. */
+static int copy_window(const part *p, int64_t position, int64_t lane, int64_t lanes, uint8_t *out) {
+    if (position < 0 || position + p->window > p->log_rows) return 0;
+    const int64_t slice_bytes = p->outer * p->run_bytes;
+    const uint8_t *const slices = (const uint8_t *)(intptr_t)p->slices;
+    for (int64_t w = 0; w < p->window; w++) {
+        const int64_t entry = (position + w) * lanes + lane;
+        int64_t number = entry;
+        if (p->log != 0) {
+            if (p->log_width == 2) number = ((const uint16_t *)(intptr_t)p->log)[entry];
+            else number = ((const uint32_t *)(intptr_t)p->log)[entry];
+        }
+        if (number >= p->slice_count) return 0;
+        const uint8_t *from = slices + number * slice_bytes;
+        if (p->outer == 1) {
+            memcpy(out + w * p->run_bytes, from, (size_t)p->run_bytes);
+        } else if (p->run_bytes == 1) {
+            for (int64_t o = 0; o < p->outer; o++) out[o * p->window + w] = from[o];
+        } else {
+            const int64_t stride = p->window * p->run_bytes;
+            for (int64_t o = 0; o < p->outer; o++)
+                memcpy(out + o * stride + w * p->run_bytes, from + o * p->run_bytes,
+                       (size_t)p->run_bytes);
+        }
+    }
+    return 1;
+}
+
+/* Rows [from, to) of a batch: observation and next observation of one field.
+ * Returns -1, or the first row whose place is not inside its segment. */
+EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment,
+                              const uint32_t *cursor, const int32_t *lane, int64_t lanes,
+                              int64_t from, int64_t to, int64_t obs_bytes, uint8_t *obs,
+                              uint8_t *next_obs) {
+    for (int64_t i = from; i < to; i++) {
+        if (segment[i] < 0 || segment[i] >= part_count) return i;
+        if (lane[i] < 0 || lane[i] >= lanes) return i;
+        const part *const p = &parts[segment[i]];
+        const int64_t start = (int64_t)(cursor[i] & ~NEXT_IS_WHOLE);
+        const int64_t next = start + (cursor[i] & NEXT_IS_WHOLE ? p->window : p->shift);
+        if (p->outer * p->run_bytes * p->window != obs_bytes) return i;
+        if (!copy_window(p, start, lane[i], lanes, obs + i * obs_bytes)) return i;
+        if (!copy_window(p, next, lane[i], lanes, next_obs + i * obs_bytes)) return i;
+    }
+    return -1;
+}

@@ -1,0 +1,194 @@
+"""Parts: what one segment holds of one large field.
+
+In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
+Out: a cursor per transition, and a record from which kernels read the observations back.
+Invariant: an observation is a range of its lane's log. It continues the last one only where
+the bytes say so; where they do not, it is written whole. A closed part never changes.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.experience.slices import Bytes, SliceBlock, reserve
+from holdall.experience.window import Window
+
+Log = NDArray[np.uint16] | NDArray[np.uint32]
+Cursors = NDArray[np.uint32]
+
+NEXT_IS_WHOLE = np.uint32(1 << 31)
+"""Set in a cursor whose next observation does not continue the window but follows it."""
+
+RECORD_FIELDS = (
+    "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
+)  # fmt: skip
+"""Columns of a table of records, in the order of `part` in kernels.c."""
+
+_DIRECT_BYTES = 32
+"""Slices up to this size lie in the log itself: a number would cost as much."""
+_REUSE_THAT_PAYS = 0.25
+"""Share of known slices from which on the next segment goes on in the same block."""
+_FIRST_LOG_ROWS = 64
+
+
+def lies_direct(window: Window) -> bool:
+    """Whether slices are kept in the order of the log, without numbers."""
+    return window.count > 1 and window.slice_bytes <= _DIRECT_BYTES
+
+
+class OpenPart(ABC):
+    """One field in the open segment; how a tick is written is the kernels' affair.
+
+    Args:
+        block: Where unique slices go; None if they lie in the log itself.
+        arena_bytes: Room for the slices that lie in the log itself.
+    """
+
+    def __init__(
+        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
+    ) -> None:
+        self.window = window
+        self.lanes = lanes
+        self.block = block
+        self.obs_bytes = window.slice_bytes * window.count
+        self.log: NDArray[np.uint32] | None = None
+        if block is None:
+            rows = arena_bytes // (lanes * window.slice_bytes)
+            self.slices = reserve(rows * lanes * window.slice_bytes)
+            self._used_before = 0
+        else:
+            rows = max(_FIRST_LOG_ROWS, 2 * window.count)
+            self.slices = block.arena
+            self.log = np.zeros((rows, lanes), np.uint32)
+            self._used_before = block.used
+        self.log_rows = rows
+
+    @abstractmethod
+    def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+        """Write one tick, contiguous rows of bytes per lane, and the cursors to it."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Log entries of the lane that has most."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Transitions written."""
+
+    @property
+    @abstractmethod
+    def broken_steps(self) -> int:
+        """Transitions whose next observation did not shift as the window says."""
+
+    @property
+    @abstractmethod
+    def pushed(self) -> int:
+        """Slices handed in, known or new."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slices that stand in the part's block or log."""
+        if self.block is not None:
+            return self.block.used_bytes
+        return self.longest * self.lanes * self.window.slice_bytes
+
+    def has_room(self) -> bool:
+        """Whether one more tick fits, even if nothing of it is known."""
+        most = 2 * self.window.count
+        if self.block is not None:
+            return self.block.used + most * self.lanes <= self.block.capacity
+        return self.longest + most <= self.log_rows
+
+    def block_to_go_on_in(self) -> SliceBlock | None:
+        """Return the block if the next segment would otherwise repeat much of it."""
+        if self.block is None or self.pushed == 0 or not self.has_room():
+            return None
+        known = self.pushed - (self.block.used - self._used_before)
+        context = self.lanes * self.window.count
+        pays = (known + context) / self.pushed >= _REUSE_THAT_PAYS
+        return self.block if pays else None
+
+    def closed(self) -> ClosedPart:
+        """Return the part as it stands, with a log as narrow as its numbers."""
+        rows = self.longest
+        log: Log | None = None
+        count = rows * self.lanes
+        if self.log is not None and self.block is not None:
+            count = self.block.used
+            log = self.log[:rows].astype(np.uint16 if count <= 1 << 16 else np.uint32)
+        return ClosedPart(self.window, log, rows, self.slices, count, self.steps, self.broken_steps)
+
+    def record(self) -> list[int]:
+        """Describe the part to the kernels by the bounds of its memory, which rarely change."""
+        count = self.slices.size // self.window.slice_bytes
+        return _record(self.window, self.log, self.log_rows, self.slices, count)
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log entries in use."""
+        return 0 if self.log is None else self.longest * self.lanes * self.log.itemsize
+
+    def _make_log_room(self) -> None:
+        """Grow the log into a new array: readers go on with the old one, which stays right."""
+        if self.log is None or self.longest + 2 * self.window.count <= self.log_rows:
+            return
+        longer = np.zeros((2 * self.log_rows + 2 * self.window.count, self.lanes), np.uint32)
+        longer[: self.log_rows] = self.log
+        self.log = longer
+        self.log_rows = len(longer)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedPart:
+    """One field in a closed segment."""
+
+    window: Window
+    log: Log | None
+    log_rows: int
+    slices: Bytes
+    slice_count: int
+    steps: int
+    broken_steps: int
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slices in the part's block when it was closed."""
+        return self.slice_count * self.window.slice_bytes
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log."""
+        return 0 if self.log is None else self.log.nbytes
+
+    def record(self) -> list[int]:
+        """Describe the part to the kernels."""
+        return _record(self.window, self.log, self.log_rows, self.slices, self.slice_count)
+
+
+def _record(
+    window: Window, log: Log | None, log_rows: int, slices: Bytes, slice_count: int
+) -> list[int]:
+    start, width = (0, 0) if log is None else (log.ctypes.data, log.itemsize)
+    return [
+        start, log_rows, width, slices.ctypes.data, slice_count,
+        window.outer, window.run_bytes, window.count, window.shift,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the observations of a batch lie; holding it keeps them from being freed."""
+
+    records: list[NDArray[np.int64]]  # per field: (segments, len(RECORD_FIELDS))
+    segment: NDArray[np.int32]  # (batch,)
+    cursors: list[Cursors]  # per field: (batch,)
+    lane: NDArray[np.int32]  # (batch,)
+    lanes: int
+    held: tuple[Any, ...]  # what the addresses in `records` point into

@@ -1,0 +1,166 @@
+"""Flat rings: the small fields of a transition, addressed by tick.
+
+In:  rows of every lane, tick by tick.  Out: rows of given ticks and lanes.
+Invariant: the row of tick t stands at t modulo the ring's length, which is one more than the
+capacity, so that the newest next observation has a place of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.experience.slices import reserve
+from holdall.schema import Array, Leaf
+
+_UNSHARED_BEFORE_PAIRING = 1024
+"""Next observations kept apart before it is asked whether sharing pays at all."""
+
+
+def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
+    """Reserve a ring of `ticks` rows per lane; untouched pages cost nothing."""
+    rows = reserve(ticks * lanes * leaf.nbytes)
+    return rows.view(leaf.dtype).reshape(ticks, lanes, *leaf.shape)
+
+
+class ObservationRing:
+    """A short observation field: each observation once, as the next of one tick and the first
+    of the following.
+
+    Where the two differ (an episode ended in between), the older tick's next observation is
+    kept apart under its transition id. Where they differ so often that this costs more than it
+    spares, the ring is paired with a second one and both are written in full.
+    """
+
+    def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
+        self.leaf = leaf
+        self._lanes = lanes
+        self._ring_ticks = ring_ticks
+        self._rows = new_ring(ring_ticks, lanes, leaf)
+        self._flat = self._rows.reshape(ring_ticks * lanes, *leaf.shape)
+        self._paired: Array | None = None
+        self._apart = RowsById(leaf)
+        self._expected: bytes | None = None
+
+    def write(self, tick: int, obs: Array, next_obs: Array) -> None:
+        """Write one tick; both arrays have a leading lane axis."""
+        slot = tick % self._ring_ticks
+        if self._paired is None and self._expected != obs.tobytes():
+            if self._expected is not None:
+                self._keep_apart(tick - 1, slot, obs)
+            self._rows[slot] = obs
+        if self._paired is None:
+            self._rows[slot + 1 if slot + 1 < self._ring_ticks else 0] = next_obs
+            self._expected = next_obs.tobytes()
+        else:
+            self._rows[slot] = obs
+            self._paired[slot] = next_obs
+
+    def read(
+        self, ids: NDArray[np.int64], slot: NDArray[np.int64], next_slot: NDArray[np.int64]
+    ) -> tuple[Array, Array]:
+        """Return copies of the observations and next observations at flat (tick, lane) slots."""
+        obs = self._flat.take(slot, axis=0)
+        if self._paired is not None:
+            return obs, self._paired.reshape(self._flat.shape).take(slot, axis=0)
+        next_obs = self._flat.take(next_slot, axis=0)
+        self._apart.replace(next_obs, ids)
+        return obs, next_obs
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether next observations are found in the following tick."""
+        return self._paired is None
+
+    @property
+    def apart_bytes(self) -> int:
+        """Bytes that these take, with their ids."""
+        return self._apart.nbytes
+
+    def describe(self, held: int) -> str:
+        """Say what was found, for people; `held` is the number of transitions."""
+        if self._paired is not None:
+            return "flat rows; next observations seldom shared, so kept beside"
+        share = 100 * (1 - len(self._apart) / held) if held else 100.0
+        return f"flat rows; {share:.1f} % of next observations shared"
+
+    def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
+        """Save the next observations of `tick` that `obs`, about to take their place, is not."""
+        standing = as_bytes(self._rows[slot], self._lanes)
+        differs = np.flatnonzero((standing != as_bytes(obs, self._lanes)).any(axis=1))
+        self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
+        self._apart.append(tick * self._lanes + differs, self._rows[slot][differs])
+        kept_ticks = min(tick + 1, self._ring_ticks - 1)
+        if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+            self._pair(tick)
+
+    def _pair(self, tick: int) -> None:
+        """Go over to two full rings, the second for next observations, up to `tick`."""
+        paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+        first = max(0, tick + 2 - self._ring_ticks)
+        ticks = np.arange(first, tick + 1)
+        ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
+        next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(-1, *self.leaf.shape)
+        self._apart.replace(next_obs, ids.reshape(-1))
+        paired[ticks % self._ring_ticks] = next_obs.reshape(len(ticks), *self._rows.shape[1:])
+        self._paired = paired
+        self._apart = RowsById(self.leaf)
+
+
+class RowsById:
+    """Rows under ascending transition ids: appended at the end, dropped at the front."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._ids = np.empty(0, np.int64)
+        self._rows = np.empty((0, *leaf.shape), leaf.dtype)
+        self._first = 0
+        self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and ids held, and of the room kept for more."""
+        return self._ids.nbytes + self._rows.nbytes
+
+    def append(self, ids: NDArray[np.int64], rows: Array) -> None:
+        """Add rows whose ids are higher than all before."""
+        count = len(ids)
+        if self._end + count > len(self._ids):
+            self._move(len(self) + count)
+        self._ids[self._end : self._end + count] = ids
+        self._rows[self._end : self._end + count] = rows
+        self._end += count
+
+    def drop_before(self, first_id: int) -> None:
+        """Forget rows of ids below `first_id`."""
+        self._first += int(np.searchsorted(self._ids[self._first : self._end], first_id))
+
+    def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
+        """Overwrite those of `rows` whose id is held here."""
+        if self._first == self._end:
+            return
+        held = self._ids[self._first : self._end]
+        place = np.searchsorted(held, ids)
+        place[place == len(held)] = 0
+        found = np.flatnonzero(held[place] == ids)
+        if found.size:
+            rows[found] = self._rows[self._first + place[found]]
+
+    def _move(self, needed: int) -> None:
+        """Move what is held into new arrays with a quarter of room to spare."""
+        room = needed + needed // 4 + 16
+        ids, rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
+        ids[: len(self)] = self._ids[self._first : self._end]
+        rows[: len(self)] = self._rows[self._first : self._end]
+        self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
+
+
+def as_bytes(array: Array, lanes: int) -> NDArray[np.uint8]:
+    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
+    contiguous: NDArray[Any] = np.ascontiguousarray(array)
+    return contiguous.reshape(lanes, -1).view(np.uint8)

@@ -1,0 +1,278 @@
+"""Segments: runs of ticks that are closed, kept and dropped as one.
+
+In:  observations and next observations of the large fields, tick by tick, as rows of bytes.
+Out: the places of given ticks and lanes.
+Invariant: a tick is in exactly one segment, and a segment stays until its last tick is evicted.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.experience.crew import Crew
+from holdall.experience.kernels import Kernels
+from holdall.experience.part import (
+    RECORD_FIELDS,
+    ClosedPart,
+    Cursors,
+    OpenPart,
+    Places,
+    lies_direct,
+)
+from holdall.experience.slices import Bytes, SliceBlock, reserve
+from holdall.experience.window import Window, WindowScout
+from holdall.schema import Leaf
+
+SEGMENT_BYTES = 16 * 2**20
+"""Unique slices after which a segment closes."""
+_CONTEXT_FACTOR = 8
+"""A segment repeats what its first windows reach back to; it holds this many times as much."""
+_SEGMENTS_OF_A_MEMORY = 16
+"""A segment is freed as a whole, so it is never more than this share of the capacity."""
+_FEWEST_TICKS = 16
+_REPLAYED_TICKS = 64
+"""A window found this early is applied to the open segment; later, from the next one on."""
+
+_ALONE = Crew(hands=1)
+
+PartT = TypeVar("PartT", OpenPart, ClosedPart)
+
+
+@dataclass(slots=True)
+class Segment(Generic[PartT]):
+    """The parts of all large fields over a run of ticks."""
+
+    first_tick: int
+    ticks: int
+    parts: list[PartT]
+
+
+class Segments:
+    """All segments of a memory's large fields: one open, the rest closed."""
+
+    cursor_bytes = 4
+
+    def __init__(
+        self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int
+    ) -> None:
+        self._kernels = kernels
+        self._lanes = lanes
+        self._ring_ticks = capacity_ticks + 1
+        self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
+        self._leaves: list[Leaf] = []
+        self._windows: list[Window] = []
+        self._cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
+        self._searches = _WindowSearches()
+        self._closed: list[Segment[ClosedPart]] = []
+        self._open: Segment[OpenPart] = Segment(0, 0, [])
+        for field, leaf in enumerate(leaves):
+            self._admit(leaf, Window.whole(leaf))
+            self._searches.begin(field, leaf)
+        self._index()
+
+    def append(self, tick: int, obs: list[Bytes], next_obs: list[Bytes]) -> None:
+        """Write one tick of every field; close the open segment first if it is full."""
+        if self._is_full():
+            self._roll(tick)
+        for field in range(len(self._leaves)):
+            self._append_field(field, tick, obs[field], next_obs[field])
+        self._open.ticks += 1
+        for field in self._searches.look(obs, next_obs):
+            window = self._searches.end(field) or Window.whole(self._leaves[field])
+            if window != self._windows[field]:
+                self._apply(field, window, tick)
+
+    def evict_before(self, tick: int) -> None:
+        """Drop the segments whose last tick is older than `tick`."""
+        stale = 0
+        for segment in self._closed:
+            if segment.first_tick + segment.ticks > tick:
+                break
+            stale += 1
+        if stale:
+            del self._closed[:stale]
+            self._index()
+
+    def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
+        """Find the observations of the given ticks and lanes."""
+        slot = (ticks % self._ring_ticks) * self._lanes + lane
+        segment = np.searchsorted(self._first_ticks, ticks, side="right") - 1
+        return Places(
+            records=self._records,
+            segment=segment.astype(np.int32),
+            cursors=[cursors.reshape(-1)[slot] for cursors in self._cursors],
+            lane=lane.astype(np.int32),
+            lanes=self._lanes,
+            held=self._held,
+        )
+
+    def can_adopt(self, ticks: int) -> bool:
+        """Whether the open segment still reaches back to the first of `ticks` ticks."""
+        return not self._closed and ticks <= _REPLAYED_TICKS
+
+    def adopt(self, leaf: Leaf, window: Window, ticks: int) -> int:
+        """Take a field on that was kept elsewhere so far; the caller then replays its ticks."""
+        self._open.ticks = ticks
+        self._admit(leaf, window)
+        self._index()
+        return len(self._leaves) - 1
+
+    def replay(self, field: int, tick: int, obs: Bytes, next_obs: Bytes) -> None:
+        """Write a past tick of one field into the open segment; ticks come in order."""
+        self._append_field(field, tick, obs, next_obs)
+
+    @property
+    def count(self) -> int:
+        """Segments held, the open one among them."""
+        return len(self._closed) + 1
+
+    def field_bytes(self, field: int) -> tuple[int, int]:
+        """Return the bytes of one field's unique slices, each block once, and of its logs."""
+        parts = self._parts(field)
+        by_block = {id(part.slices): part.used_bytes for part in parts}
+        return sum(by_block.values()), sum(part.log_bytes for part in parts)
+
+    def describe(self, field: int) -> str:
+        """Say what was found about a field, for people."""
+        window = self._windows[field]
+        steps = sum(part.steps for part in self._parts(field))
+        if window.count == 1 or steps == 0:
+            return window.describe()
+        slices, _ = self.field_bytes(field)
+        shared = window.count - slices / window.slice_bytes / steps
+        return f"{window.describe()}; {shared:.1f} of {window.count} slices shared"
+
+    def _append_field(self, field: int, tick: int, obs: Bytes, next_obs: Bytes) -> None:
+        part = self._open.parts[field]
+        log = part.log
+        part.append(obs, next_obs, self._cursors[field][tick % self._ring_ticks])
+        if part.log is not log:
+            self._index()
+
+    def _admit(self, leaf: Leaf, window: Window) -> None:
+        self._leaves.append(leaf)
+        self._windows.append(window)
+        context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
+        self._limit_bytes = max(SEGMENT_BYTES, _CONTEXT_FACTOR * context)
+        ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
+        self._cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
+        self._open.parts.append(self._new_part(len(self._leaves) - 1))
+
+    def _new_part(self, field: int, block: SliceBlock | None = None) -> OpenPart:
+        window = self._windows[field]
+        most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
+        arena_bytes = self._limit_bytes + 2 * most_in_a_tick
+        if block is None and not lies_direct(window):
+            block = self._kernels.new_block(window.slice_bytes, arena_bytes)
+        return self._kernels.new_part(window, self._lanes, block, arena_bytes)
+
+    def _is_full(self) -> bool:
+        parts = self._open.parts
+        return (
+            self._open.ticks >= self._most_ticks
+            or sum(part.used_bytes for part in parts) >= self._limit_bytes
+            or not all(part.has_room() for part in parts)
+        )
+
+    def _roll(self, tick: int) -> None:
+        """Close the open segment and open the next one at `tick`."""
+        full = self._open
+        following = []
+        for field, part in enumerate(full.parts):
+            fits = part.window.count > 1 and part.broken_steps * 2 < part.steps
+            if not fits:
+                self._searches.consider(field, self._leaves[field])
+            following.append(self._next_part(field, part))
+        closed = [part.closed() for part in full.parts]
+        self._closed.append(Segment(full.first_tick, full.ticks, closed))
+        self._open = Segment(tick, 0, following)
+        self._index()
+
+    def _next_part(self, field: int, part: OpenPart) -> OpenPart:
+        """Open a part after `part`, in its block where that spares repeating slices."""
+        block = part.block_to_go_on_in() if part.window == self._windows[field] else None
+        if block is not None and block.used_bytes >= self._limit_bytes:
+            block = None
+        if block is None and part.block is not None:
+            part.block.freeze()
+        return self._new_part(field, block)
+
+    def _apply(self, field: int, window: Window, tick: int) -> None:
+        """Cut a field in a new way: from now on, or from the open segment's first tick on."""
+        self._windows[field] = window
+        if self._open.ticks > _REPLAYED_TICKS:
+            self._roll(tick + 1)
+            return
+        old = self._open.parts[field]
+        self._open.parts[field] = self._new_part(field)
+        first = self._open.first_tick
+        for past in range(first, first + self._open.ticks):
+            self.replay(field, past, *self._read_back(field, old, past))
+        self._index()
+
+    def _read_back(self, field: int, part: OpenPart, tick: int) -> tuple[Bytes, Bytes]:
+        """Read one tick of one field out of a part that is being replaced."""
+        shape = (self._lanes, self._leaves[field].nbytes)
+        obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+        places = Places(
+            records=[np.array([part.record()], np.int64)],
+            segment=np.zeros(self._lanes, np.int32),
+            cursors=[self._cursors[field][tick % self._ring_ticks].copy()],
+            lane=np.arange(self._lanes, dtype=np.int32),
+            lanes=self._lanes,
+            held=(part,),
+        )
+        self._kernels.gather(places, 0, obs, next_obs, _ALONE)
+        return obs, next_obs
+
+    def _parts(self, field: int) -> list[OpenPart | ClosedPart]:
+        closed = [segment.parts[field] for segment in self._closed]
+        return [*closed, self._open.parts[field]]
+
+    def _index(self) -> None:
+        """Build the tables that readers use; those they already hold stay as they were."""
+        first_ticks = [segment.first_tick for segment in self._closed]
+        self._first_ticks = np.array([*first_ticks, self._open.first_tick], np.int64)
+        fields = [self._parts(field) for field in range(len(self._leaves))]
+        self._records = [
+            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS))
+            for parts in fields
+        ]
+        self._held = tuple((part.log, part.slices) for parts in fields for part in parts)
+
+
+class _WindowSearches:
+    """Which fields are looked at for windows, and when again; ever more seldom in vain."""
+
+    def __init__(self) -> None:
+        self._scouts: dict[int, WindowScout] = {}
+        self._in_vain: dict[int, int] = {}
+        self._rest: dict[int, int] = {}  # segments to pass before the next search
+
+    def begin(self, field: int, leaf: Leaf) -> None:
+        self._scouts[field] = WindowScout(leaf)
+
+    def consider(self, field: int, leaf: Leaf) -> None:
+        """Begin a search in a field whose segment closed without a window that fits."""
+        if field in self._scouts:
+            return
+        self._rest[field] = self._rest.get(field, 0) - 1
+        if self._rest[field] <= 0:
+            self.begin(field, leaf)
+
+    def look(self, obs: list[Bytes], next_obs: list[Bytes]) -> list[int]:
+        """Show a tick to the scouts; return the fields whose search is over."""
+        for field, scout in self._scouts.items():
+            scout.look(obs[field], next_obs[field])
+        return [field for field, scout in self._scouts.items() if scout.done]
+
+    def end(self, field: int) -> Window | None:
+        """Close a search and return what it found."""
+        finding = self._scouts.pop(field).finding
+        self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
+        self._rest[field] = 1 << min(self._in_vain[field], 16)
+        return finding

@@ -1,0 +1,84 @@
+"""Where the bytes of a memory are.
+
+In:  counts that the stages keep.  Out: a record per field and their sums, for people and JSON.
+Invariant: bytes are those of pages in use, counted by what was written; reserved address space
+that was never touched is not counted. USS from the operating system is the judge in tests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from holdall.units import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FieldReport:
+    """One field: its bytes by kind, and what was found about it."""
+
+    name: str
+    slice_bytes: int  # unique slices
+    log_bytes: int  # logs of slice numbers and cursors into them
+    row_bytes: int  # rows of flat rings
+    plain_bytes: int  # what the plain layout takes for the same transitions
+    finding: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all kinds."""
+        return self.slice_bytes + self.log_bytes + self.row_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """All fields of a memory, and what is held beside them."""
+
+    transitions: int
+    fields: tuple[FieldReport, ...]
+    staging_bytes: int  # memory of batches, kept for the next ones
+    segments: int
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all fields."""
+        return sum(field.total_bytes for field in self.fields)
+
+    @property
+    def plain_bytes(self) -> int:
+        """Bytes of the same transitions as plain arrays of obs and next_obs."""
+        return sum(field.plain_bytes for field in self.fields)
+
+    @property
+    def bytes_per_transition(self) -> float:
+        """Bytes of all fields over the transitions held; nan if there are none."""
+        return self.total_bytes / self.transitions if self.transitions else float("nan")
+
+    @property
+    def ratio(self) -> float:
+        """How many times smaller than the plain layout; nan if nothing is held."""
+        return self.plain_bytes / self.total_bytes if self.total_bytes else float("nan")
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings, ready for JSON."""
+        sums = {
+            "total_bytes": self.total_bytes,
+            "plain_bytes": self.plain_bytes,
+            "bytes_per_transition": self.bytes_per_transition if self.transitions else None,
+            "ratio": self.ratio if self.total_bytes else None,
+        }
+        return asdict(self) | sums
+
+    def __str__(self) -> str:
+        width = max((len(field.name) for field in self.fields), default=5)
+        lines = [
+            f"{field.name:<{width}}  {format_bytes(field.total_bytes):>10}"
+            f"  of {format_bytes(field.plain_bytes):>10} plain  {field.finding}"
+            for field in self.fields
+        ]
+        lines.append(
+            f"{'total':<{width}}  {format_bytes(self.total_bytes):>10}"
+            f"  of {format_bytes(self.plain_bytes):>10} plain  "
+            f"{self.transitions} transitions, {self.ratio:.1f} times smaller"
+        )
+        return "\n".join(lines)

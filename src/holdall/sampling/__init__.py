@@ -1,0 +1,1 @@
+"""Which transitions come next: one way of drawing a file."""

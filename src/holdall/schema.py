@@ -1,0 +1,257 @@
+"""Spaces as flat, named leaves, and the check that a value fits them.
+
+In:  gymnasium spaces, once; nested values with a leading lane axis, at every step.
+Out: one array per leaf, in a fixed order, of exactly the leaf's shape and dtype.
+Invariant: nothing is cast, clipped or broadcast; a value that does not fit is refused
+before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, SpaceError
+
+Array = NDArray[Any]
+
+_STORABLE_KINDS = "biuf"
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One array of a space: what a single lane contributes at a single step."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    def fit(self, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+        """Return `value` as an array of shape `leading + shape`, or say why it is none."""
+        array = value if type(value) is np.ndarray else _as_array(value, self._called(argument))
+        if array.dtype != self.dtype:
+            raise ArgumentError(
+                f"{self._called(argument)} has dtype {array.dtype}, the space says {self.dtype}; "
+                f"holdall never casts, so pass np.asarray(value, dtype=np.{self.dtype.name})"
+            )
+        if array.shape != leading + self.shape:
+            raise ArgumentError(
+                f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
+                f"{_axes(leading)} then the space's {self.shape}"
+            )
+        return array
+
+    def _called(self, argument: str) -> str:
+        return f"{argument}[{self.name!r}]" if self.name else argument
+
+
+@dataclass(frozen=True, slots=True)
+class Tree:
+    """A space taken apart into leaves, and the way back."""
+
+    leaves: tuple[Leaf, ...]
+    structure: Structure
+
+    @classmethod
+    def of(cls, space: spaces.Space[Any], argument: str) -> Tree:
+        """Take `space` apart; refuse what cannot be stored bit for bit."""
+        leaves: list[Leaf] = []
+        structure = _dismantle(space, "", argument, leaves)
+        return cls(tuple(leaves), structure)
+
+    def flatten(self, value: Any, leading: tuple[int, ...], argument: str) -> list[Array]:
+        """Return one checked array per leaf, in leaf order."""
+        if isinstance(self.structure, int):
+            return [self.leaves[0].fit(value, leading, argument)]
+        arrays: list[Array] = []
+        self._collect(self.structure, value, leading, argument, "", arrays)
+        return arrays
+
+    def build(self, arrays: Sequence[Any]) -> Any:
+        """Put one array per leaf back into the space's own nesting."""
+        return _assemble(self.structure, arrays)
+
+    def _collect(
+        self,
+        structure: Structure,
+        value: Any,
+        leading: tuple[int, ...],
+        argument: str,
+        path: str,
+        arrays: list[Array],
+    ) -> None:
+        if isinstance(structure, int):
+            arrays.append(self.leaves[structure].fit(value, leading, argument))
+            return
+        where = f"{argument}[{path!r}]" if path else argument
+        if isinstance(structure, dict):
+            if not isinstance(value, Mapping):
+                raise ArgumentError(
+                    f"{where} is a {type(value).__name__}, the space is a Dict; "
+                    f"pass a mapping with the keys {sorted(structure)}"
+                )
+            if value.keys() != structure.keys():
+                missing = sorted(map(str, structure.keys() - value.keys()))
+                unknown = sorted(map(str, value.keys() - structure.keys()))
+                raise ArgumentError(
+                    f"{where} has the keys {sorted(map(str, value))}, the space has "
+                    f"{sorted(structure)}: missing {missing}, unknown {unknown}"
+                )
+            for key, child in structure.items():
+                self._collect(child, value[key], leading, argument, _join(path, key), arrays)
+            return
+        if not isinstance(value, tuple | list) or len(value) != len(structure):
+            raise ArgumentError(
+                f"{where} is a {type(value).__name__}, the space is a Tuple of "
+                f"{len(structure)}; pass a tuple of {len(structure)} batched values"
+            )
+        for index, child in enumerate(structure):
+            self._collect(child, value[index], leading, argument, _join(path, str(index)), arrays)
+
+
+Structure = int | dict[str, "Structure"] | tuple["Structure", ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """Everything a transition consists of, leaf by leaf."""
+
+    observation: Tree
+    action: Tree
+    extras: Tree
+    num_envs: int
+
+    @classmethod
+    def of(
+        cls,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        extras: Mapping[str, spaces.Space[Any]] | None,
+        num_envs: int,
+    ) -> Schema:
+        """Read the spaces of a memory's constructor."""
+        named = spaces.Dict(dict(extras)) if extras else spaces.Dict({})
+        return cls(
+            Tree.of(observation_space, "observation_space"),
+            Tree.of(action_space, "action_space"),
+            Tree.of(named, "extras"),
+            num_envs,
+        )
+
+    def plain_bytes(self, reward_bytes: int) -> int:
+        """Bytes of one transition in the usual obs + next_obs layout with byte flags."""
+        observed = sum(leaf.nbytes for leaf in self.observation.leaves)
+        rest = sum(leaf.nbytes for leaf in (*self.action.leaves, *self.extras.leaves))
+        return 2 * observed + rest + reward_bytes + 2
+
+
+def fit_flags(value: Any, leading: tuple[int, ...], argument: str) -> NDArray[np.bool_]:
+    """Return `value` as booleans of shape `leading`, or say why it is none."""
+    array = value if type(value) is np.ndarray else _as_array(value, argument)
+    if array.dtype != np.bool_:
+        raise ArgumentError(
+            f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)"
+        )
+    if array.shape != leading:
+        raise ArgumentError(
+            f"{argument} has shape {array.shape}, expected {leading}: {_axes(leading)}"
+        )
+    return array
+
+
+def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None) -> Array:
+    """Return `value` as rewards of shape `leading`; the first add sets their dtype."""
+    array = value if type(value) is np.ndarray else _as_array(value, "reward")
+    if dtype is None and array.dtype.kind not in _STORABLE_KINDS:
+        raise ArgumentError(
+            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers"
+        )
+    if dtype is not None and array.dtype != dtype:
+        raise ArgumentError(
+            f"reward has dtype {array.dtype}, the first add had {dtype}; holdall never casts, "
+            f"so pass np.asarray(reward, dtype=np.{dtype.name})"
+        )
+    if array.shape != leading:
+        raise ArgumentError(
+            f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}"
+        )
+    return array
+
+
+def _as_array(value: Any, called: str) -> Array:
+    """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(
+            f"{called} is a {type(value).__name__} that NumPy cannot read as one array ({error}); "
+            "pass an array, on the CPU"
+        ) from error
+    if array.dtype == np.object_:
+        raise ArgumentError(
+            f"{called} is a {type(value).__name__} of unequal or unknown objects; "
+            "pass one array with a leading lane axis"
+        )
+    return array
+
+
+def _axes(leading: tuple[int, ...]) -> str:
+    if len(leading) == 1:
+        return f"num_envs={leading[0]} lanes"
+    return f"{leading[0]} steps of num_envs={leading[1]} lanes"
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key
+
+
+def _dismantle(
+    space: spaces.Space[Any], path: str, argument: str, leaves: list[Leaf]
+) -> Structure:
+    where = f"{argument}[{path!r}]" if path else argument
+    if isinstance(space, spaces.Dict):
+        return {
+            key: _dismantle(child, _join(path, str(key)), argument, leaves)
+            for key, child in space.spaces.items()
+        }
+    if isinstance(space, spaces.Tuple):
+        return tuple(
+            _dismantle(child, _join(path, str(index)), argument, leaves)
+            for index, child in enumerate(space.spaces)
+        )
+    if not isinstance(
+        space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
+    ):
+        raise SpaceError(
+            f"{where} is a {type(space).__name__}; holdall stores Box, Discrete, MultiBinary, "
+            "MultiDiscrete, Dict and Tuple spaces, so encode it as one of these"
+        )
+    if space.shape is None or space.dtype is None:
+        raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
+    dtype = np.dtype(space.dtype)
+    if dtype.kind not in _STORABLE_KINDS:
+        remedy = "store real and imaginary part as a last axis of two" if dtype.kind == "c" else (
+            "use a bool, integer or floating point dtype"
+        )
+        raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
+    leaves.append(Leaf(path, tuple(int(n) for n in space.shape), dtype))
+    return len(leaves) - 1
+
+
+def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
+    if isinstance(structure, int):
+        return arrays[structure]
+    if isinstance(structure, dict):
+        return {key: _assemble(child, arrays) for key, child in structure.items()}
+    return tuple(_assemble(child, arrays) for child in structure)
