@@ -1,11 +1,25 @@
 """What users may rely on: the names that holdall exports, and what importing it costs."""
 
+import importlib.metadata
 import subprocess
 import sys
 
 import holdall
 
-PUBLIC = ["__version__"]
+PUBLIC = [
+    "ArgumentError",
+    "Batch",
+    "ClosedError",
+    "DamageError",
+    "FieldReport",
+    "HoldallError",
+    "MemoryReport",
+    "MissingPackageError",
+    "ReplayMemory",
+    "SpaceError",
+    "TransitionIdError",
+    "Uniform",
+]
 
 HEAVY = ["ray", "rich", "stable_baselines3", "torch", "typer"]
 
@@ -23,3 +37,7 @@ def test_import_holdall_imports_nothing_heavy() -> None:
     program = f"import holdall, sys; print(*[name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+def test_the_version_is_the_installed_one() -> None:
+    assert holdall.__version__ == importlib.metadata.version("holdall")
