@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,7 +25,7 @@ from holdall.batch import Batch
 from holdall.errors import ArgumentError, ClosedError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.ring import ObservationRing, as_bytes, new_ring
+from holdall.experience.ring import ObservationRing, QuickTick, as_bytes, new_ring
 from holdall.experience.segment import Segments
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport, MemoryReport
@@ -36,6 +37,8 @@ _TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
 _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
+
+_FLAG = Leaf("", (), np.dtype(np.bool_))
 
 
 class ReplayMemory:
@@ -102,9 +105,11 @@ class ReplayMemory:
         self._extras = [self._ring(leaf) for leaf in self._schema.extras.leaves]
         self._reward: Array | None = None
         self._reward_dtype: np.dtype[Any] | None = None
-        self._ended = self._ring(Leaf("ended", (2,), np.dtype(np.bool_)))
+        self._terminated = self._ring(_FLAG)
+        self._truncated = self._ring(_FLAG)
         self._invalid: Array | None = None
         self._invalid_count = 0
+        self._quick: QuickTick | None = None
 
     def add(
         self,
@@ -125,6 +130,18 @@ class ReplayMemory:
             valid: Lanes marked False made no transition (the step after an episode's end in
                 Gymnasium's next-step autoreset); they are never sampled and not counted.
         """
+        quick = self._quick
+        if (
+            quick is not None
+            and extras is None
+            and valid is None
+            and quick.fits(obs, action, reward, next_obs, terminated, truncated)
+        ):
+            with self._lock:
+                if self._quick is quick:
+                    quick.write(self._next_tick, obs, action, reward, next_obs, terminated, truncated)
+                    self._next_tick += 1
+                    return
         schema, leading = self._schema, self._leading
         observed = schema.observation.flatten(obs, leading, "obs")
         following = schema.observation.flatten(next_obs, leading, "next_obs")
@@ -236,11 +253,12 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
+            self._quick = None
             self._assembler.crew.dismiss()
             self._segments = Segments(chosen_kernels(), [], self._lanes, 1)
             self._small, self._actions, self._extras = {}, [], []
             self._reward = self._invalid = None
-            self._ended = np.empty((0, self._lanes, 2), np.bool_)
+            self._terminated = self._truncated = np.empty((0, self._lanes), np.bool_)
 
     def __enter__(self) -> Self:
         return self
@@ -284,9 +302,8 @@ class ReplayMemory:
             self._reward_dtype = rewarded.dtype
             self._reward = self._ring(Leaf("reward", (), rewarded.dtype))
         self._reward[slot] = rewarded
-        flags = self._ended[slot]
-        flags[:, 0] = ended
-        flags[:, 1] = cut
+        self._terminated[slot] = ended
+        self._truncated[slot] = cut
         if valid is not None or self._invalid is not None:
             self._mark_valid(tick, slot, valid)
         self._next_tick = tick + 1
@@ -294,11 +311,24 @@ class ReplayMemory:
             self._segments.evict_before(self._first_tick)
         if self._scouts:
             self._scout(observed, following)
+        self._quick = self._quick_tick()
+
+    def _quick_tick(self) -> QuickTick | None:
+        """Offer the short way to write a tick, if one flat observation and action are all."""
+        flat = len(self._small) == len(self._actions) == 1 and not self._large
+        if self._scouts or not flat or self._extras or self._reward is None or self._invalid is not None:
+            return None
+        if self._quick is not None:
+            return self._quick
+        (observation,) = self._small.values()
+        return QuickTick(
+            observation, self._actions[0], self._reward, self._terminated, self._truncated
+        )
 
     def _mark_valid(self, tick: int, slot: int, valid: Array | None) -> None:
         """Keep count of the lanes that made no transition."""
         if self._invalid is None:
-            self._invalid = self._ring(Leaf("invalid", (), np.dtype(np.bool_)))
+            self._invalid = self._ring(_FLAG)
         if tick >= self._capacity_ticks:
             leaving = self._invalid[(tick - self._capacity_ticks) % self._ring_ticks]
             self._invalid_count -= int(np.count_nonzero(leaving))
@@ -333,7 +363,8 @@ class ReplayMemory:
         rewarded = (
             np.empty(0, np.float32) if self._reward is None else _take(self._reward, slot)
         )
-        return small, places, list(self._large), acted, more, rewarded, _take(self._ended, slot)
+        ended, cut = _take(self._terminated, slot), _take(self._truncated, slot)
+        return small, places, list(self._large), acted, more, rewarded, ended, cut
 
     def _build(
         self,
@@ -346,6 +377,7 @@ class ReplayMemory:
         more: list[Array],
         rewarded: Array,
         ended: Array,
+        cut: Array,
     ) -> Batch:
         """Copy the large fields, outside the lock, and make the batch."""
         leaves = self._schema.observation.leaves
@@ -359,8 +391,8 @@ class ReplayMemory:
             action=schema.action.build([hand_over(array) for array in acted]),
             reward=hand_over(rewarded),
             next_obs=schema.observation.build([hand_over(pairs[i][1]) for i in range(len(leaves))]),
-            terminated=hand_over(ended[:, 0].copy()),
-            truncated=hand_over(ended[:, 1].copy()),
+            terminated=hand_over(ended),
+            truncated=hand_over(cut),
             extras=schema.extras.build([hand_over(array) for array in more]),
             ids=ids,
             weights=hand_over(weights),
@@ -378,9 +410,9 @@ class ReplayMemory:
         flat += [("extras", leaf) for leaf in schema.extras.leaves]
         if self._reward is not None:
             flat.append(("", Leaf("reward", (), self._reward.dtype)))
-        flat.append(("", Leaf("terminated, truncated", (2,), np.dtype(np.bool_))))
+        flat += [("", replace(_FLAG, name=name)) for name in ("terminated", "truncated")]
         if self._invalid is not None:
-            flat.append(("", Leaf("valid", (), np.dtype(np.bool_))))
+            flat.append(("", replace(_FLAG, name="valid")))
         fields += [
             FieldReport(
                 name=_name(prefix, leaf),

@@ -7,12 +7,14 @@ Invariant: the calling thread does its share, so a crew of one has no threads at
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 _BYTES_PER_HAND = 1 << 20
 """A thread is woken only for at least this much to move; waking it costs some 50 us."""
+_PIECE_BYTES = 1 << 18
 _MOST_HANDS = 4
 
 
@@ -25,16 +27,25 @@ class Crew:
         self._process = os.getpid()
 
     def share(self, work: Callable[[int, int], None], rows: int, nbytes: int) -> None:
-        """Run `work(first, end)` over parts of `rows` that together cover it."""
-        hands = max(1, min(self.hands, nbytes // _BYTES_PER_HAND, rows))
-        bounds = [rows * hand // hands for hand in range(hands + 1)]
-        shares = list(zip(bounds, bounds[1:], strict=False))
-        helping = [self._helpers().submit(work, *share) for share in shares[1:]]
+        """Run `work(first, end)` over pieces of `rows` that together cover it.
+
+        Pieces are taken one by one, so a helper that the system does not schedule costs nothing:
+        the calling thread then does them all.
+        """
+        pieces = max(1, min(nbytes // _PIECE_BYTES, rows))
+        taken = itertools.count()
+
+        def take_pieces() -> None:
+            while (piece := next(taken)) < pieces:
+                work(rows * piece // pieces, rows * (piece + 1) // pieces)
+
+        hands = min(self.hands, nbytes // _BYTES_PER_HAND)
+        helping = [self._helpers().submit(take_pieces) for _ in range(hands - 1)]
         try:
-            work(*shares[0])
+            take_pieces()
         finally:
-            # No share may outlive the call: the arrays it writes to belong to the caller.
-            errors = [future.exception() for future in helping]
+            # No helper may outlive the call: the arrays it writes to belong to the caller.
+            errors = [future.exception() for future in helping if not future.cancel()]
         for error in errors:
             if error is not None:
                 raise error
