@@ -2,8 +2,8 @@
 
 The flow, one stage a file:
 
-    add -> schema (check) -> ring (small fields) | window -> slices -> segment (large fields)
-    sample -> sampling (ids) -> ring | segment (places) -> kernels (copy) -> assemble (batch)
+    add    -> schema (check) -> store -> ring | window, segment, part (write)
+    sample -> sampling (ids) -> store -> ring | segment, part (copy) -> assemble (batch)
 
 Invariant: `gather(ids)` returns bit for bit what `add` was given. An argument that does not
 fit is refused before anything is written.
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,20 +24,11 @@ from holdall.batch import Batch
 from holdall.errors import ArgumentError, ClosedError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.ring import ObservationRing, QuickTick, as_bytes, new_ring
-from holdall.experience.segment import Segments
-from holdall.experience.window import WindowScout
-from holdall.report import FieldReport, MemoryReport
+from holdall.experience.store import Rows, Store, Tick
+from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.uniform import Uniform
-from holdall.schema import Array, Leaf, Schema, fit_flags, fit_reward
-
-_TINY_BYTES = 256
-"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
-_SMALL_BYTES = 4096
-"""Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
-
-_FLAG = Leaf("", (), np.dtype(np.bool_))
+from holdall.schema import Schema, fit_flags, fit_reward
 
 
 class ReplayMemory:
@@ -73,43 +63,14 @@ class ReplayMemory:
         _require_count("capacity", capacity, num_envs)
         self._schema = Schema.of(observation_space, action_space, extras, num_envs)
         self._lanes = num_envs
-        self._leading = (num_envs,)
         self._capacity_ticks = capacity // num_envs
-        self._ring_ticks = self._capacity_ticks + 1
         self._generator = np.random.default_rng(seed)
         self._sampler: Sampler = sampler or Uniform()
-        self._lock = threading.Lock()
-        self._closed = False
-        self._next_tick = 0
-        observed = self._schema.observation.leaves
-        self._delivery = Delivery(
-            device, [*observed, *self._schema.action.leaves, *self._schema.extras.leaves]
-        )
+        self._delivery = Delivery(device, self._schema.leaves)
         kernels = chosen_kernels()
         self._assembler = ObservationAssembler(kernels)
-        self._large = [i for i, leaf in enumerate(observed) if leaf.nbytes > _SMALL_BYTES]
-        self._segments = Segments(
-            kernels, [observed[i] for i in self._large], num_envs, self._capacity_ticks
-        )
-        self._small = {
-            i: ObservationRing(leaf, num_envs, self._ring_ticks)
-            for i, leaf in enumerate(observed)
-            if leaf.nbytes <= _SMALL_BYTES
-        }
-        self._scouts = {
-            i: WindowScout(leaf)
-            for i, leaf in enumerate(observed)
-            if _TINY_BYTES < leaf.nbytes <= _SMALL_BYTES
-        }
-        self._actions = [self._ring(leaf) for leaf in self._schema.action.leaves]
-        self._extras = [self._ring(leaf) for leaf in self._schema.extras.leaves]
-        self._reward: Array | None = None
-        self._reward_dtype: np.dtype[Any] | None = None
-        self._terminated = self._ring(_FLAG)
-        self._truncated = self._ring(_FLAG)
-        self._invalid: Array | None = None
-        self._invalid_count = 0
-        self._quick: QuickTick | None = None
+        self._lock = threading.Lock()
+        self._store: Store | None = Store(self._schema, self._capacity_ticks, kernels)
 
     def add(
         self,
@@ -130,30 +91,22 @@ class ReplayMemory:
             valid: Lanes marked False made no transition (the step after an episode's end in
                 Gymnasium's next-step autoreset); they are never sampled and not counted.
         """
-        quick = self._quick
-        if (
-            quick is not None
-            and extras is None
-            and valid is None
-            and quick.fits(obs, action, reward, next_obs, terminated, truncated)
-        ):
-            with self._lock:
-                if self._quick is quick:
-                    quick.write(self._next_tick, obs, action, reward, next_obs, terminated, truncated)
-                    self._next_tick += 1
-                    return
-        schema, leading = self._schema, self._leading
-        observed = schema.observation.flatten(obs, leading, "obs")
-        following = schema.observation.flatten(next_obs, leading, "next_obs")
-        acted = schema.action.flatten(action, leading, "action")
-        ended = fit_flags(terminated, leading, "terminated")
-        cut = fit_flags(truncated, leading, "truncated")
-        more = schema.extras.flatten({} if extras is None else extras, leading, "extras")
-        valid = None if valid is None else fit_flags(valid, leading, "valid")
+        store = self._open()
+        if extras is None and valid is None and store.quick is not None:
+            quick = store.quick
+            if quick.fits(obs, action, reward, next_obs, terminated, truncated):
+                with self._lock:
+                    if self._open().quick is quick:
+                        quick.write(store.next_tick, obs, action, reward, next_obs, terminated, truncated)
+                        store.next_tick += 1
+                        return
         with self._lock:
-            self._require_open()
-            rewarded = fit_reward(reward, leading, self._reward_dtype)
-            self._write(observed, following, acted, rewarded, ended, cut, more, valid)
+            store = self._open()
+            store.write(
+                self._fit(
+                    (self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid
+                )
+            )
 
     def extend(
         self,
@@ -170,57 +123,63 @@ class ReplayMemory:
 
         Everything is checked before the first step is written.
         """
-        schema = self._schema
         leading = (_length_of(reward), self._lanes)
-        observed = schema.observation.flatten(obs, leading, "obs")
-        following = schema.observation.flatten(next_obs, leading, "next_obs")
-        acted = schema.action.flatten(action, leading, "action")
-        ended = fit_flags(terminated, leading, "terminated")
-        cut = fit_flags(truncated, leading, "truncated")
-        more = schema.extras.flatten({} if extras is None else extras, leading, "extras")
-        valid = None if valid is None else fit_flags(valid, leading, "valid")
         with self._lock:
-            self._require_open()
-            rewarded = fit_reward(reward, leading, self._reward_dtype)
+            store = self._open()
+            steps = self._fit(
+                leading, obs, action, reward, next_obs, terminated, truncated, extras, valid
+            )
             for t in range(leading[0]):
-                self._write(
-                    [array[t] for array in observed],
-                    [array[t] for array in following],
-                    [array[t] for array in acted],
-                    rewarded[t],
-                    ended[t],
-                    cut[t],
-                    [array[t] for array in more],
-                    None if valid is None else valid[t],
+                store.write(
+                    Tick(
+                        obs=[array[t] for array in steps.obs],
+                        action=[array[t] for array in steps.action],
+                        reward=steps.reward[t],
+                        next_obs=[array[t] for array in steps.next_obs],
+                        terminated=steps.terminated[t],
+                        truncated=steps.truncated[t],
+                        extras=[array[t] for array in steps.extras],
+                        valid=None if steps.valid is None else steps.valid[t],
+                    )
                 )
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         _require_count("batch_size", batch_size, 1)
         with self._lock:
-            self._require_open()
-            if batch_size > self._count():
+            store = self._open()
+            if batch_size > store.transitions:
                 raise ArgumentError(
-                    f"batch_size ({batch_size}) is more than the {self._count()} transitions held; "
-                    "add more first, or draw a smaller batch"
+                    f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
+                    "held; add more first, or draw a smaller batch"
                 )
-            draw = self._sampler.draw(self._held(), batch_size, self._generator)
-            parts = self._read(draw.ids)
-        return self._build(draw.ids, draw.weights, *parts)
+            draw = self._sampler.draw(self._held(store), batch_size, self._generator)
+            rows = store.read(draw.ids)
+        return self._build(draw.ids, draw.weights, rows)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
         wanted = _as_ids(ids)
         with self._lock:
-            self._require_open()
-            self._require_held(wanted)
-            parts = self._read(wanted)
-        return self._build(wanted, np.ones(len(wanted), np.float32), *parts)
+            store = self._open()
+            self._require_held(store, wanted)
+            rows = store.read(wanted)
+        return self._build(wanted, np.ones(len(wanted), np.float32), rows)
+
+    def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
+        """Say anew how transitions ended: some frameworks cut the last episode afterwards."""
+        wanted = _as_ids(ids)
+        ended = fit_flags(terminated, (len(wanted),), "terminated")
+        cut = fit_flags(truncated, (len(wanted),), "truncated")
+        with self._lock:
+            store = self._open()
+            self._require_held(store, wanted)
+            store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
         with self._lock:
-            return self._count()
+            return self._open().transitions
 
     @property
     def capacity(self) -> int:
@@ -235,30 +194,29 @@ class ReplayMemory:
     @property
     def first_id(self) -> int:
         """Lowest transition id that is still held."""
-        return self._first_tick * self._lanes
+        return self._open().first_tick * self._lanes
 
     @property
     def next_id(self) -> int:
         """Id of the first transition of the next `add`."""
-        return self._next_tick * self._lanes
+        return self._open().next_tick * self._lanes
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against the plain layout."""
         with self._lock:
-            return self._report()
+            store = self._open()
+            return MemoryReport(
+                transitions=store.transitions,
+                fields=tuple(store.report()),
+                staging_bytes=self._assembler.staging.nbytes,
+                segments=store.segments,
+            )
 
     def close(self) -> None:
         """Free everything; batches that were handed out stay as they are."""
         with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-            self._quick = None
-            self._assembler.crew.dismiss()
-            self._segments = Segments(chosen_kernels(), [], self._lanes, 1)
-            self._small, self._actions, self._extras = {}, [], []
-            self._reward = self._invalid = None
-            self._terminated = self._truncated = np.empty((0, self._lanes), np.bool_)
+            self._store = None
+        self._assembler.crew.dismiss()
 
     def __enter__(self) -> Self:
         return self
@@ -271,240 +229,89 @@ class ReplayMemory:
     ) -> None:
         self.close()
 
-    def _write(
+    def _fit(
         self,
-        observed: list[Array],
-        following: list[Array],
-        acted: list[Array],
-        rewarded: Array,
-        ended: Array,
-        cut: Array,
-        more: list[Array],
-        valid: Array | None,
-    ) -> None:
-        """Write one checked tick."""
-        tick = self._next_tick
-        slot = tick % self._ring_ticks
-        for i, ring in self._small.items():
-            ring.write(tick, observed[i], following[i])
-        if self._large:
-            lanes = self._lanes
-            self._segments.append(
-                tick,
-                [as_bytes(observed[i], lanes) for i in self._large],
-                [as_bytes(following[i], lanes) for i in self._large],
-            )
-        for row, value in zip(self._actions, acted, strict=True):
-            row[slot] = value
-        for row, value in zip(self._extras, more, strict=True):
-            row[slot] = value
-        if self._reward is None:
-            self._reward_dtype = rewarded.dtype
-            self._reward = self._ring(Leaf("reward", (), rewarded.dtype))
-        self._reward[slot] = rewarded
-        self._terminated[slot] = ended
-        self._truncated[slot] = cut
-        if valid is not None or self._invalid is not None:
-            self._mark_valid(tick, slot, valid)
-        self._next_tick = tick + 1
-        if self._large and self._next_tick > self._capacity_ticks:
-            self._segments.evict_before(self._first_tick)
-        if self._scouts:
-            self._scout(observed, following)
-        self._quick = self._quick_tick()
-
-    def _quick_tick(self) -> QuickTick | None:
-        """Offer the short way to write a tick, if one flat observation and action are all."""
-        flat = len(self._small) == len(self._actions) == 1 and not self._large
-        if self._scouts or not flat or self._extras or self._reward is None or self._invalid is not None:
-            return None
-        if self._quick is not None:
-            return self._quick
-        (observation,) = self._small.values()
-        return QuickTick(
-            observation, self._actions[0], self._reward, self._terminated, self._truncated
+        leading: tuple[int, ...],
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None,
+        valid: Any,
+    ) -> Tick:
+        """Check every argument; nothing is written if one does not fit."""
+        schema = self._schema
+        return Tick(
+            obs=schema.observation.flatten(obs, leading, "obs"),
+            action=schema.action.flatten(action, leading, "action"),
+            reward=fit_reward(reward, leading, self._open().reward_dtype),
+            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
+            terminated=fit_flags(terminated, leading, "terminated"),
+            truncated=fit_flags(truncated, leading, "truncated"),
+            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
+            valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
-
-    def _mark_valid(self, tick: int, slot: int, valid: Array | None) -> None:
-        """Keep count of the lanes that made no transition."""
-        if self._invalid is None:
-            self._invalid = self._ring(_FLAG)
-        if tick >= self._capacity_ticks:
-            leaving = self._invalid[(tick - self._capacity_ticks) % self._ring_ticks]
-            self._invalid_count -= int(np.count_nonzero(leaving))
-        self._invalid[slot] = False if valid is None else ~valid
-        self._invalid_count += int(np.count_nonzero(self._invalid[slot]))
-
-    def _scout(self, observed: list[Array], following: list[Array]) -> None:
-        """Look for windows in small fields; where one is found, move the field to segments."""
-        for i, scout in tuple(self._scouts.items()):
-            scout.look(as_bytes(observed[i], self._lanes), as_bytes(following[i], self._lanes))
-            if not scout.done and self._segments.can_adopt(self._next_tick):
-                continue
-            del self._scouts[i]
-            if scout.finding is None or not self._segments.can_adopt(self._next_tick):
-                continue
-            ring = self._small.pop(i)
-            field = self._segments.adopt(ring.leaf, scout.finding, self._next_tick)
-            self._large.append(i)
-            for tick in range(self._next_tick):
-                ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
-                obs, next_obs = ring.read(ids, self._flat_slots(ids), self._flat_slots(ids, 1))
-                rows = as_bytes(obs, self._lanes), as_bytes(next_obs, self._lanes)
-                self._segments.replay(field, tick, *rows)
-
-    def _read(self, ids: NDArray[np.int64]) -> tuple[Any, ...]:
-        """Copy the small fields of `ids`, and find the large ones; under the lock."""
-        slot, next_slot = self._flat_slots(ids), self._flat_slots(ids, 1)
-        small = {i: ring.read(ids, slot, next_slot) for i, ring in self._small.items()}
-        places = self._segments.places(*np.divmod(ids, self._lanes)) if self._large else None
-        acted = [_take(ring, slot) for ring in self._actions]
-        more = [_take(ring, slot) for ring in self._extras]
-        rewarded = (
-            np.empty(0, np.float32) if self._reward is None else _take(self._reward, slot)
-        )
-        ended, cut = _take(self._terminated, slot), _take(self._truncated, slot)
-        return small, places, list(self._large), acted, more, rewarded, ended, cut
 
     def _build(
-        self,
-        ids: NDArray[np.int64],
-        weights: NDArray[np.float32],
-        small: dict[int, tuple[Array, Array]],
-        places: Any,
-        large: list[int],
-        acted: list[Array],
-        more: list[Array],
-        rewarded: Array,
-        ended: Array,
-        cut: Array,
+        self, ids: NDArray[np.int64], weights: NDArray[np.float32], rows: Rows
     ) -> Batch:
         """Copy the large fields, outside the lock, and make the batch."""
-        leaves = self._schema.observation.leaves
-        pairs = dict(small)
-        for field, i in enumerate(large):
-            pairs[i] = self._assembler.assemble(places, field, leaves[i])
-        hand_over = self._delivery.hand_over
-        schema = self._schema
+        schema, hand_over = self._schema, self._delivery.hand_over
+        leaves = schema.observation.leaves
+        pairs = dict(rows.small)
+        if rows.places is not None:
+            for field, i in enumerate(rows.large):
+                pairs[i] = self._assembler.assemble(rows.places, field, leaves[i])
+        obs = [hand_over(pairs[i][0]) for i in range(len(leaves))]
+        next_obs = [hand_over(pairs[i][1]) for i in range(len(leaves))]
         return Batch(
-            obs=schema.observation.build([hand_over(pairs[i][0]) for i in range(len(leaves))]),
-            action=schema.action.build([hand_over(array) for array in acted]),
-            reward=hand_over(rewarded),
-            next_obs=schema.observation.build([hand_over(pairs[i][1]) for i in range(len(leaves))]),
-            terminated=hand_over(ended),
-            truncated=hand_over(cut),
-            extras=schema.extras.build([hand_over(array) for array in more]),
+            obs=schema.observation.build(obs),
+            action=schema.action.build([hand_over(array) for array in rows.action]),
+            reward=hand_over(rows.reward),
+            next_obs=schema.observation.build(next_obs),
+            terminated=hand_over(rows.terminated),
+            truncated=hand_over(rows.truncated),
+            extras=schema.extras.build([hand_over(array) for array in rows.extras]),
             ids=ids,
             weights=hand_over(weights),
         )
 
-    def _report(self) -> MemoryReport:
-        held = (self._next_tick - self._first_tick) * self._lanes
-        touched = min(self._next_tick, self._ring_ticks) * self._lanes
-        schema = self._schema
-        fields = [
-            self._report_observation(i, leaf, held, touched)
-            for i, leaf in enumerate(schema.observation.leaves)
-        ]
-        flat = [("action", leaf) for leaf in schema.action.leaves]
-        flat += [("extras", leaf) for leaf in schema.extras.leaves]
-        if self._reward is not None:
-            flat.append(("", Leaf("reward", (), self._reward.dtype)))
-        flat += [("", replace(_FLAG, name=name)) for name in ("terminated", "truncated")]
-        if self._invalid is not None:
-            flat.append(("", replace(_FLAG, name="valid")))
-        fields += [
-            FieldReport(
-                name=_name(prefix, leaf),
-                slice_bytes=0,
-                log_bytes=0,
-                row_bytes=touched * leaf.nbytes,
-                plain_bytes=held * leaf.nbytes,
-                finding="flat rows",
-            )
-            for prefix, leaf in flat
-        ]
-        return MemoryReport(
-            transitions=self._count(),
-            fields=tuple(fields),
-            staging_bytes=self._assembler.staging.nbytes,
-            segments=self._segments.count if self._large else 0,
-        )
-
-    def _report_observation(self, i: int, leaf: Leaf, held: int, touched: int) -> FieldReport:
-        name, plain = _name("obs", leaf), 2 * held * leaf.nbytes
-        if i in self._small:
-            ring = self._small[i]
-            rows = touched * leaf.nbytes * (1 if ring.is_shared else 2)
-            return FieldReport(name, 0, 0, rows + ring.apart_bytes, plain, ring.describe(held))
-        field = self._large.index(i)
-        slices, log = self._segments.field_bytes(field)
-        cursors = touched * self._segments.cursor_bytes
-        finding = self._segments.describe(field)
-        return FieldReport(name, slices, log + cursors, 0, plain, finding)
-
-    def _ring(self, leaf: Leaf) -> Array:
-        return new_ring(self._ring_ticks, self._lanes, leaf)
-
-    def _flat_slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
-        """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
-        return (ids + ticks_later * self._lanes) % (self._ring_ticks * self._lanes)
-
-    @property
-    def _first_tick(self) -> int:
-        return max(0, self._next_tick - self._capacity_ticks)
-
-    def _held(self) -> Held:
-        """Describe to a sampler what it may draw."""
-        invalid = self._invalid if self._invalid_count else None
-
-        def are_valid(ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-            return np.asarray(~_take(invalid, self._flat_slots(ids)))
-
-        return Held(self.first_id, self.next_id, None if invalid is None else are_valid)
-
-    def _count(self) -> int:
-        return (self._next_tick - self._first_tick) * self._lanes - self._invalid_count
-
-    def _require_open(self) -> None:
-        if self._closed:
+    def _open(self) -> Store:
+        if self._store is None:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
+        return self._store
 
-    def _require_held(self, ids: NDArray[np.int64]) -> None:
-        outside = (ids < self.first_id) | (ids >= self.next_id)
+    def _held(self, store: Store) -> Held:
+        first, end = store.first_tick * self._lanes, store.next_tick * self._lanes
+        return Held(first, end, None if store.all_valid else store.are_valid)
+
+    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
+        held = self._held(store)
+        outside = (ids < held.first_id) | (ids >= held.next_id)
         if outside.any():
             raise TransitionIdError(
-                f"ids holds {int(ids[outside][0])}, but ids {self.first_id} to {self.next_id - 1} "
+                f"ids holds {int(ids[outside][0])}, but ids {held.first_id} to {held.next_id - 1} "
                 "are held; older ones were evicted, newer ones not added yet"
             )
-        are_valid = self._held().are_valid
-        if are_valid is not None and not (valid := are_valid(ids)).all():
+        if held.are_valid is not None and not (valid := held.are_valid(ids)).all():
             raise TransitionIdError(
                 f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
                 "made no transition in that tick"
             )
 
 
-def _name(prefix: str, leaf: Leaf) -> str:
-    return ".".join(part for part in (prefix, leaf.name) if part)
-
-
-def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
-    return ring.reshape(-1, *ring.shape[2:]).take(slot, axis=0)
-
-
 def _require_count(argument: str, value: Any, least: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ArgumentError(
-            f"{argument} ({value!r}) must be a whole number of at least {least}"
-        )
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}")
 
 
 def _length_of(reward: Any) -> int:
     shape = np.shape(reward)
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
-    return shape[0]
+    return int(shape[0])
 
 
 def _as_ids(ids: Any) -> NDArray[np.int64]:

@@ -149,11 +149,10 @@ class Schema:
             num_envs,
         )
 
-    def plain_bytes(self, reward_bytes: int) -> int:
-        """Bytes of one transition in the usual obs + next_obs layout with byte flags."""
-        observed = sum(leaf.nbytes for leaf in self.observation.leaves)
-        rest = sum(leaf.nbytes for leaf in (*self.action.leaves, *self.extras.leaves))
-        return 2 * observed + rest + reward_bytes + 2
+    @property
+    def leaves(self) -> list[Leaf]:
+        """All leaves of a transition, except reward and flags."""
+        return [*self.observation.leaves, *self.action.leaves, *self.extras.leaves]
 
 
 def fit_flags(value: Any, leading: tuple[int, ...], argument: str) -> NDArray[np.bool_]:

@@ -1,0 +1,271 @@
+"""The store: every field of every transition held, each where it costs least.
+
+In:  checked ticks, in order.  Out: rows of small fields and places of large ones, by id.
+Invariant: what is read under an id is, bit for bit, what was written under it.
+
+Observation fields of a few bytes lie in flat rings, large ones in segments of unique slices;
+those in between start in a ring and move if a window is found in their first steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.experience.kernels import Kernels
+from holdall.experience.part import Places
+from holdall.experience.ring import ObservationRing, QuickTick, as_bytes, new_ring
+from holdall.experience.segment import Segments
+from holdall.experience.window import WindowScout
+from holdall.report import FieldReport
+from holdall.schema import Array, Leaf, Schema
+
+_TINY_BYTES = 256
+"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
+_SMALL_BYTES = 4096
+"""Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
+_FLAG = Leaf("", (), np.dtype(np.bool_))
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    """One vectorised step, leaf by leaf; every array has a leading lane axis."""
+
+    obs: list[Array]
+    action: list[Array]
+    reward: Array
+    next_obs: list[Array]
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+    valid: Array | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What was read under some ids: copies of the small fields, places of the large ones."""
+
+    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
+    large: tuple[int, ...]  # observation leaves whose places follow, in this order
+    places: Places | None
+    action: list[Array]
+    reward: Array
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+
+
+class Store:
+    """All fields of a memory. Not locked: the memory that owns it is."""
+
+    def __init__(self, schema: Schema, capacity_ticks: int, kernels: Kernels) -> None:
+        self.next_tick = 0
+        self.reward_dtype: np.dtype[Any] | None = None
+        self.quick: QuickTick | None = None
+        self._schema = schema
+        self._lanes = schema.num_envs
+        self._capacity_ticks = capacity_ticks
+        self._ring_ticks = capacity_ticks + 1
+        observed = dict(enumerate(schema.observation.leaves))
+        self._small = {
+            i: ObservationRing(leaf, self._lanes, self._ring_ticks)
+            for i, leaf in observed.items()
+            if leaf.nbytes <= _SMALL_BYTES
+        }
+        self._scouts = {
+            i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small
+            and leaf.nbytes > _TINY_BYTES
+        }
+        self._large = [i for i in observed if i not in self._small]
+        self._segments = Segments(
+            kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks
+        )
+        self._action = [self._ring(leaf) for leaf in schema.action.leaves]
+        self._extras = [self._ring(leaf) for leaf in schema.extras.leaves]
+        self._reward: Array | None = None
+        self._terminated = self._ring(_FLAG)
+        self._truncated = self._ring(_FLAG)
+        self._invalid: Array | None = None
+        self._invalid_count = 0
+
+    @property
+    def first_tick(self) -> int:
+        """Oldest tick held."""
+        return max(0, self.next_tick - self._capacity_ticks)
+
+    @property
+    def transitions(self) -> int:
+        """Transitions held, without lanes that made none."""
+        return (self.next_tick - self.first_tick) * self._lanes - self._invalid_count
+
+    def write(self, tick: Tick) -> None:
+        """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
+        now = self.next_tick
+        slot = now % self._ring_ticks
+        for i, ring in self._small.items():
+            ring.write(now, tick.obs[i], tick.next_obs[i])
+        if self._large:
+            self._segments.append(
+                now,
+                [as_bytes(tick.obs[i], self._lanes) for i in self._large],
+                [as_bytes(tick.next_obs[i], self._lanes) for i in self._large],
+            )
+        for row, value in zip(self._action, tick.action, strict=True):
+            row[slot] = value
+        for row, value in zip(self._extras, tick.extras, strict=True):
+            row[slot] = value
+        if self._reward is None:
+            self.reward_dtype = tick.reward.dtype
+            self._reward = self._ring(Leaf("", (), tick.reward.dtype))
+        self._reward[slot] = tick.reward
+        self._terminated[slot] = tick.terminated
+        self._truncated[slot] = tick.truncated
+        if tick.valid is not None or self._invalid is not None:
+            self._mark_valid(slot, tick.valid)
+        self.next_tick = now + 1
+        if self._large and self.next_tick > self._capacity_ticks:
+            self._segments.evict_before(self.first_tick)
+        if self._scouts:
+            self._scout(tick)
+        self.quick = self._quick_tick()
+
+    def read(self, ids: NDArray[np.int64]) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones."""
+        slot, next_slot = self._slots(ids), self._slots(ids, 1)
+        large = tuple(self._large)
+        reward = np.empty(0, np.float32) if self._reward is None else _take(self._reward, slot)
+        return Rows(
+            small={i: ring.read(ids, slot, next_slot) for i, ring in self._small.items()},
+            large=large,
+            places=self._segments.places(*np.divmod(ids, self._lanes)) if large else None,
+            action=[_take(ring, slot) for ring in self._action],
+            reward=reward,
+            terminated=_take(self._terminated, slot),
+            truncated=_take(self._truncated, slot),
+            extras=[_take(ring, slot) for ring in self._extras],
+        )
+
+    def set_flags(
+        self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
+    ) -> None:
+        """Overwrite how transitions ended."""
+        slot = self._slots(ids)
+        self._terminated.reshape(-1)[slot] = terminated
+        self._truncated.reshape(-1)[slot] = truncated
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return self._invalid_count == 0
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        if self._invalid is None:
+            return np.ones(len(ids), np.bool_)
+        return np.asarray(~_take(self._invalid, self._slots(ids)))
+
+    @property
+    def segments(self) -> int:
+        """Segments held, the open one among them."""
+        return self._segments.count if self._large else 0
+
+    def report(self) -> list[FieldReport]:
+        """Account for every field."""
+        held = (self.next_tick - self.first_tick) * self._lanes
+        touched = min(self.next_tick, self._ring_ticks) * self._lanes
+        schema = self._schema
+        observed = [
+            self._report_observation(i, leaf, held, touched)
+            for i, leaf in enumerate(schema.observation.leaves)
+        ]
+        flat = [replace(leaf, name=_name("action", leaf)) for leaf in schema.action.leaves]
+        flat += [replace(leaf, name=_name("extras", leaf)) for leaf in schema.extras.leaves]
+        if self.reward_dtype is not None:
+            flat.append(Leaf("reward", (), self.reward_dtype))
+        flat += [replace(_FLAG, name="terminated"), replace(_FLAG, name="truncated")]
+        if self._invalid is not None:
+            flat.append(replace(_FLAG, name="valid"))
+        return observed + [
+            FieldReport(
+                name=leaf.name,
+                slice_bytes=0,
+                log_bytes=0,
+                row_bytes=touched * leaf.nbytes,
+                plain_bytes=held * leaf.nbytes,
+                finding="flat rows",
+            )
+            for leaf in flat
+        ]
+
+    def _report_observation(self, i: int, leaf: Leaf, held: int, touched: int) -> FieldReport:
+        name, plain = _name("obs", leaf), 2 * held * leaf.nbytes
+        if i in self._small:
+            ring = self._small[i]
+            rows = touched * leaf.nbytes * (1 if ring.is_shared else 2)
+            return FieldReport(name, 0, 0, rows + ring.apart_bytes, plain, ring.describe(held))
+        field = self._large.index(i)
+        slices, log = self._segments.field_bytes(field)
+        cursors = touched * self._segments.cursor_bytes
+        return FieldReport(name, slices, log + cursors, 0, plain, self._segments.describe(field))
+
+    def _quick_tick(self) -> QuickTick | None:
+        """Offer the short way to write a tick, if one flat observation and action are all."""
+        flat = len(self._small) == len(self._action) == 1 and not self._large and not self._scouts
+        if not flat or self._extras or self._reward is None or self._invalid is not None:
+            return None
+        if self.quick is not None:
+            return self.quick
+        (observation,) = self._small.values()
+        return QuickTick(
+            observation, self._action[0], self._reward, self._terminated, self._truncated
+        )
+
+    def _mark_valid(self, slot: int, valid: Array | None) -> None:
+        """Keep count of the lanes that made no transition."""
+        if self._invalid is None:
+            self._invalid = self._ring(_FLAG)
+        if self.next_tick >= self._capacity_ticks:
+            leaving = self._invalid[(self.next_tick - self._capacity_ticks) % self._ring_ticks]
+            self._invalid_count -= int(np.count_nonzero(leaving))
+        self._invalid[slot] = False if valid is None else ~valid
+        self._invalid_count += int(np.count_nonzero(self._invalid[slot]))
+
+    def _scout(self, tick: Tick) -> None:
+        """Look for windows in rings; where one is found, move the field to the segments."""
+        for i, scout in tuple(self._scouts.items()):
+            scout.look(as_bytes(tick.obs[i], self._lanes), as_bytes(tick.next_obs[i], self._lanes))
+            movable = self._segments.can_adopt(self.next_tick)
+            if scout.done or not movable:
+                del self._scouts[i]
+                if scout.finding is not None and movable:
+                    self._move_to_segments(i, scout)
+
+    def _move_to_segments(self, i: int, scout: WindowScout) -> None:
+        if scout.finding is None:
+            return
+        ring = self._small.pop(i)
+        field = self._segments.adopt(ring.leaf, scout.finding, self.next_tick)
+        self._large.append(i)
+        for tick in range(self.next_tick):
+            ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
+            obs, next_obs = ring.read(ids, self._slots(ids), self._slots(ids, 1))
+            rows = as_bytes(obs, self._lanes), as_bytes(next_obs, self._lanes)
+            self._segments.replay(field, tick, *rows)
+
+    def _ring(self, leaf: Leaf) -> Array:
+        return new_ring(self._ring_ticks, self._lanes, leaf)
+
+    def _slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
+        """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
+        return (ids + ticks_later * self._lanes) % (self._ring_ticks * self._lanes)
+
+
+def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
+    return ring.reshape(-1, *ring.shape[2:]).take(slot, axis=0)
+
+
+def _name(prefix: str, leaf: Leaf) -> str:
+    return f"{prefix}.{leaf.name}" if leaf.name else prefix

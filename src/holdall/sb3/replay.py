@@ -1,0 +1,259 @@
+"""ReplayBuffer: Stable-Baselines3's replay buffers, Box and Dict alike, over a ReplayMemory.
+
+In:  what its algorithms add.  Out: the samples that its own buffers would return.
+Invariant: the same seed draws the same rows from NumPy's global generator in the same order,
+and the tensors are equal bit for bit, so the weights are. Where Stable-Baselines3 casts
+(observations to their space's dtype, actions from float64, rewards to float32), so does this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common import buffers
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from holdall.batch import Batch
+from holdall.replay import ReplayMemory
+from holdall.report import MemoryReport
+from holdall.sb3.slots import SlotArray
+
+_FLOAT32 = np.dtype(np.float32)
+_BOOL = np.dtype(np.bool_)
+
+
+class ReplayBuffer(buffers.ReplayBuffer):
+    """Drop-in for Stable-Baselines3's `ReplayBuffer` and `DictReplayBuffer`.
+
+    `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.ReplayBuffer)`
+
+    Args:
+        buffer_size: Transitions over all environments, as in Stable-Baselines3.
+        optimize_memory_usage: Accepted and without effect: observations are always shared, and
+            truncation is right all the same.
+        handle_timeout_termination: As in Stable-Baselines3.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+    ) -> None:
+        # Past its parent, whose constructor allocates everything that this class is here to spare.
+        super(buffers.ReplayBuffer, self).__init__(
+            buffer_size, observation_space, action_space, device, n_envs=n_envs
+        )
+        self.buffer_size = max(buffer_size // n_envs, 1)
+        self.optimize_memory_usage = optimize_memory_usage
+        self.handle_timeout_termination = handle_timeout_termination
+        self._is_dict = isinstance(observation_space, spaces.Dict)
+        self._action_shape = (n_envs, self.action_dim)
+        action_dtype = self._maybe_cast_dtype(action_space.dtype)
+        self._action_dtype = np.dtype(action_dtype)  # type: ignore[arg-type]  # never None here
+        self._obs_specs = self._specs_of(observation_space)
+        self._nothing_cut = np.zeros(n_envs, np.bool_)
+        self.memory = self._new_memory()
+
+    def add(
+        self,
+        obs: Any,
+        next_obs: Any,
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        done: NDArray[Any],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Add one transition per environment."""
+        if self._is_dict:
+            obs, next_obs = self._cast_dict(obs), self._cast_dict(next_obs)
+        else:
+            shape, dtype = self._obs_specs[""]
+            if obs.dtype is not dtype or obs.shape != shape:
+                obs = _cast(obs, shape, dtype)
+            if next_obs.dtype is not dtype or next_obs.shape != shape:
+                next_obs = _cast(next_obs, shape, dtype)
+        if action.dtype is not self._action_dtype or action.shape != self._action_shape:
+            action = action.reshape(self._action_shape).astype(self._action_dtype)
+        if reward.dtype is not _FLOAT32:
+            reward = np.asarray(reward, np.float32)
+        if done.dtype is not _BOOL:
+            done = np.asarray(done, np.bool_)
+        cut = self._nothing_cut
+        if self.handle_timeout_termination:
+            for info in infos:
+                if info.get("TimeLimit.truncated", False):
+                    cut = np.array([bool(i.get("TimeLimit.truncated", False)) for i in infos])
+                    done = done & ~cut
+                    break
+        self.memory.add(obs, action, reward, next_obs, done, cut)
+        self.pos += 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self.pos = 0
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw transitions, in the order of Stable-Baselines3's own buffers."""
+        # Its own buffer draws differently with optimize_memory_usage; this one never does.
+        upper_bound = self.buffer_size if self.full else self.pos
+        return self._get_samples(np.random.randint(0, upper_bound, size=batch_size), env=env)
+
+    def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
+        env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        batch = self.memory.gather(self._ids(batch_inds, env_indices))
+        dones = batch.terminated.astype(np.float32).reshape(-1, 1)
+        rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
+        obs = self._normalize_obs(batch.obs, env)
+        next_obs = self._normalize_obs(batch.next_obs, env)
+        if isinstance(obs, dict) and isinstance(next_obs, dict):
+            return DictReplayBufferSamples(
+                observations={key: self._tensor(value) for key, value in obs.items()},
+                actions=self._tensor(batch.action),
+                next_observations={key: self._tensor(value) for key, value in next_obs.items()},
+                dones=self._tensor(dones),
+                rewards=self._tensor(rewards),
+            )
+        arrays = (obs, batch.action, next_obs, dones, rewards)
+        return ReplayBufferSamples(*(self._tensor(array) for array in arrays))
+
+    def reset(self) -> None:
+        """Forget every transition."""
+        super().reset()
+        self.memory.close()
+        self.memory = self._new_memory()
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes held, field by field."""
+        return self.memory.report()
+
+    @property
+    def observations(self) -> Any:
+        """The observations as an array over slots, or a dict of them; gathered when read."""
+        return self._observed("observations", lambda batch: batch.obs)
+
+    @property
+    def next_observations(self) -> Any:
+        """The next observations, likewise."""
+        return self._observed("next_observations", lambda batch: batch.next_obs)
+
+    @property
+    def actions(self) -> Any:
+        """The actions, likewise."""
+        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda b: b.action)
+
+    @property
+    def rewards(self) -> Any:
+        """The rewards, likewise."""
+        return self._slots("rewards", (), _FLOAT32, lambda batch: batch.reward)
+
+    @property
+    def dones(self) -> Any:
+        """Whether an episode ended, for any reason; may be written to."""
+
+        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+            cut = self.memory.gather(ids).truncated
+            self.memory.set_flags(ids, rows.astype(np.bool_) & ~cut, cut)
+
+        return self._slots(
+            "dones", (), _FLOAT32, lambda batch: batch.terminated | batch.truncated, write
+        )
+
+    @property
+    def timeouts(self) -> Any:
+        """Whether an episode was cut short by a time limit; may be written to."""
+
+        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+            batch = self.memory.gather(ids)
+            done = batch.terminated | batch.truncated
+            cut = rows.astype(np.bool_)
+            self.memory.set_flags(ids, done & ~cut, cut)
+
+        return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
+
+    def _new_memory(self) -> ReplayMemory:
+        stored = {
+            key: _box(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()
+        }
+        return ReplayMemory(
+            spaces.Dict(stored) if self._is_dict else stored[""],
+            _box((self.action_dim,), self._action_dtype),
+            capacity=self.buffer_size * self.n_envs,
+            num_envs=self.n_envs,
+        )
+
+    def _specs_of(
+        self, space: spaces.Space[Any]
+    ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Batched shape and dtype of every observation key, as Stable-Baselines3 stores it."""
+        shapes: Any = self.obs_shape
+        if isinstance(space, spaces.Dict):
+            return {
+                key: ((self.n_envs, *shapes[key]), np.dtype(space[key].dtype)) for key in shapes
+            }
+        return {"": ((self.n_envs, *shapes), np.dtype(space.dtype))}
+
+    def _cast_dict(self, obs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        return {
+            key: _cast(obs[key], shape, dtype) for key, (shape, dtype) in self._obs_specs.items()
+        }
+
+    def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Name the transitions in the given slots."""
+        next_tick = self.memory.next_id // self.n_envs
+        age = (next_tick - 1 - slots) % self.buffer_size
+        return (next_tick - 1 - age) * self.n_envs + lanes
+
+    def _id_of_place(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
+        ids = self._ids(*np.divmod(places, self.n_envs))
+        return np.where(ids >= self.memory.first_id, ids, -1)
+
+    def _tensor(self, array: Any) -> th.Tensor:
+        """Hand a gathered array over; its memory is the batch's own, so nothing is copied."""
+        return th.as_tensor(array, device=self.device)
+
+    def _observed(self, name: str, of: Any) -> Any:
+        if not self._is_dict:
+            shape, dtype = self._obs_specs[""]
+            return self._slots(name, shape[1:], dtype, of)
+        return {
+            key: self._slots(name, shape[1:], dtype, lambda batch, key=key: of(batch)[key])
+            for key, (shape, dtype) in self._obs_specs.items()
+        }
+
+    def _slots(
+        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: Any, write: Any = None
+    ) -> SlotArray:
+        def read(ids: NDArray[np.int64]) -> NDArray[Any]:
+            batch: Batch = self.memory.gather(ids)
+            return np.asarray(of(batch))
+
+        whole = (self.buffer_size, self.n_envs, *shape)
+        return SlotArray(name, whole, dtype, self._id_of_place, read, write)
+
+
+def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
+    array = np.asarray(array)
+    if array.dtype != dtype:
+        array = array.astype(dtype)
+    if array.shape != shape and array.size == np.prod(shape):
+        array = array.reshape(shape)
+    return array
+
+
+def _box(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
+    """Describe a stored array: the bounds say nothing, since values are never checked."""
+    if dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    limits = np.iinfo(dtype)
+    return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)
