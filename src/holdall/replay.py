@@ -61,16 +61,21 @@ class ReplayMemory:
     ) -> None:
         _require_count("num_envs", num_envs, 1)
         _require_count("capacity", capacity, num_envs)
-        self._schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._lanes = num_envs
-        self._capacity_ticks = capacity // num_envs
+        schema = Schema.of(observation_space, action_space, extras, num_envs)
+        self._set_up(schema, capacity // num_envs, device)
         self._generator = np.random.default_rng(seed)
         self._sampler: Sampler = sampler or Uniform()
-        self._delivery = Delivery(device, self._schema.leaves)
+
+    def _set_up(self, schema: Schema, capacity_ticks: int, device: str | None) -> None:
+        self._schema = schema
+        self._lanes = schema.num_envs
+        self._capacity_ticks = capacity_ticks
+        self._device = device
+        self._delivery = Delivery(device, schema.leaves)
         kernels = chosen_kernels()
         self._assembler = ObservationAssembler(kernels)
         self._lock = threading.Lock()
-        self._store: Store | None = Store(self._schema, self._capacity_ticks, kernels)
+        self._store: Store | None = Store(schema, capacity_ticks, kernels)
 
     def add(
         self,
@@ -91,22 +96,29 @@ class ReplayMemory:
             valid: Lanes marked False made no transition (the step after an episode's end in
                 Gymnasium's next-step autoreset); they are never sampled and not counted.
         """
-        store = self._open()
-        if extras is None and valid is None and store.quick is not None:
-            quick = store.quick
-            if quick.fits(obs, action, reward, next_obs, terminated, truncated):
-                with self._lock:
-                    if self._open().quick is quick:
-                        quick.write(store.next_tick, obs, action, reward, next_obs, terminated, truncated)
-                        store.next_tick += 1
-                        return
+        if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
+            return
         with self._lock:
             store = self._open()
-            store.write(
-                self._fit(
-                    (self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid
-                )
-            )
+            store.write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
+        """Add a tick the short way, if there is one and every argument fits; say whether it was.
+
+        For adapters that would otherwise look at every array once more than `add` does.
+        """
+        store = self._store
+        if store is None or (quick := store.quick) is None:
+            return False
+        if not quick.fits(obs, action, reward, next_obs, terminated, truncated):
+            return False
+        with self._lock:
+            if self._store is not store or store.quick is not quick:
+                return False
+            now = store.next_tick
+            quick.write(now, obs, action, reward, next_obs, terminated, truncated)
+            store.next_tick = now + 1
+        return True
 
     def extend(
         self,
@@ -126,9 +138,7 @@ class ReplayMemory:
         leading = (_length_of(reward), self._lanes)
         with self._lock:
             store = self._open()
-            steps = self._fit(
-                leading, obs, action, reward, next_obs, terminated, truncated, extras, valid
-            )
+            steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
             for t in range(leading[0]):
                 store.write(
                     Tick(
@@ -229,6 +239,23 @@ class ReplayMemory:
     ) -> None:
         self.close()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content as arrays that pickle protocol 5 writes without copying them."""
+        with self._lock:
+            return {
+                "schema": self._schema,
+                "capacity_ticks": self._capacity_ticks,
+                "device": self._device,
+                "generator": self._generator,
+                "sampler": self._sampler,
+                "store": self._open().state(),
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._set_up(state["schema"], state["capacity_ticks"], state["device"])
+        self._generator, self._sampler = state["generator"], state["sampler"]
+        self._open().restore(state["store"])
+
     def _fit(
         self,
         leading: tuple[int, ...],
@@ -254,9 +281,7 @@ class ReplayMemory:
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
 
-    def _build(
-        self, ids: NDArray[np.int64], weights: NDArray[np.float32], rows: Rows
-    ) -> Batch:
+    def _build(self, ids: NDArray[np.int64], weights: NDArray[np.float32], rows: Rows) -> Batch:
         """Copy the large fields, outside the lock, and make the batch."""
         schema, hand_over = self._schema, self._delivery.hand_over
         leaves = schema.observation.leaves
@@ -319,7 +344,5 @@ def _as_ids(ids: Any) -> NDArray[np.int64]:
     if array.shape == (0,):
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ArgumentError(
-            f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers"
-        )
+        raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
     return array.astype(np.int64)

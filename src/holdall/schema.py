@@ -159,13 +159,9 @@ def fit_flags(value: Any, leading: tuple[int, ...], argument: str) -> NDArray[np
     """Return `value` as booleans of shape `leading`, or say why it is none."""
     array = value if type(value) is np.ndarray else _as_array(value, argument)
     if array.dtype != np.bool_:
-        raise ArgumentError(
-            f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)"
-        )
+        raise ArgumentError(f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)")
     if array.shape != leading:
-        raise ArgumentError(
-            f"{argument} has shape {array.shape}, expected {leading}: {_axes(leading)}"
-        )
+        raise ArgumentError(f"{argument} has shape {array.shape}, expected {leading}: {_axes(leading)}")
     return array
 
 
@@ -173,18 +169,14 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
     """Return `value` as rewards of shape `leading`; the first add sets their dtype."""
     array = value if type(value) is np.ndarray else _as_array(value, "reward")
     if dtype is None and array.dtype.kind not in _STORABLE_KINDS:
-        raise ArgumentError(
-            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers"
-        )
+        raise ArgumentError(f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers")
     if dtype is not None and array.dtype != dtype:
         raise ArgumentError(
             f"reward has dtype {array.dtype}, the first add had {dtype}; holdall never casts, "
             f"so pass np.asarray(reward, dtype=np.{dtype.name})"
         )
     if array.shape != leading:
-        raise ArgumentError(
-            f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}"
-        )
+        raise ArgumentError(f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}")
     return array
 
 
@@ -215,23 +207,15 @@ def _join(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key
 
 
-def _dismantle(
-    space: spaces.Space[Any], path: str, argument: str, leaves: list[Leaf]
-) -> Structure:
+def _dismantle(space: spaces.Space[Any], path: str, argument: str, leaves: list[Leaf]) -> Structure:
     where = f"{argument}[{path!r}]" if path else argument
     if isinstance(space, spaces.Dict):
-        return {
-            key: _dismantle(child, _join(path, str(key)), argument, leaves)
-            for key, child in space.spaces.items()
-        }
+        return {key: _dismantle(child, _join(path, str(key)), argument, leaves) for key, child in space.spaces.items()}
     if isinstance(space, spaces.Tuple):
         return tuple(
-            _dismantle(child, _join(path, str(index)), argument, leaves)
-            for index, child in enumerate(space.spaces)
+            _dismantle(child, _join(path, str(index)), argument, leaves) for index, child in enumerate(space.spaces)
         )
-    if not isinstance(
-        space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
-    ):
+    if not isinstance(space, spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete):
         raise SpaceError(
             f"{where} is a {type(space).__name__}; holdall stores Box, Discrete, MultiBinary, "
             "MultiDiscrete, Dict and Tuple spaces, so encode it as one of these"
@@ -240,8 +224,10 @@ def _dismantle(
         raise SpaceError(f"{where} has no fixed shape and dtype; give it both")
     dtype = np.dtype(space.dtype)
     if dtype.kind not in _STORABLE_KINDS:
-        remedy = "store real and imaginary part as a last axis of two" if dtype.kind == "c" else (
-            "use a bool, integer or floating point dtype"
+        remedy = (
+            "store real and imaginary part as a last axis of two"
+            if dtype.kind == "c"
+            else ("use a bool, integer or floating point dtype")
         )
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
     leaves.append(Leaf(path, tuple(int(n) for n in space.shape), dtype))

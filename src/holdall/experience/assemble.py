@@ -86,8 +86,7 @@ class Delivery:
             self._torch_device = self._torch.device(device)
         except RuntimeError as error:
             raise ArgumentError(
-                f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda', "
-                "or None for NumPy arrays"
+                f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda', or None for NumPy arrays"
             ) from error
         for leaf in leaves:
             self._refuse_foreign(leaf)

@@ -25,14 +25,10 @@ class Kernels(Protocol):
     def new_block(self, slice_bytes: int, arena_bytes: int) -> SliceBlock:
         """Make an empty block of unique slices."""
 
-    def new_part(
-        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
-    ) -> OpenPart:
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
 
-    def gather(
-        self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew, /
-    ) -> None:
+    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew, /) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
 
 

@@ -77,15 +77,11 @@ class NativeKernels:
         """Make an empty block."""
         return NativeBlock(slice_bytes, arena_bytes)
 
-    def new_part(
-        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
-    ) -> OpenPart:
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
         return NativePart(self, window, lanes, block, arena_bytes)
 
-    def gather(
-        self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew
-    ) -> None:
+    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
         records = places.records[field]
         before = (
@@ -180,9 +176,7 @@ class NativePart(OpenPart):
         self._make_log_room()
         if self.log is not None and self.log is not log:
             self._struct.log, self._struct.log_rows = address(self.log), self.log_rows
-        written = self._append_tick(
-            self._struct_address, address(obs), address(next_obs), address(cursors)
-        )
+        written = self._append_tick(self._struct_address, address(obs), address(next_obs), address(cursors))
         if written != 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
 
@@ -210,7 +204,9 @@ class NativePart(OpenPart):
 def address(array: NDArray[Any]) -> int:
     """Return where a contiguous array's first byte lies; the caller keeps the array alive."""
     try:
-        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # a third of the cost of .ctypes
+        # A third of the cost of array.ctypes.
+        buffer: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     except (TypeError, ValueError):  # read-only or empty
         return int(array.ctypes.data)
 

@@ -49,9 +49,7 @@ class OpenPart(ABC):
         arena_bytes: Room for the slices that lie in the log itself.
     """
 
-    def __init__(
-        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
-    ) -> None:
+    def __init__(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> None:
         self.window = window
         self.lanes = lanes
         self.block = block
@@ -99,6 +97,11 @@ class OpenPart(ABC):
             return self.block.used_bytes
         return self.longest * self.lanes * self.window.slice_bytes
 
+    @property
+    def new_slices(self) -> int:
+        """Slices that this part brought."""
+        return self.pushed if self.block is None else self.block.used - self._used_before
+
     def has_room(self) -> bool:
         """Whether one more tick fits, even if nothing of it is known."""
         most = 2 * self.window.count
@@ -110,7 +113,7 @@ class OpenPart(ABC):
         """Return the block if the next segment would otherwise repeat much of it."""
         if self.block is None or self.pushed == 0 or not self.has_room():
             return None
-        known = self.pushed - (self.block.used - self._used_before)
+        known = self.pushed - self.new_slices
         context = self.lanes * self.window.count
         pays = (known + context) / self.pushed >= _REUSE_THAT_PAYS
         return self.block if pays else None
@@ -122,8 +125,9 @@ class OpenPart(ABC):
         count = rows * self.lanes
         if self.log is not None and self.block is not None:
             count = self.block.used
-            log = self.log[:rows].astype(np.uint16 if count <= 1 << 16 else np.uint32)
-        return ClosedPart(self.window, log, rows, self.slices, count, self.steps, self.broken_steps)
+            used = self.log[:rows]
+            log = used.astype(np.uint16) if count <= 1 << 16 else used.copy()
+        return ClosedPart(self.window, log, rows, self.slices, count, self.steps, self.new_slices)
 
     def record(self) -> list[int]:
         """Describe the part to the kernels by the bounds of its memory, which rarely change."""
@@ -155,7 +159,7 @@ class ClosedPart:
     slices: Bytes
     slice_count: int
     steps: int
-    broken_steps: int
+    new_slices: int  # slices that this part brought to its block
 
     @property
     def used_bytes(self) -> int:
@@ -172,9 +176,7 @@ class ClosedPart:
         return _record(self.window, self.log, self.log_rows, self.slices, self.slice_count)
 
 
-def _record(
-    window: Window, log: Log | None, log_rows: int, slices: Bytes, slice_count: int
-) -> list[int]:
+def _record(window: Window, log: Log | None, log_rows: int, slices: Bytes, slice_count: int) -> list[int]:
     start, width = (0, 0) if log is None else (log.ctypes.data, log.itemsize)
     return [
         start, log_rows, width, slices.ctypes.data, slice_count,

@@ -27,15 +27,11 @@ class PortableKernels:
         """Make an empty block."""
         return PortableBlock(slice_bytes, arena_bytes)
 
-    def new_part(
-        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
-    ) -> OpenPart:
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
-    def gather(
-        self, places: Places, field: int, obs: Bytes, next_obs: Bytes, _crew: Crew
-    ) -> None:
+    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, _crew: Crew) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
         cursors = places.cursors[field]
         for number in np.unique(places.segment).tolist():
@@ -87,9 +83,7 @@ class PortableBlock(SliceBlock):
 class PortablePart(OpenPart):
     """A part whose ticks are written lane group by lane group."""
 
-    def __init__(
-        self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
-    ) -> None:
+    def __init__(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> None:
         super().__init__(window, lanes, block, arena_bytes)
         self._last: Bytes = np.empty((lanes, self.obs_bytes), np.uint8)
         self._end = np.zeros(lanes, np.int64)
@@ -173,7 +167,7 @@ def _windows(
     outer, run_bytes = record["outer"], record["run_bytes"]
     slices = _memory(record["slices"], record["slice_count"] * outer * run_bytes)
     cut = slices.reshape(-1, outer, run_bytes)[number]  # (rows, window, outer, run_bytes)
-    return cut.transpose(0, 2, 1, 3).reshape(len(start), -1)
+    return np.asarray(cut.transpose(0, 2, 1, 3).reshape(len(start), -1), np.uint8)
 
 
 def _memory(start: int, nbytes: int) -> Bytes:

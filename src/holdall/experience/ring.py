@@ -28,12 +28,12 @@ def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
 
 
 class ObservationRing:
-    """A short observation field: each observation once, as the next of one tick and the first
-    of the following.
+    """A short observation field that keeps each observation once.
 
-    Where the two differ (an episode ended in between), the older tick's next observation is
-    kept apart under its transition id. Where they differ so often that this costs more than it
-    spares, the ring is paired with a second one and both are written in full.
+    The next observation of a tick is read where the following tick's observation stands. Where
+    the two differ (an episode ended in between), the older tick's next observation is kept apart
+    under its transition id. Where they differ so often that this costs more than it spares, the
+    ring is paired with a second one and both are written in full.
     """
 
     def __init__(self, leaf: Leaf, lanes: int, ring_ticks: int) -> None:
@@ -88,6 +88,24 @@ class ObservationRing:
         share = 100 * (1 - len(self._apart) / held) if held else 100.0
         return f"flat rows; {share:.1f} % of next observations shared"
 
+    def state(self, ticks: int) -> dict[str, Any]:
+        """Return what the first `ticks` places hold, sharing memory with the ring."""
+        paired = None if self._paired is None else self._paired[:ticks]
+        return {
+            "rows": self._rows[:ticks],
+            "paired": paired,
+            "apart": self._apart,
+            "expected": self._expected,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned elsewhere."""
+        self._rows[: len(state["rows"])] = state["rows"]
+        if state["paired"] is not None:
+            self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+            self._paired[: len(state["paired"])] = state["paired"]
+        self._apart, self._expected = state["apart"], state["expected"]
+
     def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not."""
         standing = as_bytes(self._rows[slot], self._lanes)
@@ -138,21 +156,19 @@ class QuickTick:
         self._action_shape, self._action_dtype = action.shape[1:], action.dtype
         self._lane_shape, self._reward_dtype = reward.shape[1:], reward.dtype
 
-    def fits(
-        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any
-    ) -> bool:
+    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
         """Whether every argument is an array of exactly the expected shape and dtype."""
-        lane_shape, flag = self._lane_shape, _BOOL
+        lanes = self._lane_shape
         return (
             type(obs) is type(next_obs) is type(action) is np.ndarray
             and type(reward) is type(terminated) is type(truncated) is np.ndarray
+            and obs.dtype is next_obs.dtype is self._obs_dtype
+            and action.dtype is self._action_dtype
+            and reward.dtype is self._reward_dtype
+            and terminated.dtype is truncated.dtype is _BOOL
             and obs.shape == next_obs.shape == self._obs_shape
             and action.shape == self._action_shape
-            and reward.shape == terminated.shape == truncated.shape == lane_shape
-            and obs.dtype == next_obs.dtype == self._obs_dtype
-            and action.dtype == self._action_dtype
-            and reward.dtype == self._reward_dtype
-            and terminated.dtype == truncated.dtype == flag
+            and reward.shape == terminated.shape == truncated.shape == lanes
         )
 
     def write(

@@ -7,8 +7,8 @@ Invariant: a tick is in exactly one segment, and a segment stays until its last 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,9 +56,7 @@ class Segments:
 
     cursor_bytes = 4
 
-    def __init__(
-        self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int
-    ) -> None:
+    def __init__(self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int) -> None:
         self._kernels = kernels
         self._lanes = lanes
         self._ring_ticks = capacity_ticks + 1
@@ -139,12 +137,52 @@ class Segments:
     def describe(self, field: int) -> str:
         """Say what was found about a field, for people."""
         window = self._windows[field]
-        steps = sum(part.steps for part in self._parts(field))
+        fitting = [part for part in self._parts(field) if part.window == window]
+        steps = sum(part.steps for part in fitting)
         if window.count == 1 or steps == 0:
             return window.describe()
-        slices, _ = self.field_bytes(field)
-        shared = window.count - slices / window.slice_bytes / steps
+        new = sum(part.new_slices for part in fitting)
+        shared = max(window.count - new / steps, 0.0)
         return f"{window.describe()}; {shared:.1f} of {window.count} slices shared"
+
+    def state(self) -> dict[str, Any]:
+        """Return all that is held, as plain arrays that share memory with the segments."""
+        open_parts = [part.closed() for part in self._open.parts]
+        segments = [*self._closed, Segment(self._open.first_tick, self._open.ticks, open_parts)]
+        longest: dict[int, Bytes] = {}
+        for part in (part for segment in segments for part in segment.parts):
+            used = part.slices[: part.used_bytes]
+            if used.size >= longest.get(id(part.slices), used).size:
+                longest[id(part.slices)] = used
+        return {
+            "windows": self._windows,
+            "cursors": [cursors[: self._touched_ticks] for cursors in self._cursors],
+            "segments": [
+                Segment(
+                    segment.first_tick,
+                    segment.ticks,
+                    [replace(part, slices=longest[id(part.slices)]) for part in segment.parts],
+                )
+                for segment in segments
+                if segment.ticks
+            ],
+        }
+
+    def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
+        """Take over what `state` returned elsewhere; the next tick opens a new segment."""
+        self._leaves, self._windows, self._cursors = [], [], []
+        self._closed = list(state["segments"])
+        end = self._closed[-1].first_tick + self._closed[-1].ticks if self._closed else 0
+        self._open = Segment(end, 0, [])
+        for field, leaf in enumerate(leaves):
+            self._admit(leaf, state["windows"][field])
+            past = state["cursors"][field]
+            self._cursors[field][: len(past)] = past
+        self._index()
+
+    @property
+    def _touched_ticks(self) -> int:
+        return min(self._open.first_tick + self._open.ticks, self._ring_ticks)
 
     def _append_field(self, field: int, tick: int, obs: Bytes, next_obs: Bytes) -> None:
         part = self._open.parts[field]
@@ -239,8 +277,7 @@ class Segments:
         self._first_ticks = np.array([*first_ticks, self._open.first_tick], np.int64)
         fields = [self._parts(field) for field in range(len(self._leaves))]
         self._records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS))
-            for parts in fields
+            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
         ]
         self._held = tuple((part.log, part.slices) for parts in fields for part in parts)
 

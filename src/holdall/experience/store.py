@@ -76,13 +76,10 @@ class Store:
             if leaf.nbytes <= _SMALL_BYTES
         }
         self._scouts = {
-            i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small
-            and leaf.nbytes > _TINY_BYTES
+            i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small and leaf.nbytes > _TINY_BYTES
         }
         self._large = [i for i in observed if i not in self._small]
-        self._segments = Segments(
-            kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks
-        )
+        self._segments = Segments(kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks)
         self._action = [self._ring(leaf) for leaf in schema.action.leaves]
         self._extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward: Array | None = None
@@ -148,9 +145,7 @@ class Store:
             extras=[_take(ring, slot) for ring in self._extras],
         )
 
-    def set_flags(
-        self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]
-    ) -> None:
+    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
         slot = self._slots(ids)
         self._terminated.reshape(-1)[slot] = terminated
@@ -178,8 +173,7 @@ class Store:
         touched = min(self.next_tick, self._ring_ticks) * self._lanes
         schema = self._schema
         observed = [
-            self._report_observation(i, leaf, held, touched)
-            for i, leaf in enumerate(schema.observation.leaves)
+            self._report_observation(i, leaf, held, touched) for i, leaf in enumerate(schema.observation.leaves)
         ]
         flat = [replace(leaf, name=_name("action", leaf)) for leaf in schema.action.leaves]
         flat += [replace(leaf, name=_name("extras", leaf)) for leaf in schema.extras.leaves]
@@ -200,6 +194,49 @@ class Store:
             for leaf in flat
         ]
 
+    def state(self) -> dict[str, Any]:
+        """Return all that is held, as plain arrays that share memory with the store."""
+        # One place more than ticks were written: it holds the newest next observations.
+        ticks = min(self.next_tick + 1, self._ring_ticks)
+        return {
+            "next_tick": self.next_tick,
+            "invalid_count": self._invalid_count,
+            "large": self._large,
+            "scouts": self._scouts,
+            "small": {i: ring.state(ticks) for i, ring in self._small.items()},
+            "segments": self._segments.state(),
+            "rings": {name: [ring[:ticks] for ring in rings] for name, rings in self._rings().items()},
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Take over what `state` returned elsewhere, in a store as it was made."""
+        leaves = self._schema.observation.leaves
+        self.next_tick, self._invalid_count = state["next_tick"], state["invalid_count"]
+        self._large, self._scouts = state["large"], state["scouts"]
+        self._small = {i: ring for i, ring in self._small.items() if i in state["small"]}
+        for i, ring in self._small.items():
+            ring.restore(state["small"][i])
+        self._segments.restore(state["segments"], [leaves[i] for i in self._large])
+        if state["rings"]["reward"]:
+            self.reward_dtype = state["rings"]["reward"][0].dtype
+            self._reward = self._ring(Leaf("", (), self.reward_dtype))
+        if state["rings"]["invalid"]:
+            self._invalid = self._ring(_FLAG)
+        for name, rings in self._rings().items():
+            for rows, past in zip(rings, state["rings"][name], strict=True):
+                rows[: len(past)] = past
+
+    def _rings(self) -> dict[str, list[Array]]:
+        """All flat rings but those of observations, by name."""
+        return {
+            "action": self._action,
+            "extras": self._extras,
+            "reward": [] if self._reward is None else [self._reward],
+            "terminated": [self._terminated],
+            "truncated": [self._truncated],
+            "invalid": [] if self._invalid is None else [self._invalid],
+        }
+
     def _report_observation(self, i: int, leaf: Leaf, held: int, touched: int) -> FieldReport:
         name, plain = _name("obs", leaf), 2 * held * leaf.nbytes
         if i in self._small:
@@ -219,9 +256,7 @@ class Store:
         if self.quick is not None:
             return self.quick
         (observation,) = self._small.values()
-        return QuickTick(
-            observation, self._action[0], self._reward, self._terminated, self._truncated
-        )
+        return QuickTick(observation, self._action[0], self._reward, self._terminated, self._truncated)
 
     def _mark_valid(self, slot: int, valid: Array | None) -> None:
         """Keep count of the lanes that made no transition."""

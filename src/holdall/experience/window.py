@@ -116,11 +116,7 @@ class WindowScout:
             return []
         old, new = (row.reshape(prod(self._leaf.shape[:axis]), length, -1) for row in (before, after))
         candidates = self._starts(old, new[:, 0])
-        return [
-            step
-            for step in candidates
-            if np.array_equal(old[:, step:], new[:, : length - step])
-        ]
+        return [step for step in candidates if np.array_equal(old[:, step:], new[:, : length - step])]
 
     @staticmethod
     def _starts(old: NDArray[np.uint8], first: NDArray[np.uint8]) -> list[int]:

@@ -5,9 +5,7 @@ from holdall.errors import MissingPackageError
 try:
     import stable_baselines3  # noqa: F401  only to say clearly what is missing
 except ImportError as error:
-    raise MissingPackageError(
-        "holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\""
-    ) from error
+    raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
 from holdall.sb3.replay import ReplayBuffer
 

@@ -8,7 +8,6 @@ and the tensors are equal bit for bit, so the weights are. Where Stable-Baseline
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -51,16 +50,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
         handle_timeout_termination: bool = True,
     ) -> None:
         # Past its parent, whose constructor allocates everything that this class is here to spare.
-        super(buffers.ReplayBuffer, self).__init__(
-            buffer_size, observation_space, action_space, device, n_envs=n_envs
-        )
+        super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
         self.handle_timeout_termination = handle_timeout_termination
         self._is_dict = isinstance(observation_space, spaces.Dict)
+        self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
         action_dtype = self._maybe_cast_dtype(action_space.dtype)
-        self._action_dtype = np.dtype(action_dtype)  # type: ignore[arg-type]  # never None here
+        self._action_dtype = np.dtype(action_dtype)
         self._obs_specs = self._specs_of(observation_space)
         self._nothing_cut = np.zeros(n_envs, np.bool_)
         self.memory = self._new_memory()
@@ -75,28 +73,21 @@ class ReplayBuffer(buffers.ReplayBuffer):
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one transition per environment."""
-        if self._is_dict:
-            obs, next_obs = self._cast_dict(obs), self._cast_dict(next_obs)
-        else:
-            shape, dtype = self._obs_specs[""]
-            if obs.dtype is not dtype or obs.shape != shape:
-                obs = _cast(obs, shape, dtype)
-            if next_obs.dtype is not dtype or next_obs.shape != shape:
-                next_obs = _cast(next_obs, shape, dtype)
-        if action.dtype is not self._action_dtype or action.shape != self._action_shape:
-            action = action.reshape(self._action_shape).astype(self._action_dtype)
-        if reward.dtype is not _FLOAT32:
-            reward = np.asarray(reward, np.float32)
-        if done.dtype is not _BOOL:
-            done = np.asarray(done, np.bool_)
         cut = self._nothing_cut
         if self.handle_timeout_termination:
-            for info in infos:
-                if info.get("TimeLimit.truncated", False):
-                    cut = np.array([bool(i.get("TimeLimit.truncated", False)) for i in infos])
-                    done = done & ~cut
-                    break
-        self.memory.add(obs, action, reward, next_obs, done, cut)
+            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+            if True in timeouts:
+                cut = np.array(timeouts, np.bool_)
+                done = np.asarray(done, np.bool_) & ~cut
+        if not self.memory.add_as_is(obs, action, reward, next_obs, done, cut):
+            self.memory.add(
+                self._cast_observation(obs),
+                _cast(action, self._action_shape, self._action_dtype),
+                _cast(reward, self._lane_shape, _FLOAT32),
+                self._cast_observation(next_obs),
+                _cast(done, self._lane_shape, _BOOL),
+                cut,
+            )
         self.pos += 1
         if self.pos == self.buffer_size:
             self.full = True
@@ -106,10 +97,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         # Its own buffer draws differently with optimize_memory_usage; this one never does.
         upper_bound = self.buffer_size if self.full else self.pos
-        return self._get_samples(np.random.randint(0, upper_bound, size=batch_size), env=env)
+        slots = np.random.randint(0, upper_bound, size=batch_size)  # noqa: NPY002  its generator
+        return self._get_samples(slots, env=env)
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        env_indices = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
+        lanes = (len(batch_inds),)
+        env_indices = np.random.randint(0, high=self.n_envs, size=lanes)  # noqa: NPY002  likewise
         batch = self.memory.gather(self._ids(batch_inds, env_indices))
         dones = batch.terminated.astype(np.float32).reshape(-1, 1)
         rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
@@ -137,39 +130,37 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self.memory.report()
 
     @property
-    def observations(self) -> Any:
+    def observations(self) -> Any:  # type: ignore[override]  # a plain array there
         """The observations as an array over slots, or a dict of them; gathered when read."""
         return self._observed("observations", lambda batch: batch.obs)
 
     @property
-    def next_observations(self) -> Any:
+    def next_observations(self) -> Any:  # type: ignore[override]  # a plain array there
         """The next observations, likewise."""
         return self._observed("next_observations", lambda batch: batch.next_obs)
 
     @property
-    def actions(self) -> Any:
+    def actions(self) -> Any:  # type: ignore[override]  # a plain array there
         """The actions, likewise."""
         return self._slots("actions", (self.action_dim,), self._action_dtype, lambda b: b.action)
 
     @property
-    def rewards(self) -> Any:
+    def rewards(self) -> Any:  # type: ignore[override]  # a plain array there
         """The rewards, likewise."""
         return self._slots("rewards", (), _FLOAT32, lambda batch: batch.reward)
 
     @property
-    def dones(self) -> Any:
+    def dones(self) -> Any:  # type: ignore[override]  # a plain array there
         """Whether an episode ended, for any reason; may be written to."""
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
             cut = self.memory.gather(ids).truncated
             self.memory.set_flags(ids, rows.astype(np.bool_) & ~cut, cut)
 
-        return self._slots(
-            "dones", (), _FLOAT32, lambda batch: batch.terminated | batch.truncated, write
-        )
+        return self._slots("dones", (), _FLOAT32, lambda batch: batch.terminated | batch.truncated, write)
 
     @property
-    def timeouts(self) -> Any:
+    def timeouts(self) -> Any:  # type: ignore[override]  # a plain array there
         """Whether an episode was cut short by a time limit; may be written to."""
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
@@ -181,9 +172,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
 
     def _new_memory(self) -> ReplayMemory:
-        stored = {
-            key: _box(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()
-        }
+        stored = {key: _box(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         return ReplayMemory(
             spaces.Dict(stored) if self._is_dict else stored[""],
             _box((self.action_dim,), self._action_dtype),
@@ -191,21 +180,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
             num_envs=self.n_envs,
         )
 
-    def _specs_of(
-        self, space: spaces.Space[Any]
-    ) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+    def _specs_of(self, space: spaces.Space[Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Batched shape and dtype of every observation key, as Stable-Baselines3 stores it."""
         shapes: Any = self.obs_shape
         if isinstance(space, spaces.Dict):
-            return {
-                key: ((self.n_envs, *shapes[key]), np.dtype(space[key].dtype)) for key in shapes
-            }
+            return {key: ((self.n_envs, *shapes[key]), np.dtype(space[key].dtype)) for key in shapes}
         return {"": ((self.n_envs, *shapes), np.dtype(space.dtype))}
 
-    def _cast_dict(self, obs: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
-        return {
-            key: _cast(obs[key], shape, dtype) for key, (shape, dtype) in self._obs_specs.items()
-        }
+    def _cast_observation(self, obs: Any) -> Any:
+        if not self._is_dict:
+            return _cast(obs, *self._obs_specs[""])
+        return {key: _cast(obs[key], *spec) for key, spec in self._obs_specs.items()}
 
     def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Name the transitions in the given slots."""
@@ -230,9 +215,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             for key, (shape, dtype) in self._obs_specs.items()
         }
 
-    def _slots(
-        self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: Any, write: Any = None
-    ) -> SlotArray:
+    def _slots(self, name: str, shape: tuple[int, ...], dtype: np.dtype[Any], of: Any, write: Any = None) -> SlotArray:
         def read(ids: NDArray[np.int64]) -> NDArray[Any]:
             batch: Batch = self.memory.gather(ids)
             return np.asarray(of(batch))
@@ -243,15 +226,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
 def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
-    array = np.asarray(array)
-    if array.dtype != dtype:
-        array = array.astype(dtype)
-    if array.shape != shape and array.size == np.prod(shape):
-        array = array.reshape(shape)
-    return array
+    rows: NDArray[Any] = np.asarray(array)
+    if rows.dtype != dtype:
+        rows = rows.astype(dtype)
+    if rows.shape != shape and rows.size == np.prod(shape):
+        rows = rows.reshape(shape)
+    return rows
 
 
-def _box(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
+def _box(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
