@@ -10,6 +10,6 @@ class Result:
     buffer: str
     bytes_per_transition: float  # slope of the process's unique memory over the transitions held
     peak_bytes: int  # resident, of the whole process, with all transitions held
-    steps_per_second: float  # of the training, before the buffer is filled further
+    steps_per_second: float  # median over the steps that train; a step takes the environment, a batch and a gradient
     transitions: int  # held at the end
     weights_sha256: str

@@ -19,12 +19,12 @@ from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
-from holdall import sb3
 from holdall.demo.camera import CameraRover
 from holdall.demo.footprint import peak_bytes, unique_bytes
 from holdall.demo.result import Result
+from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
 
-BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": sb3.ReplayBuffer}
+BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
 RANDOM_STEPS = 100  # before the first gradient step
 PATCH_PX = 12  # what the network sees at once
 READ_EVERY = 500  # transitions between two readings of the process's memory
@@ -57,9 +57,11 @@ class Progress(BaseCallback):
     def __init__(self, total: int) -> None:
         super().__init__()
         self.total = total
+        self.moments: list[float] = []  # when each step was done, in seconds
         self.readings: list[tuple[int, int]] = []  # transitions held, unique bytes
 
     def _on_step(self) -> bool:
+        self.moments.append(time.perf_counter())
         if self.num_timesteps % READ_EVERY == 0:
             self.readings.append((self.num_timesteps, unique_bytes()))
         if self.num_timesteps % 100 == 0:
@@ -83,9 +85,9 @@ def train(buffer: str, steps: int, transitions: int) -> Result:
         policy_kwargs={"features_extractor_class": SmallEyes, "net_arch": [64, 64], "share_features_extractor": True},
         device="cpu",
     )
-    started = time.perf_counter()
     model.learn(steps, callback=progress)
-    seconds = time.perf_counter() - started
+    # The median: on a shared machine the mean tells more about the neighbours than about the buffer.
+    seconds_per_step = float(np.median(np.diff(progress.moments[RANDOM_STEPS:])))
     weights = digest(model.policy)
 
     # SB3's own loop fills the buffer: no gradient step happens before `learning_starts`, only random actions.
@@ -96,7 +98,7 @@ def train(buffer: str, steps: int, transitions: int) -> Result:
         buffer=buffer,
         bytes_per_transition=slope(progress.readings),
         peak_bytes=peak_bytes(),
-        steps_per_second=steps / seconds,
+        steps_per_second=1.0 / seconds_per_step,
         transitions=model.num_timesteps,
         weights_sha256=weights,
     )
