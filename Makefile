@@ -54,6 +54,6 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,dev]'
-	@ls src/holdall/experience/_kernels.* >/dev/null 2>&1 || \
+	@set -- src/holdall/experience/_kernels.*; [ -e "$$1" ] || \
 	  echo "note: the C loops were not built, the NumPy path is used; 'pip install -v -e .' in .venv says why"
 	@touch $@
