@@ -1,0 +1,210 @@
+"""The oracle: a memory that is a plain list, too simple to be wrong.
+
+In:  the same calls as `ReplayMemory`.  Out: the batches that it has to give, bit for bit.
+Invariant: every array is copied when it is added and again when it is read; nothing is shared,
+packed or found. `assert_same_bits` compares bytes, so a NaN's payload and a zero's sign count.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.errors import ArgumentError, TransitionIdError
+
+_COMPARED = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids", "weights")
+
+
+class _Tick(NamedTuple):
+    """One tick as it was given, copied; every array has a leading lane axis."""
+
+    obs: Any
+    action: Any
+    reward: NDArray[Any]
+    next_obs: Any
+    terminated: NDArray[Any]
+    truncated: NDArray[Any]
+    extras: Any
+    valid: NDArray[np.bool_]
+
+
+class OracleMemory:
+    """What `ReplayMemory` promises, as a list of the ticks that were added.
+
+    Arguments are trusted: it is the memory under test that has to refuse bad ones.
+
+    Args:
+        capacity: Transitions over all lanes; rounded down to whole ticks.
+        num_envs: Lanes: the leading axis of everything that is added.
+    """
+
+    def __init__(self, capacity: int, num_envs: int = 1) -> None:
+        self.num_envs = num_envs
+        self._ticks: deque[_Tick] = deque(maxlen=capacity // num_envs)
+        self._added = 0
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Keep copies of one tick; the oldest leaves if the list is full."""
+        given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
+        real = np.ones(self.num_envs, np.bool_) if valid is None else valid
+        self._ticks.append(_Tick(*(map_leaves(np.array, value) for value in (*given, real))))
+        self._added += 1
+
+    def extend(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add whole trajectories, tick by tick: every array has a leading time axis."""
+        given = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        for t in range(len(reward)):
+            self.add(*(None if value is None else _rows_at(value, t) for value in given))
+
+    def gather(self, ids: Any) -> Batch:
+        """Return the transitions `ids`, in that order; at least one tick must have been added."""
+        wanted = np.asarray(ids, dtype=np.int64)
+        places = [self._place(int(number)) for number in wanted]
+        if not self._ticks:
+            raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
+        nothing = map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
+        rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
+        fields = _stack(rows, nothing)
+        fields.pop("valid")
+        return Batch(**fields, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
+
+    def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
+        """Say anew how transitions ended."""
+        for number, ended, cut in zip(ids, terminated, truncated, strict=True):
+            tick, lane = self._place(int(number))
+            tick.terminated[lane], tick.truncated[lane] = ended, cut
+
+    def __len__(self) -> int:
+        """Count the transitions that can be sampled."""
+        return sum(int(tick.valid.sum()) for tick in self._ticks)
+
+    @property
+    def first_id(self) -> int:
+        """Lowest transition id that is still held."""
+        return (self._added - len(self._ticks)) * self.num_envs
+
+    @property
+    def next_id(self) -> int:
+        """Id of the first transition of the next `add`."""
+        return self._added * self.num_envs
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """All ids that `gather` takes: held, and not of a lane that made no transition."""
+        valid = [lane for tick in self._ticks for lane in tick.valid]
+        return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
+
+    def _place(self, number: int) -> tuple[_Tick, int]:
+        """Return the tick and the lane of a transition id, or say that it names none."""
+        if not self.first_id <= number < self.next_id:
+            raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
+        index, lane = divmod(number - self.first_id, self.num_envs)
+        tick = self._ticks[index]
+        if not tick.valid[lane]:
+            raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
+        return tick, lane
+
+
+def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
+    """Apply `change` to every array of a nest of mappings, tuples and lists."""
+    if isinstance(value, Mapping):
+        return {key: map_leaves(change, child) for key, child in value.items()}
+    if isinstance(value, tuple | list):
+        return tuple(map_leaves(change, child) for child in value)
+    return change(value)
+
+
+def assert_same_bits(batch: Any, expected: Any) -> None:
+    """Raise AssertionError unless both are alike in nesting, dtypes, shapes and every byte.
+
+    Args:
+        batch: A `Batch`, or any nest of arrays or torch tensors.
+        expected: The same, of arrays.
+    """
+    if isinstance(expected, Batch):
+        for name in _COMPARED:
+            _compare(getattr(batch, name), getattr(expected, name), name)
+    else:
+        _compare(batch, expected, "value")
+
+
+def _compare(value: Any, expected: Any, path: str) -> None:
+    if isinstance(expected, Mapping):
+        keys = list(value) if isinstance(value, Mapping) else type(value).__name__
+        if keys != list(expected):
+            raise AssertionError(f"{path} has {keys}, expected {list(expected)}")
+        for key in expected:
+            _compare(value[key], expected[key], f"{path}[{key!r}]")
+    elif isinstance(expected, tuple):
+        if not isinstance(value, tuple) or len(value) != len(expected):
+            raise AssertionError(f"{path} is {type(value).__name__}, expected a tuple of {len(expected)}")
+        for index, child in enumerate(expected):
+            _compare(value[index], child, f"{path}[{index}]")
+    else:
+        _compare_arrays(as_array(value), np.asarray(expected), path)
+
+
+def _compare_arrays(array: NDArray[Any], expected: NDArray[Any], path: str) -> None:
+    if array.dtype != expected.dtype:
+        raise AssertionError(f"{path} has dtype {array.dtype}, expected {expected.dtype}")
+    if array.shape != expected.shape:
+        raise AssertionError(f"{path} has shape {array.shape}, expected {expected.shape}")
+    if array.tobytes() == expected.tobytes():
+        return
+    rows = len(expected) if expected.ndim else 1
+    got, want = (np.frombuffer(both.tobytes(), np.uint8).reshape(rows, -1) for both in (array, expected))
+    differing = np.flatnonzero((got != want).any(axis=1))
+    row = int(differing[0])
+    byte = int(np.flatnonzero(got[row] != want[row])[0])
+    raise AssertionError(
+        f"{path} differs in {differing.size} of {rows} rows; row {row}, byte {byte}: "
+        f"{got[row, byte : byte + 8].tobytes().hex()}, expected {want[row, byte : byte + 8].tobytes().hex()}"
+    )
+
+
+def as_array(value: Any) -> NDArray[Any]:
+    """See an array or a torch tensor, on any device, as an array."""
+    if hasattr(value, "detach"):
+        value = value.detach().cpu().numpy()
+    return np.asarray(value)
+
+
+def _rows_at(value: Any, index: int) -> Any:
+    return map_leaves(lambda array: np.asarray(array)[index], value)
+
+
+def _stack(rows: list[Any], nothing: Any) -> Any:
+    """Put rows side by side, leaf by leaf; `nothing` has the nesting, and no rows."""
+    if isinstance(nothing, dict):
+        return {key: _stack([row[key] for row in rows], nothing[key]) for key in nothing}
+    if isinstance(nothing, tuple):
+        return tuple(_stack([row[index] for row in rows], child) for index, child in enumerate(nothing))
+    stacked = np.empty((len(rows), *nothing.shape[1:]), nothing.dtype)
+    for index, row in enumerate(rows):
+        stacked[index] = row
+    return stacked

@@ -1,0 +1,278 @@
+"""Streams: made-up environments whose observations overlap, repeat and break as real ones do.
+
+In:  a plan per observation leaf, and how often what goes wrong.  Out: ticks, ready for `add`.
+Invariant: a stream is a function of its plans and its seed, so a failure can be run again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.schema import Array, Leaf, Tree
+
+Content = Literal["noise", "table", "constant"]
+Padding = Literal["zero", "first", "fresh"]
+
+_TABLE_ROWS = 40
+_RARE_BITS = {2: 0x7D01, 4: 0x7FA00001, 8: 0x7FF4000000000001}
+"""Signalling NaNs with a payload, by the size of the float: what a careless cast would quieten."""
+
+
+def random_rows(leaf: Leaf, leading: tuple[int, ...], generator: np.random.Generator) -> Array:
+    """Draw every bit at random; among floats, NaN payloads and negative zeros are frequent."""
+    count = prod(leading) * prod(leaf.shape)
+    rows = np.frombuffer(generator.bytes(count * leaf.dtype.itemsize), leaf.dtype).copy()
+    if leaf.dtype == np.bool_:
+        rows = (rows.view(np.uint8) & 1).view(np.bool_)
+    elif leaf.dtype.kind == "f" and count:
+        where = generator.integers(0, 16, count)
+        rows[where == 0] = -0.0
+        if leaf.dtype.itemsize in _RARE_BITS:
+            unsigned = rows.view(f"u{leaf.dtype.itemsize}")
+            unsigned[where == 1] = _RARE_BITS[leaf.dtype.itemsize] + generator.integers(0, 256)
+    return rows.reshape(*leading, *leaf.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class LeafPlan:
+    """How one leaf of an observation moves from step to step.
+
+    Args:
+        axis: Along which it slides; None: every observation is a new one.
+        step: Elements of the axis that are new in the next observation.
+        content: New elements are random, taken from a small table in order, or always the same.
+        padding: What a window is filled with at a reset besides its newest elements.
+        repeats: Share of the steps in which nothing moves.
+        later: The plan from tick `later_from` on: a wrapper that changes its mind.
+    """
+
+    axis: int | None = None
+    step: int = 1
+    content: Content = "noise"
+    padding: Padding = "zero"
+    repeats: float = 0.0
+    later: LeafPlan | None = None
+    later_from: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Mishaps:
+    """How likely it is, per lane and step, that something other than a plain step happens."""
+
+    ends: float = 0.05  # an episode ends, by termination or truncation
+    silent_resets: float = 0.0  # an episode ends and no flag says so
+    skipped_steps: float = 0.0  # the next tick starts later than this one ended
+    foreign_next: float = 0.0  # next_obs is no observation that this lane will see
+
+
+@dataclass(slots=True)
+class _LeafWorld:
+    """One leaf in all lanes: what can be seen now."""
+
+    leaf: Leaf
+    plan: LeafPlan
+    lanes: int
+    generator: np.random.Generator
+    now: Array = field(init=False)
+    _table: Array = field(init=False)
+    _day: NDArray[np.int64] = field(init=False)
+    _tick: int = 0
+
+    def __post_init__(self) -> None:
+        self._begin()
+        self.now = self._fresh_rows(self.lanes)
+        self.reset(np.ones(self.lanes, np.bool_))
+
+    def advance(self, moving: NDArray[np.bool_]) -> None:
+        """Let one step pass in the lanes that are `moving`."""
+        plan = self.plan
+        if plan.later is not None and self._tick >= plan.later_from:
+            self.plan = plan.later
+            self._begin()
+        self._tick += 1
+        moving = moving & (self.generator.random(self.lanes) >= self.plan.repeats)
+        for lane in np.flatnonzero(moving):
+            self.now[lane] = self._slid(self.now[lane], int(lane))
+
+    def reset(self, lanes: NDArray[np.bool_]) -> None:
+        """Show the first observation of an episode in the given lanes."""
+        for lane in np.flatnonzero(lanes):
+            self._day[lane] = self.generator.integers(_TABLE_ROWS)
+            first = self._fresh_rows(1)[0] if self.plan.content == "noise" else self._elements(int(lane))
+            axis = self.plan.axis
+            if axis is None or self.plan.padding == "fresh" or first.shape[axis] == 0:
+                self.now[lane] = first
+                continue
+            length, step = first.shape[axis], self.plan.step
+            newest = np.take(first, np.arange(length - step, length), axis=axis)
+            fill = np.zeros_like(first) if self.plan.padding == "zero" else _tiled(newest, axis, length)
+            kept = np.take(fill, np.arange(length - step), axis=axis)
+            self.now[lane] = np.concatenate([kept, newest], axis=axis)
+
+    def foreign(self) -> Array:
+        """Return observations that no lane will see."""
+        return self._fresh_rows(self.lanes)
+
+    def _begin(self) -> None:
+        table = self.leaf if self.plan.axis is None else replace(self.leaf, shape=self._element_shape())
+        rows = 1 if self.plan.content == "constant" else _TABLE_ROWS
+        self._table = random_rows(table, (rows,), self.generator)
+        self._day = np.zeros(self.lanes, np.int64)
+
+    def _element_shape(self) -> tuple[int, ...]:
+        axis = self.plan.axis or 0
+        return self.leaf.shape[:axis] + self.leaf.shape[axis + 1 :]
+
+    def _fresh_rows(self, count: int) -> Array:
+        return random_rows(self.leaf, (count,), self.generator)
+
+    def _elements(self, lane: int) -> Array:
+        """Return a whole observation out of the table, as of the lane's day."""
+        if self.plan.axis is None:
+            return np.asarray(self._table[self._day[lane] % len(self._table)])
+        days = self._day[lane] + np.arange(self.leaf.shape[self.plan.axis])
+        return np.moveaxis(self._table[days % len(self._table)], 0, self.plan.axis)
+
+    def _slid(self, row: Array, lane: int) -> Array:
+        plan = self.plan
+        self._day[lane] += plan.step
+        if plan.axis is None:
+            return self._fresh_rows(1)[0] if plan.content == "noise" else self._elements(lane)
+        length = row.shape[plan.axis]
+        source = self._fresh_rows(1)[0] if plan.content == "noise" else self._elements(lane)
+        kept = np.take(row, np.arange(plan.step, length), axis=plan.axis)
+        newest = np.take(source, np.arange(length - plan.step, length), axis=plan.axis)
+        return np.concatenate([kept, newest], axis=plan.axis)
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One tick of a stream, as `add` takes it."""
+
+    obs: Any
+    action: Any
+    reward: Array
+    next_obs: Any
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+    extras: dict[str, Any]
+
+    def arguments(self) -> dict[str, Any]:
+        """Return the arguments of `add`, by name."""
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class Stream:
+    """Lanes of a made-up environment; `tick()` lets one step pass in all of them.
+
+    Args:
+        observation_space: What is observed; its leaves follow `plans`, in order.
+        plans: One plan per leaf; leaves without one are noise.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        num_envs: int = 1,
+        *,
+        plans: Sequence[LeafPlan] = (),
+        mishaps: Mishaps | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None,
+        reward_dtype: Any = np.float32,
+        seed: int = 0,
+    ) -> None:
+        self.observation_space = observation_space
+        self.action_space = action_space
+        self.num_envs = num_envs
+        self.extras = dict(extras or {})
+        self._observation = Tree.of(observation_space, "observation_space")
+        self._action = Tree.of(action_space, "action_space")
+        self._extras = Tree.of(spaces.Dict(self.extras), "extras")
+        self._reward = Leaf("reward", (), np.dtype(reward_dtype))
+        self._mishaps = mishaps or Mishaps()
+        self._told = f"plans={list(plans)}, mishaps={mishaps}, seed={seed}"
+        self._generator = np.random.default_rng(seed)
+        leaves = self._observation.leaves
+        full = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
+        self._worlds = [
+            _LeafWorld(leaf, plan, num_envs, self._generator) for leaf, plan in zip(leaves, full, strict=True)
+        ]
+
+    def __repr__(self) -> str:
+        spaces_told = f"{self.observation_space}, {self.action_space}, extras={self.extras}"
+        return f"Stream({spaces_told}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._told})"
+
+    def tick(self) -> Step:
+        """Let one step pass in every lane, with whatever mishaps befall it."""
+        generator, lanes, rare = self._generator, self.num_envs, self._mishaps
+        chance = generator.random((4, lanes))
+        ends, silent = chance[0] < rare.ends, chance[1] < rare.silent_resets
+        skipped, foreign = chance[2] < rare.skipped_steps, chance[3] < rare.foreign_next
+        truncated = ends & (generator.random(lanes) < 0.5)
+        obs = [world.now.copy() for world in self._worlds]
+        everywhere = np.ones(lanes, np.bool_)
+        for world in self._worlds:
+            world.advance(everywhere)
+        next_obs = [world.now.copy() for world in self._worlds]
+        for world, rows in zip(self._worlds, next_obs, strict=True):
+            if foreign.any():
+                rows[foreign] = world.foreign()[foreign]
+            world.reset(ends | silent)
+            world.advance(skipped)
+        return Step(
+            obs=self._observation.build(obs),
+            action=self._draw(self._action),
+            reward=random_rows(self._reward, (lanes,), generator),
+            next_obs=self._observation.build(next_obs),
+            terminated=ends & ~truncated,
+            truncated=truncated,
+            extras=self._draw(self._extras),
+        )
+
+    def ticks(self, count: int) -> Step:
+        """Let `count` steps pass; every array has a leading time axis, as `extend` takes it."""
+        steps = [self.tick() for _ in range(count)]
+        return stack_steps(steps) if steps else _nothing_of(self.tick())
+
+    def _draw(self, tree: Tree) -> Any:
+        return tree.build([random_rows(leaf, (self.num_envs,), self._generator) for leaf in tree.leaves])
+
+
+def stack_steps(steps: Sequence[Step]) -> Step:
+    """Put ticks behind each other along a new leading time axis."""
+    return Step(**{name: _stacked([getattr(step, name) for step in steps]) for name in Step.__slots__})
+
+
+def _nothing_of(step: Step) -> Step:
+    return Step(**{name: _none_of(getattr(step, name)) for name in Step.__slots__})
+
+
+def _none_of(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _none_of(child) for key, child in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_none_of(child) for child in value)
+    return np.empty((0, *value.shape), value.dtype)
+
+
+def _stacked(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _stacked([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_stacked([value[index] for value in values]) for index in range(len(first)))
+    return np.stack(values)
+
+
+def _tiled(newest: Array, axis: int, length: int) -> Array:
+    """Repeat the newest elements over a whole axis."""
+    tiled: Array = np.take(newest, np.arange(length) % newest.shape[axis], axis=axis)
+    return tiled
