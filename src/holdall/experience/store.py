@@ -299,7 +299,7 @@ class Store:
 
 
 def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
-    return ring.reshape(-1, *ring.shape[2:]).take(slot, axis=0)
+    return ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:]).take(slot, axis=0)
 
 
 def _name(prefix: str, leaf: Leaf) -> str:
