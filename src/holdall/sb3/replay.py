@@ -81,7 +81,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
             if True in timeouts:
                 cut = np.array(timeouts, np.bool_)
-                done = np.asarray(done, np.bool_) & ~cut
+                done = np.asarray(done, np.bool_) ^ cut
         if not self.memory.add_as_is(obs, action, reward, next_obs, done, cut):
             self.memory.add(
                 self._cast_observation(obs),
@@ -107,7 +107,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         lanes = (len(batch_inds),)
         env_indices = np.random.randint(0, high=self.n_envs, size=lanes)  # noqa: NPY002  likewise
         batch = self.memory.gather(self._ids(batch_inds, env_indices))
-        dones = batch.terminated.astype(np.float32).reshape(-1, 1)
+        dones = (batch.terminated & ~batch.truncated).astype(np.float32).reshape(-1, 1)
         rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
         obs = self._normalize_obs(batch.obs, env)
         next_obs = self._normalize_obs(batch.next_obs, env)
@@ -158,19 +158,18 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
             cut = self.memory.gather(ids).truncated
-            self.memory.set_flags(ids, rows.astype(np.bool_) & ~cut, cut)
+            self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
 
-        return self._slots("dones", (), _FLOAT32, lambda batch: batch.terminated | batch.truncated, write)
+        return self._slots("dones", (), _FLOAT32, _done, write)
 
     @property
     def timeouts(self) -> Any:  # type: ignore[override]  # a plain array there
         """Whether an episode was cut short by a time limit; may be written to."""
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            batch = self.memory.gather(ids)
-            done = batch.terminated | batch.truncated
+            done = _done(self.memory.gather(ids))
             cut = rows.astype(np.bool_)
-            self.memory.set_flags(ids, done & ~cut, cut)
+            self.memory.set_flags(ids, done ^ cut, cut)
 
         return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
 
@@ -230,6 +229,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._id_of_place, read, write)
 
 
+def _done(batch: Batch) -> NDArray[np.bool_]:
+    """Tell what Stable-Baselines3 keeps as `dones`.
+
+    It keeps two flags apart, done and cut by a time limit. An end that was no cut is stored as terminated, one that
+    was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
+    """
+    return np.asarray(batch.terminated ^ batch.truncated)
+
+
 def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
     """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
     rows: NDArray[Any] = np.asarray(array)
@@ -244,5 +252,7 @@ def _box(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    if dtype.kind == "b":
+        return spaces.Box(0, 1, shape, dtype.type)
     limits = np.iinfo(dtype)
     return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)

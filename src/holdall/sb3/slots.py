@@ -55,7 +55,8 @@ class SlotArray:
 
     def __getitem__(self, key: Any) -> Any:
         outer, inner = self._split(key)
-        return self._rows(self._places()[outer])[(..., *inner) if inner else ...]
+        places = self._places()[outer]
+        return self._rows(places)[(*[slice(None)] * np.ndim(places), *inner)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._write is None:
@@ -82,12 +83,17 @@ class SlotArray:
     def _split(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
         """Part a key into what picks slots and environments, and what picks inside a row."""
         keys = key if isinstance(key, tuple) else (key,)
-        if any(part is None for part in keys) or (len(keys) > 2 and Ellipsis in keys[:2]):
+        outer, inner = keys[:2], keys[2:]
+        plain = all(part is ... or isinstance(part, slice | int | np.integer) for part in inner)
+        leading = inner and (outer[0] is ... or outer[1] is ...)
+        # There NumPy moves the axes of arrays to the front, past a slice that comes before them.
+        moved = inner and isinstance(outer[0], slice) and not isinstance(outer[1], slice | int | np.integer)
+        if any(part is None for part in keys) or leading or moved or not plain:
             raise ArgumentError(
-                f"{self.name}[{key!r}]: new axes and leading ellipses are not understood; read "
-                f"np.asarray(buffer.{self.name}) first"
+                f"{self.name}[{key!r}]: new axes, leading ellipses and arrays of elements are not understood; read "
+                f"np.asarray(buffer.{self.name}) first, or the rows and then their elements"
             )
-        return keys[:2], keys[2:]
+        return outer, inner
 
     def _rows(self, places: Any) -> NDArray[Any]:
         """Gather rows for an array of places of any shape."""
@@ -97,4 +103,4 @@ class SlotArray:
         held = np.flatnonzero(ids >= 0)
         if held.size:
             rows[held] = self._read(ids[held]).reshape(len(held), *self.shape[2:])
-        return rows.reshape(*np.shape(places), *self.shape[2:])
+        return rows.reshape((*np.shape(places), *self.shape[2:]))

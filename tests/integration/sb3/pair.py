@@ -1,0 +1,181 @@
+"""Stable-Baselines3's buffer and holdall's, side by side, fed with the same steps."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
+from stable_baselines3.common.vec_env import VecNormalize
+
+from holdall.sb3 import ReplayBuffer
+
+from .environments import draw
+
+Step = tuple[Any, Any, NDArray[Any], NDArray[Any], NDArray[Any], list[dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is stored, and how its observations arrive."""
+
+    observation: spaces.Space[Any]
+    action: spaces.Space[Any] = field(default_factory=lambda: spaces.Box(-1, 1, (2,), np.float32))
+    lanes: int = 1
+    stacked: bool = False  # the first axis is a window that moves on by one
+    transposed: bool = False  # images come as views of arrays whose channels are last
+    given_as: str | None = None  # dtype in which observations come, if not their space's
+
+    def __str__(self) -> str:
+        kinds = [kind for kind in ("stacked", "transposed") if getattr(self, kind)]
+        given = [] if self.given_as is None else [f"as {self.given_as}"]
+        return " ".join([_name(self.observation), _name(self.action), f"{self.lanes} lanes", *kinds, *given])
+
+
+class Pair:
+    """Two buffers that should be the same to whoever uses them."""
+
+    def __init__(self, case: Case, buffer_size: int = 70, seed: int = 3, **settings: Any) -> None:
+        is_dict = isinstance(case.observation, spaces.Dict)
+        plain_class: type[PlainReplayBuffer] = DictReplayBuffer if is_dict else PlainReplayBuffer
+        of_plain: dict[str, Any] = {"device": "cpu", "n_envs": case.lanes} | settings
+        of_plain.pop("optimize_memory_usage", None)  # means something else there
+        of_ours: dict[str, Any] = {"device": "cpu", "n_envs": case.lanes} | settings
+        self.case = case
+        self.plain = plain_class(buffer_size, case.observation, case.action, **of_plain)
+        self.ours = ReplayBuffer(buffer_size, case.observation, case.action, **of_ours)
+        self.steps = steps(case, np.random.default_rng(seed))
+
+    def feed(self, ticks: int) -> None:
+        """Add the next steps to both; what is added is then overwritten, as environments do."""
+        for _ in range(ticks):
+            step = next(self.steps)
+            self.plain.add(*copy.deepcopy(step))
+            lent = copy.deepcopy(step)
+            self.ours.add(*lent)
+            _spoil(lent)
+
+    def assert_same_samples(self, batch: int = 64, draws: int = 3, env: VecNormalize | None = None) -> None:
+        """Draw from both with the same seed and compare every tensor."""
+        for seed in range(draws):
+            assert_same_batch(
+                seeded(seed, lambda: self.plain.sample(batch, env=env)),
+                seeded(seed, lambda: self.ours.sample(batch, env=env)),
+            )
+
+    def assert_same_arrays(self) -> None:
+        """Compare all that either holds, and where."""
+        assert (self.ours.pos, self.ours.full, self.ours.size()) == (self.plain.pos, self.plain.full, self.plain.size())
+        for name, theirs, ours in self.arrays():
+            assert_same_bits(theirs, np.asarray(ours), name)
+
+    def arrays(self) -> Iterator[tuple[str, Any, Any]]:
+        """Name every array of slots, Stable-Baselines3's and holdall's."""
+        for name in ("observations", "next_observations", "actions", "rewards", "dones", "timeouts"):
+            theirs, ours = getattr(self.plain, name), getattr(self.ours, name)
+            if isinstance(theirs, dict):
+                assert theirs.keys() == ours.keys()
+                yield from ((f"{name}[{key!r}]", theirs[key], ours[key]) for key in theirs)
+            else:
+                yield name, theirs, ours
+
+
+def steps(case: Case, rng: np.random.Generator) -> Iterator[Step]:
+    """Make steps that end in every way, and now and then begin anew without having ended."""
+    first = [_look(case, rng, None) for _ in range(case.lanes)]
+    while True:
+        after = [_look(case, rng, seen) for seen in first]
+        done = rng.random(case.lanes) < 0.15
+        cut = done & (rng.random(case.lanes) < 0.5)
+        reward = rng.normal(size=case.lanes).astype(np.float32)
+        action = np.stack([np.asarray(draw(case.action, rng)) for _ in range(case.lanes)])
+        infos = [{"TimeLimit.truncated": bool(was_cut)} if rng.random() < 0.7 or was_cut else {} for was_cut in cut]
+        yield _batch(case, first), _batch(case, after), action, reward, done, infos
+        anew = done | (rng.random(case.lanes) < 0.04)
+        first = [_look(case, rng, None) if begins else seen for begins, seen in zip(anew, after, strict=True)]
+
+
+def assert_same_batch(expected: Any, got: Any) -> None:
+    """Compare two named tuples of tensors, or of dicts of them."""
+    assert type(expected) is type(got)
+    for name in expected._fields:
+        theirs, ours = getattr(expected, name), getattr(got, name)
+        if theirs is None:
+            assert ours is None
+        elif isinstance(theirs, dict):
+            assert list(theirs) == list(ours)
+            for key in theirs:
+                assert_same_tensor(theirs[key], ours[key], f"{name}.{key}")
+        else:
+            assert_same_tensor(theirs, ours, name)
+
+
+def assert_same_tensor(expected: torch.Tensor, got: torch.Tensor, name: str) -> None:
+    """Compare device, dtype, shape, layout in memory and bits."""
+    assert (got.device, got.dtype, got.stride()) == (expected.device, expected.dtype, expected.stride()), name
+    if got.is_floating_point():
+        assert got.data_ptr() % 64 == 0, f"{name} does not begin where a tensor of torch's own would"
+    assert_same_bits(expected.numpy(), got.numpy(), name)
+
+
+def assert_same_bits(expected: Any, got: Any, name: str) -> None:
+    """Compare shape, dtype and every byte: NaN payloads and negative zeros are told apart."""
+    theirs, ours = np.asarray(expected), np.asarray(got)
+    assert ours.shape == theirs.shape, name
+    assert ours.dtype == theirs.dtype, name
+    assert ours.tobytes() == theirs.tobytes(), name
+
+
+def seeded(seed: int, act: Any) -> Any:
+    """Act with the generator seeded that Stable-Baselines3 draws from."""
+    np.random.seed(seed)  # noqa: NPY002  its generator
+    return act()
+
+
+def _look(case: Case, rng: np.random.Generator, before: Any) -> Any:
+    """Draw an observation that follows `before`, or a first one."""
+    fresh = draw(case.observation, rng)
+    if not case.stacked or isinstance(fresh, dict):
+        return fresh
+    if before is None:
+        return np.repeat(fresh[:1], len(fresh), axis=0)
+    return np.concatenate([before[1:], fresh[:1]])
+
+
+def _batch(case: Case, lanes: list[Any]) -> Any:
+    if isinstance(lanes[0], dict):
+        return {key: _arrive(case, np.stack([lane[key] for lane in lanes])) for key in lanes[0]}
+    return _arrive(case, np.stack(lanes))
+
+
+def _arrive(case: Case, batch: NDArray[Any]) -> NDArray[Any]:
+    if case.transposed and batch.ndim == 4:
+        batch = np.ascontiguousarray(batch.transpose(0, 2, 3, 1)).transpose(0, 3, 1, 2)
+        assert not batch.flags.c_contiguous
+    if case.given_as is not None:
+        batch = batch.astype(case.given_as) * 1.1
+    return batch
+
+
+def _spoil(step: Step) -> None:
+    obs, next_obs, action, reward, done, infos = step
+    for array in [*_parts(obs), *_parts(next_obs), action, reward, done]:
+        array[...] = 1
+    infos.clear()
+
+
+def _parts(obs: Any) -> list[NDArray[Any]]:
+    return list(obs.values()) if isinstance(obs, dict) else [obs]
+
+
+def _name(space: spaces.Space[Any]) -> str:
+    if isinstance(space, spaces.Dict):
+        return "Dict"
+    return f"{type(space).__name__}{space.shape}{space.dtype}"

@@ -1,0 +1,154 @@
+"""`save_replay_buffer` and `load_replay_buffer`: the same experience, the same training, no second copy in memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from stable_baselines3.common.utils import set_random_seed
+
+from holdall.sb3 import ReplayBuffer
+
+from .comparison import Task, assert_same_learning, learn, trained
+from .environments import BUTTONS, VECTOR, Stacked, Wander, dict_space
+from .pair import Case, Pair
+
+CASES = [
+    Case(VECTOR, lanes=3),
+    Case(spaces.Box(0, 255, (4, 36, 36), np.uint8), lanes=2, stacked=True),
+    Case(spaces.Box(-1, 1, (60, 7), np.float32), stacked=True),
+    Case(dict_space((3, 40, 40)), lanes=2, transposed=True),
+    Case(spaces.Discrete(5), BUTTONS),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ticks", [0, 1, 13, 70, 190], ids=lambda ticks: f"{ticks} ticks")
+def test_a_loaded_buffer_is_the_one_that_was_saved(case: Case, ticks: int, tmp_path: Path) -> None:
+    """Empty, begun, full and wrapped; and it goes on as the saved one does."""
+    pair = Pair(case)
+    pair.feed(ticks)
+    saved = pair.ours
+    save_to_pkl(tmp_path / "buffer.pkl", saved)
+    pair.ours = load_from_pkl(tmp_path / "buffer.pkl")
+    pair.assert_same_arrays()
+    pair.feed(110)
+    pair.assert_same_arrays()
+    pair.assert_same_samples()
+
+
+def test_saving_changes_nothing(tmp_path: Path) -> None:
+    """The buffer that was saved goes on as if it had not been."""
+    pair = Pair(CASES[1])
+    for ticks in (13, 70, 100):
+        pair.feed(ticks)
+        save_to_pkl(tmp_path / "buffer.pkl", pair.ours)
+        pair.assert_same_arrays()
+        pair.assert_same_samples()
+
+
+def test_a_saved_buffer_can_be_saved_again_after_loading(tmp_path: Path) -> None:
+    """Nothing is lost from one save to the next."""
+    pair = Pair(CASES[3])
+    for ticks in (13, 70, 100):
+        pair.feed(ticks)
+        save_to_pkl(tmp_path / "buffer.pkl", pair.ours)
+        pair.ours = load_from_pkl(tmp_path / "buffer.pkl")
+    pair.assert_same_arrays()
+    pair.assert_same_samples()
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        Task(partial(Wander, VECTOR), "SAC", lanes=2),
+        Task(partial(Stacked, BUTTONS), "DQN", "CnnPolicy", buffer_size=60),
+        Task(partial(Wander, dict_space()), "TD3", "MultiInputPolicy", lanes=2),
+    ],
+    ids=lambda task: task.policy,
+)
+def test_training_resumed_from_a_file_gives_the_same_weights(task: Task, tmp_path: Path) -> None:
+    """A new model takes weights and buffer from files and learns on."""
+
+    def resumed(buffer_class: type[PlainReplayBuffer] | None) -> OffPolicyAlgorithm:
+        first = trained(task.model(buffer_class), learn(90))
+        first.save(tmp_path / "model")
+        first.save_replay_buffer(tmp_path / "buffer")
+        second = task.model(buffer_class)
+        second.set_parameters(str(tmp_path / "model.zip"))
+        second.load_replay_buffer(tmp_path / "buffer")
+        set_random_seed(11)
+        return trained(second, learn(80))
+
+    assert_same_learning(resumed(None), resumed(ReplayBuffer))
+
+
+SPIKE = """
+import json, pathlib, sys
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.save_util import load_from_pkl, save_to_pkl
+from holdall.sb3 import ReplayBuffer
+
+path = pathlib.Path(sys.argv[1])
+
+def kib(name):
+    lines = pathlib.Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name + ":"))
+
+def spike_of(act):
+    before = kib("VmRSS")
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here on
+    kept = act()
+    return kept, {"peak": (kib("VmHWM") - before) * 1024, "kept": (kib("VmRSS") - before) * 1024}
+
+rng = np.random.default_rng(0)
+action, reward = np.zeros((1, 2), np.float32), np.zeros(1, np.float32)
+image = spaces.Box(0, 255, (3, 84, 84), np.uint8)
+space = spaces.Dict({"camera": image, "state": spaces.Box(-1, 1, (31,), np.float32)})
+buffer = ReplayBuffer(20_000, space, spaces.Box(-1, 1, (2,), np.float32), device="cpu")
+
+def look():
+    camera = rng.integers(0, 256, (1, 3, 84, 84), np.uint8)
+    return {"camera": camera, "state": rng.normal(size=(1, 31)).astype(np.float32)}
+
+obs = look()
+for step in range(14_500):
+    next_obs = look()
+    done = step % 50 == 49
+    buffer.add(obs, next_obs, action, reward, np.array([done]), [{}])
+    obs = look() if done else next_obs
+
+small = ReplayBuffer(10, space, spaces.Box(-1, 1, (2,), np.float32), device="cpu")
+save_to_pkl(path, small), load_from_pkl(path)  # imports what saving imports
+
+held = buffer.report().total_bytes
+_, saving = spike_of(lambda: save_to_pkl(path, buffer))
+del buffer
+loaded, loading = spike_of(lambda: load_from_pkl(path))
+print(json.dumps({"held": held, "file": path.stat().st_size, "saving": saving, "loading": loading}))
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc")
+def test_saving_and_loading_take_no_second_copy(tmp_path: Path) -> None:
+    """Some 300 MB of images: less than 48 MB beside them at any moment, and no more in the file than in memory."""
+    command = [sys.executable, "-c", SPIKE, str(tmp_path / "buffer.pkl")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    figures: dict[str, Any] = json.loads(done.stdout)
+    mb = 1_000_000
+    assert 290 * mb < figures["held"] < 400 * mb, figures
+    assert figures["file"] < figures["held"] + mb, figures
+    assert figures["saving"]["peak"] < 48 * mb, figures
+    assert figures["loading"]["peak"] < figures["held"] + 48 * mb, figures

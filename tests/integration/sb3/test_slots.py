@@ -1,0 +1,159 @@
+"""The buffer's arrays, read and written as code around Stable-Baselines3 does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall.errors import HoldallError
+
+from .environments import VECTOR, dict_space
+from .pair import Case, Pair, assert_same_bits
+
+SLOTS = np.array([3, 0, 16, 3])
+LANES = np.array([1, 2, 0, 3])
+KEYS: dict[str, Any] = {
+    "a slot": 4,
+    "the last slot": -1,
+    "a NumPy integer": np.int64(7),
+    "all": slice(None),
+    "an ellipsis": ...,
+    "a range": slice(2, 9),
+    "every third, backwards": slice(None, None, -3),
+    "an empty range": slice(5, 5),
+    "slots": SLOTS,
+    "a list": [1, 5],
+    "a table of slots": SLOTS.reshape(2, 2),
+    "a mask": np.arange(17) % 2 == 0,
+    "slot and lane": (6, 2),
+    "last slot and lane": (-1, -1),
+    "a range and a lane": (slice(1, 8), 3),
+    "a slot and all lanes": (2, slice(None)),
+    "two ranges": (slice(0, 4), slice(1, 3)),
+    "pairs": (SLOTS, LANES),
+    "slots of one lane": (SLOTS, 1),
+    "slots and a range of lanes": (SLOTS, slice(0, 2)),
+}
+INNER_KEYS: dict[str, Any] = {
+    "pairs, whole rows": (SLOTS, LANES, slice(None)),
+    "pairs and an element": (SLOTS, LANES, 0),
+    "an element": (3, 1, 2),
+    "a range of elements": (slice(0, 5), 1, slice(1, 3)),
+    "the last element": (4, 1, -1),
+    "everything, one element": (slice(None), slice(None), 1),
+}
+CASES = [
+    Case(VECTOR, lanes=4),
+    Case(spaces.Box(0, 255, (4, 36, 36), np.uint8), lanes=4, stacked=True),
+    Case(dict_space((3, 40, 40)), lanes=4, transposed=True),
+]
+
+
+@pytest.fixture(params=[9, 17, 40], ids=["filling", "just full", "wrapped"])
+def pair(request: pytest.FixtureRequest) -> Pair:
+    """Seventeen slots of four lanes, after some ticks."""
+    pair = Pair(CASES[0])
+    pair.feed(request.param)
+    return pair
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("ticks", [9, 40])
+def test_every_array_reads_as_sb3s(case: Case, ticks: int) -> None:
+    """Under every kind of key; slots that were never written to read as zeros."""
+    pair = Pair(case)
+    pair.feed(ticks)
+    for name, theirs, ours in pair.arrays():
+        for described, key in KEYS.items():
+            assert_same_bits(theirs[key], ours[key], f"{name} at {described}")
+        if theirs.ndim > 2 and "gear" not in name:
+            for described, key in INNER_KEYS.items():
+                if name != "actions" or described != "an element":  # actions have two elements only
+                    assert_same_bits(theirs[key], ours[key], f"{name} at {described}")
+
+
+def test_every_array_has_the_shape_and_dtype_of_sb3s(pair: Pair) -> None:
+    """Shape, dtype, number of axes and length, without gathering anything."""
+    for _, theirs, ours in pair.arrays():
+        assert (ours.shape, ours.dtype, ours.ndim, len(ours)) == (theirs.shape, theirs.dtype, theirs.ndim, len(theirs))
+
+
+def test_a_slot_out_of_range_is_an_index_error(pair: Pair) -> None:
+    """As in an array."""
+    for name, theirs, ours in pair.arrays():
+        for key in (17, -18, (0, 4), [0, 17]):
+            with pytest.raises(IndexError):
+                theirs[key]
+            with pytest.raises(IndexError):
+                ours[key]
+            assert name
+
+
+def test_the_last_step_may_be_declared_an_end(pair: Pair) -> None:
+    """`_setup_learn` writes `dones[pos] = True`: all lanes of the newest slot."""
+    last = (pair.ours.pos - 1) % pair.ours.buffer_size
+    for buffer in (pair.plain, pair.ours):
+        buffer.dones[last] = True
+    pair.assert_same_arrays()
+    pair.assert_same_samples(batch=200)
+
+
+def test_the_last_step_may_be_declared_a_time_limit(pair: Pair) -> None:
+    """`truncate_last_trajectory` writes `dones[pos - 1]`, then `timeouts[pos - 1]`; -1 is the last slot."""
+    for buffer in (pair.plain, pair.ours):
+        buffer.dones[buffer.pos - 1] = True
+        buffer.timeouts[buffer.pos - 1] = True
+    pair.assert_same_arrays()
+    pair.assert_same_samples(batch=200)
+
+
+def test_flags_may_be_written_in_any_order_and_taken_back(pair: Pair) -> None:
+    """Each array keeps what was written to it, whatever the other says."""
+    newest = pair.ours.pos - 1
+    writes = [("timeouts", True), ("dones", True), ("dones", False), ("timeouts", False), ("dones", True)]
+    for name, value in writes:
+        for buffer in (pair.plain, pair.ours):
+            getattr(buffer, name)[newest] = value
+        pair.assert_same_arrays()
+        pair.assert_same_samples(batch=200)
+
+
+def test_flags_of_one_lane_or_several_slots_may_be_written(pair: Pair) -> None:
+    """Under the keys of an array, with one value or one each."""
+    for buffer in (pair.plain, pair.ours):
+        buffer.dones[3, 1] = True
+        buffer.timeouts[np.array([0, 2, 5]), np.array([0, 0, 3])] = np.array([1.0, 0.0, 1.0])
+        buffer.dones[4:7] = np.array([True, False, True, False])
+        buffer.dones[1:9, 2] = 1
+    pair.assert_same_arrays()
+    pair.assert_same_samples(batch=200)
+
+
+def test_a_time_limit_that_ended_nothing_is_kept_as_said() -> None:
+    """An environment may report a time limit without being done; Stable-Baselines3 stores both as they are."""
+    pair = Pair(Case(VECTOR))
+    for buffer in (pair.plain, pair.ours):
+        one = np.ones((1, 5), np.float32)
+        flags = (np.zeros(1, np.float32), np.array([False]), [{"TimeLimit.truncated": True}])
+        buffer.add(one, one, one[:, :2], *flags)
+    pair.assert_same_arrays()
+
+
+@pytest.mark.parametrize("name", ["observations", "next_observations", "actions", "rewards"])
+def test_what_was_observed_cannot_be_rewritten(name: str) -> None:
+    """The error says so, instead of a write that goes nowhere."""
+    pair = Pair(CASES[0])
+    pair.feed(5)
+    with pytest.raises(HoldallError, match=name):
+        getattr(pair.ours, name)[0] = 0
+    pair.assert_same_arrays()
+
+
+@pytest.mark.parametrize("key", [None, (..., 0, 0), (0, 1, [0, 2]), (slice(3), SLOTS % 4, 0)], ids=str)
+def test_a_key_that_is_not_understood_is_refused(pair: Pair, key: Any) -> None:
+    """Never a row in another shape than an array would give."""
+    with pytest.raises(HoldallError, match="observations"):
+        pair.ours.observations[key]
