@@ -247,8 +247,8 @@ class Segments:
             return
         old = self._open.parts[field]
         self._open.parts[field] = self._new_part(field)
-        first = self._open.first_tick
-        for past in range(first, first + self._open.ticks):
+        held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
+        for past in range(max(self._open.first_tick, held_from), tick + 1):
             self.replay(field, past, *self._read_back(field, old, past))
         self._index()
 
