@@ -198,12 +198,12 @@ class Segments:
         self._limit_bytes = max(SEGMENT_BYTES, _CONTEXT_FACTOR * context)
         ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
         self._cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
-        self._open.parts.append(self._new_part(len(self._leaves) - 1))
+        self._open.parts.append(self._new_part(len(self._leaves) - 1, replayed_ticks=self._open.ticks))
 
-    def _new_part(self, field: int, block: SliceBlock | None = None) -> OpenPart:
+    def _new_part(self, field: int, block: SliceBlock | None = None, replayed_ticks: int = 0) -> OpenPart:
         window = self._windows[field]
         most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
-        arena_bytes = self._limit_bytes + 2 * most_in_a_tick
+        arena_bytes = self._limit_bytes + (2 + replayed_ticks) * most_in_a_tick
         if block is None and not lies_direct(window):
             block = self._kernels.new_block(window.slice_bytes, arena_bytes)
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
@@ -246,7 +246,7 @@ class Segments:
             self._roll(tick + 1)
             return
         old = self._open.parts[field]
-        self._open.parts[field] = self._new_part(field)
+        self._open.parts[field] = self._new_part(field, replayed_ticks=self._open.ticks)
         held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
         for past in range(max(self._open.first_tick, held_from), tick + 1):
             self.replay(field, past, *self._read_back(field, old, past))
