@@ -102,6 +102,11 @@ class OpenPart(ABC):
         """Slices that this part brought."""
         return self.pushed if self.block is None else self.block.used - self._used_before
 
+    @property
+    def added_bytes(self) -> int:
+        """Bytes of slices that this part added; a block that it went on in held others before."""
+        return self.used_bytes - self._used_before * self.window.slice_bytes
+
     def has_room(self) -> bool:
         """Whether one more tick fits, even if nothing of it is known."""
         most = 2 * self.window.count

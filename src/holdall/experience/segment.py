@@ -212,7 +212,7 @@ class Segments:
         parts = self._open.parts
         return (
             self._open.ticks >= self._most_ticks
-            or sum(part.used_bytes for part in parts) >= self._limit_bytes
+            or sum(part.added_bytes for part in parts) >= self._limit_bytes
             or not all(part.has_room() for part in parts)
         )
 
