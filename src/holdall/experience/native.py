@@ -169,9 +169,7 @@ class NativePart(OpenPart):
 
     def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
-        expected = (self.lanes, self.obs_bytes)
-        if obs.shape != expected or next_obs.shape != expected or cursors.shape != (self.lanes,):
-            raise DamageError(f"a tick of {obs.shape} bytes came to a part of {expected}; report this")
+        self._require_tick(obs, next_obs, cursors)
         log = self.log
         self._make_log_room()
         if self.log is not None and self.log is not log:

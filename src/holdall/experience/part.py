@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.experience.slices import Bytes, SliceBlock, reserve
 from holdall.experience.window import Window
 
@@ -143,6 +144,12 @@ class OpenPart(ABC):
     def log_bytes(self) -> int:
         """Bytes of the log entries in use."""
         return 0 if self.log is None else self.longest * self.lanes * self.log.itemsize
+
+    def _require_tick(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+        """Refuse a tick of other lanes or bytes: the loops go by the part's own."""
+        expected = (self.lanes, self.obs_bytes)
+        if obs.shape != expected or next_obs.shape != expected or cursors.shape != (self.lanes,):
+            raise DamageError(f"a tick of {obs.shape} bytes came to a part of {expected}; report this")
 
     def _make_log_room(self) -> None:
         """Grow the log into a new array: readers go on with the old one, which stays right."""

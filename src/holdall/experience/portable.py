@@ -39,10 +39,13 @@ class PortableKernels:
             if not 0 <= number < len(places.records[field]):
                 raise _outside(rows)
             record = dict(zip(RECORD_FIELDS, places.records[field][number].tolist(), strict=True))
+            lane = places.lane[rows]
+            row_bytes = record["outer"] * record["run_bytes"] * record["window"]
+            if lane.min() < 0 or lane.max() >= places.lanes or row_bytes != obs.shape[1]:
+                raise _outside(rows)
             start = (cursors[rows] & ~NEXT_IS_WHOLE).astype(np.int64)
             whole = (cursors[rows] & NEXT_IS_WHOLE) != 0
             after = start + np.where(whole, record["window"], record["shift"])
-            lane = places.lane[rows]
             obs[rows] = _windows(record, start, lane, places.lanes, rows)
             next_obs[rows] = _windows(record, after, lane, places.lanes, rows)
 
@@ -91,6 +94,7 @@ class PortablePart(OpenPart):
 
     def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
+        self._require_tick(obs, next_obs, cursors)
         window = self.window
         self._make_log_room()
         if not self.has_room():
