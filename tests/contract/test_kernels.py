@@ -1,0 +1,426 @@
+"""The compiled loops and NumPy's: the same ticks give the same parts, cursors and bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from holdall import ArgumentError, DamageError
+from holdall.experience import native
+from holdall.experience.crew import Crew
+from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.part import RECORD_FIELDS, ClosedPart, OpenPart, Places, lies_direct
+from holdall.experience.portable import PortableKernels
+from holdall.experience.slices import Bytes
+from holdall.experience.window import Window
+from holdall.schema import Leaf
+from holdall.testing import LeafPlan, Mishaps, Stream
+from holdall.testing.strategies import box
+
+NATIVE = native.native_kernels()
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")
+BOTH: list[Any] = [
+    pytest.param(NATIVE, id="native", marks=needs_native),
+    pytest.param(PortableKernels(), id="portable"),
+]
+ROOMY = 1 << 22
+NUMBER_BY_FIELD = {name: number for number, name in enumerate(RECORD_FIELDS)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A leaf, the axis it slides along and by how much; None: seen whole."""
+
+    shape: tuple[int, ...]
+    axis: int | None
+    step: int = 1
+    dtype: str = "u1"
+
+    @property
+    def leaf(self) -> Leaf:
+        return Leaf("", self.shape, np.dtype(self.dtype))
+
+    @property
+    def window(self) -> Window:
+        return Window.whole(self.leaf) if self.axis is None else Window.along(self.leaf, self.axis, self.step)
+
+
+LAYOUTS = [
+    Layout((4, 9, 7), 0),
+    Layout((9, 7, 4), 2),
+    Layout((9, 7, 12), 2, 3),
+    Layout((5, 4, 6), 1, 2),
+    Layout((6, 40), 0, 4),
+    Layout((6, 40), 0, 3),
+    Layout((50, 3), 0, dtype="f4"),  # slices short enough to lie in the log
+    Layout((50, 9), 0, dtype="f4"),
+    Layout((300,), 0, 7, dtype="f8"),
+    Layout((300,), 0, 1),
+    Layout((11, 13), None),
+    Layout((1,), None),
+]
+MISHAPS = {
+    "plain steps": Mishaps(ends=0.0),
+    "episodes": Mishaps(ends=0.2),
+    "everything": Mishaps(ends=0.1, silent_resets=0.1, skipped_steps=0.1, foreign_next=0.1),
+    "nothing shared": Mishaps(foreign_next=1.0, silent_resets=1.0),
+}
+
+Ticks = list[tuple[Bytes, Bytes]]
+
+
+def ticks_of(
+    layout: Layout, lanes: int, count: int, seed: int, mishaps: Mishaps, plan: LeafPlan | None = None
+) -> Ticks:
+    """Draw ticks of one field, as rows of bytes."""
+    moving = plan or LeafPlan(axis=layout.axis, step=layout.step, content="table" if seed % 2 else "noise")
+    space = box(layout.shape, layout.dtype)
+    stream = Stream(space, spaces.Discrete(2), lanes, plans=[moving], mishaps=mishaps, seed=seed)
+    steps = [stream.tick() for _ in range(count)]
+    return [(rows_of(step.obs), rows_of(step.next_obs)) for step in steps]
+
+
+def rows_of(array: NDArray[Any]) -> Bytes:
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+
+
+class Written:
+    """Ticks written into one part by one kind of kernels."""
+
+    def __init__(self, kernels: Kernels, window: Window, ticks: Ticks, block: Any = None) -> None:
+        self.kernels = kernels
+        self.lanes = len(ticks[0][0])
+        if block is None and not lies_direct(window):
+            block = kernels.new_block(window.slice_bytes, ROOMY)
+        self.part = kernels.new_part(window, self.lanes, block, ROOMY)
+        self.cursors = np.zeros((len(ticks), self.lanes), np.uint32)
+        for tick, (obs, next_obs) in enumerate(ticks):
+            self.part.append(obs, next_obs, self.cursors[tick])
+
+    def places(self, part: OpenPart | ClosedPart | None = None) -> Places:
+        """Say where everything lies, in the order of ticks and lanes."""
+        part = self.part if part is None else part
+        lane = np.tile(np.arange(self.lanes, dtype=np.int32), len(self.cursors))
+        return Places(
+            records=[np.array([part.record()], np.int64)],
+            segment=np.zeros(lane.size, np.int32),
+            cursors=[self.cursors.reshape(-1).copy()],
+            lane=lane,
+            lanes=self.lanes,
+            held=(part.log, part.slices),
+        )
+
+    def read(self, places: Places | None = None, crew: Crew | None = None) -> tuple[Bytes, Bytes]:
+        places = self.places() if places is None else places
+        shape = (len(places.segment), self.part.obs_bytes)
+        obs, next_obs = np.full(shape, 7, np.uint8), np.full(shape, 7, np.uint8)
+        self.kernels.gather(places, 0, obs, next_obs, crew or Crew(hands=1))
+        return obs, next_obs
+
+    def logged_slices(self) -> list[list[bytes]]:
+        """Return the slices of every lane's log, whatever their numbers are."""
+        part = self.part
+        slice_bytes = part.window.slice_bytes
+        slices = part.slices[: part.slices.size // slice_bytes * slice_bytes].reshape(-1, slice_bytes)
+        entries = np.arange(part.longest * self.lanes).reshape(part.longest, self.lanes)
+        numbers = entries if part.log is None else part.log[: part.longest]
+        return [[slices[number].tobytes() for number in numbers[:, lane]] for lane in range(self.lanes)]
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        part = self.part
+        return (part.steps, part.broken_steps, part.pushed, part.longest, part.used_bytes, part.new_slices)
+
+
+def assert_reads_back(written: Written, ticks: Ticks) -> None:
+    for part in (written.part, written.part.closed()):
+        obs, next_obs = written.read(written.places(part))
+        assert obs.tobytes() == b"".join(obs.tobytes() for obs, _ in ticks)
+        assert next_obs.tobytes() == b"".join(next_obs.tobytes() for _, next_obs in ticks)
+
+
+def assert_alike(window: Window, ticks: Ticks) -> None:
+    assert NATIVE is not None
+    compiled, portable = Written(NATIVE, window, ticks), Written(PortableKernels(), window, ticks)
+    assert compiled.cursors.tobytes() == portable.cursors.tobytes()
+    assert compiled.counts == portable.counts
+    if compiled.lanes == 1:  # with more lanes, slices are met in another order and numbered in it
+        assert numbers_of(compiled) == numbers_of(portable)
+    ends = ends_of_logs(compiled, window)
+    for mine, yours, end in zip(compiled.logged_slices(), portable.logged_slices(), ends, strict=True):
+        assert mine[:end] == yours[:end]
+    assert_reads_back(compiled, ticks)
+    assert_reads_back(portable, ticks)
+
+
+def numbers_of(written: Written) -> bytes:
+    log = written.part.log
+    return b"" if log is None else log[: written.part.longest].tobytes()
+
+
+def ends_of_logs(written: Written, window: Window) -> list[int]:
+    """Tell by its last cursor how far each lane's log was written."""
+    last = written.cursors[-1].astype(np.int64)
+    start, whole = last & ~(1 << 31), (last & (1 << 31)) != 0
+    ends: list[int] = (start + window.count + np.where(whole, window.count, window.shift)).tolist()
+    return ends
+
+
+@needs_native
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("mishaps", MISHAPS.values(), ids=MISHAPS)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_both_kernels_write_the_same_cursors_counts_and_slices(layout: Layout, mishaps: Mishaps, lanes: int) -> None:
+    """Whichever loops wrote a part, its cursors, its counts and the bytes read back are the same."""
+    for seed in range(2):
+        assert_alike(layout.window, ticks_of(layout, lanes, 40, seed, mishaps))
+
+
+@needs_native
+@given(
+    layout=st.sampled_from(LAYOUTS),
+    plan=st.builds(
+        LeafPlan,
+        content=st.sampled_from(["noise", "table", "constant"]),
+        repeats=st.sampled_from([0.0, 0.3, 0.9]),
+        padding=st.sampled_from(["zero", "first", "fresh"]),
+    ),
+    slides=st.booleans(),
+    mishaps=st.sampled_from(list(MISHAPS.values())),
+    lanes=st.integers(1, 5),
+    count=st.integers(1, 90),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_both_kernels_agree_on_any_stream(
+    layout: Layout, plan: LeafPlan, slides: bool, mishaps: Mishaps, lanes: int, count: int, seed: int
+) -> None:
+    """Static screens, resets, streams that do not slide as the window says: no stream tells them apart."""
+    moving = replace(plan, axis=layout.axis if slides else None, step=layout.step)
+    assert_alike(layout.window, ticks_of(layout, lanes, count, seed, mishaps, moving))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layout) -> None:
+    """Rows may be asked for in any order, several times, from open and closed parts at once."""
+    ticks = ticks_of(layout, 3, 50, 1, MISHAPS["everything"])
+    older, newer = Written(kernels, layout.window, ticks[:30]), Written(kernels, layout.window, ticks[30:])
+    closed = older.part.closed()
+    chosen = np.random.default_rng(0).integers(0, 150, 400)
+    everywhere = np.concatenate([older.cursors, newer.cursors]).reshape(-1)
+    places = Places(
+        records=[np.array([closed.record(), newer.part.record()], np.int64)],
+        segment=(chosen >= 90).astype(np.int32),
+        cursors=[everywhere[chosen]],
+        lane=(chosen % 3).astype(np.int32),
+        lanes=3,
+        held=(closed, newer.part),
+    )
+    obs, next_obs = newer.read(places)
+    assert obs.tobytes() == np.concatenate([obs for obs, _ in ticks])[chosen].tobytes()
+    assert next_obs.tobytes() == np.concatenate([later for _, later in ticks])[chosen].tobytes()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_several_hands_fill_a_batch_as_one_does(kernels: Kernels) -> None:
+    """A batch that is shared out to threads has the bytes of one that is not."""
+    layout = Layout((4, 84, 84), 0)
+    written = Written(kernels, layout.window, ticks_of(layout, 2, 40, 0, MISHAPS["episodes"]))
+    alone = written.read()
+    crew = Crew(hands=3)
+    try:
+        for _ in range(3):
+            shared = written.read(crew=crew)
+            assert shared[0].tobytes() == alone[0].tobytes()
+            assert shared[1].tobytes() == alone[1].tobytes()
+    finally:
+        crew.dismiss()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_a_part_that_goes_on_in_a_block_reads_back_and_spares_slices(kernels: Kernels) -> None:
+    """Two parts may name slices of one block; the older one stays as it was."""
+    layout = Layout((50, 9), 0, dtype="f4")
+    ticks = ticks_of(layout, 2, 60, 1, MISHAPS["episodes"])
+    older = Written(kernels, layout.window, ticks[:30])
+    closed = older.part.closed()
+    newer = Written(kernels, layout.window, ticks[30:], older.part.block)
+    assert_reads_back(newer, ticks[30:])
+    obs, _ = older.read(older.places(closed))
+    assert obs.tobytes() == b"".join(obs.tobytes() for obs, _ in ticks[:30])
+    assert newer.part.new_slices < Written(kernels, layout.window, ticks[30:]).part.new_slices
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_equal_slices_are_kept_once(kernels: Kernels) -> None:
+    """A screen that never changes costs one observation, however long it is shown."""
+    layout = Layout((11, 13), None)
+    ticks = ticks_of(layout, 3, 50, 0, MISHAPS["episodes"], LeafPlan(content="constant"))
+    assert Written(kernels, layout.window, ticks).part.new_slices == 1
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_slices_that_differ_in_one_bit_are_both_kept(kernels: Kernels) -> None:
+    """A hash only proposes; every byte decides."""
+    generator = np.random.default_rng(0)
+    window = Window.whole(Leaf("", (64,), np.dtype("u1")))
+    one = generator.integers(0, 256, (1, 64), np.uint8)
+    ticks = []
+    for bit in range(512):
+        other = one.copy()
+        other[0, bit // 8] ^= 1 << bit % 8
+        ticks.append((one, other))
+    written = Written(kernels, window, ticks)
+    assert written.part.new_slices == 513
+    assert_reads_back(written, ticks)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1])
+def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) -> None:
+    """65,536 slices are numbered in two bytes, one more in four; both read back."""
+    rows = np.arange(count, dtype=np.uint64).reshape(1, count, 1).view(np.uint8)
+    rows = np.concatenate([rows] * 5, axis=2)  # 40 bytes: too long to lie in the log
+    window = Window.along(Leaf("", (4, 40), np.dtype("u1")), 0, 1)
+    written = Written(kernels, window, [(rows[:, :4].reshape(1, -1), rows[:, 1:5].reshape(1, -1))])
+    part = written.part
+    ticks = [(rows[:, t : t + 4].reshape(1, -1), rows[:, t + 1 : t + 5].reshape(1, -1)) for t in range(1, count - 4)]
+    cursors = np.zeros((len(ticks), 1), np.uint32)
+    for (obs, next_obs), cursor in zip(ticks, cursors, strict=True):
+        part.append(obs, next_obs, cursor)
+    assert part.new_slices == count
+    closed = part.closed()
+    assert closed.log is not None
+    assert closed.log.itemsize == (2 if count <= 1 << 16 else 4)
+    written.cursors = cursors[-50:]
+    assert_reads_back(written, ticks[-50:])
+
+
+# ---------------------------------------------------------------- damage
+
+
+def damaged(written: Written, what: str) -> Places:
+    """Return places of a closed part, of which one index is off in the middle row."""
+    closed = written.part.closed()
+    places = written.places(closed)
+    row = len(places.segment) // 2
+    if what.startswith("segment"):
+        places.segment[row] = {"segment -1": -1, "segment 1": 1, "segment far": 2**31 - 1}[what]
+    elif what.startswith("lane"):
+        places.lane[row] = {"lane -1": -1, "lane past": written.lanes, "lane far": 2**31 - 1}[what]
+    elif what == "cursor past":
+        places.cursors[0][row] = closed.log_rows
+    elif what == "cursor at the end":  # the observation fits, its next does not
+        places.cursors[0][row] = closed.log_rows - closed.window.count
+    elif what == "cursor far":
+        places.cursors[0][row] = 2**32 - 1
+    elif what == "slice number":
+        assert closed.log is not None
+        closed.log[:] = closed.slice_count
+    elif what == "slice count":
+        places.records[0][0, NUMBER_BY_FIELD["slice_count"]] = 1
+    return places
+
+
+DAMAGE = [
+    *("segment -1", "segment 1", "segment far"),
+    *("lane -1", "lane past", "lane far"),
+    *("cursor past", "cursor at the end", "cursor far"),
+    *("slice number", "slice count"),
+]
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], LAYOUTS[6], LAYOUTS[10]], ids=str)
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_damaged_index_is_refused_and_nothing_outside_is_read(kernels: Kernels, layout: Layout, what: str) -> None:
+    """An index that points outside its segment ends the call; it never crashes, nor gives another row."""
+    written = Written(kernels, layout.window, ticks_of(layout, 3, 20, 0, MISHAPS["plain steps"]))
+    if what == "slice number" and written.part.log is None:
+        return  # there are no numbers where slices lie in the log
+    with pytest.raises(DamageError, match="points outside its segment"):
+        written.read(damaged(written, what))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_an_observation_of_another_size_is_refused(kernels: Kernels) -> None:
+    """A record whose observations are not as long as the batch's rows is damage."""
+    written = Written(kernels, LAYOUTS[0].window, ticks_of(LAYOUTS[0], 2, 20, 0, MISHAPS["episodes"]))
+    places = written.places()
+    places.records[0][0, NUMBER_BY_FIELD["run_bytes"]] -= 1
+    with pytest.raises(DamageError):
+        written.read(places)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_a_tick_of_another_size_is_refused(kernels: Kernels) -> None:
+    """A part takes ticks of its own lanes and bytes only."""
+    ticks = ticks_of(LAYOUTS[0], 2, 3, 0, MISHAPS["episodes"])
+    written = Written(kernels, LAYOUTS[0].window, ticks)
+    before = written.counts
+    (obs, next_obs), cursors = ticks[0], np.zeros(2, np.uint32)
+    for bad in ((obs[:1], next_obs, cursors), (obs, next_obs[:, :-1], cursors), (obs, next_obs, cursors[:1])):
+        with pytest.raises(DamageError):
+            written.part.append(*bad)
+    assert written.counts == before
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[6]], ids=str)
+def test_a_full_part_refuses_a_tick_and_stays_as_it_was(kernels: Kernels, layout: Layout) -> None:
+    """What might not fit is refused before anything of it is written."""
+    window = layout.window
+    ticks = ticks_of(layout, 2, 60, 0, MISHAPS["nothing shared"], LeafPlan(padding="fresh"))
+    room = 20 * 2 * 2 * layout.leaf.nbytes
+    block = None if lies_direct(window) else kernels.new_block(window.slice_bytes, room)
+    part = kernels.new_part(window, 2, block, room)
+    cursors = np.zeros((60, 2), np.uint32)
+    taken = 0
+    while part.has_room():
+        part.append(*ticks[taken], cursors[taken])
+        taken += 1
+    assert taken == 20
+    before = (part.steps, part.pushed, part.longest, part.used_bytes, cursors.tobytes())
+    with pytest.raises(DamageError, match="ran over"):
+        part.append(*ticks[taken], cursors[taken])
+    assert (part.steps, part.pushed, part.longest, part.used_bytes, cursors.tobytes()) == before
+
+
+# ---------------------------------------------------------------- choosing
+
+
+def test_the_environment_chooses_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """HOLDALL_KERNELS names the loops; by default the compiled ones are taken where they exist."""
+    monkeypatch.setenv("HOLDALL_KERNELS", "portable")
+    assert chosen_kernels().name == "portable"
+    monkeypatch.delenv("HOLDALL_KERNELS")
+    assert chosen_kernels().name == ("portable" if NATIVE is None else "native")
+
+
+def test_an_unknown_name_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The refusal names the variable, its value, and what to do."""
+    monkeypatch.setenv("HOLDALL_KERNELS", "numba")
+    with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS \(numba\) is neither portable nor native; unset it"):
+        chosen_kernels()
+
+
+def test_asking_for_compiled_loops_that_were_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asks for the compiled loops never gets the slow ones silently."""
+    monkeypatch.setenv("HOLDALL_KERNELS", "native")
+    monkeypatch.setattr("holdall.experience.kernels.native_kernels", lambda: None)
+    with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS is native.*install a C compiler"):
+        chosen_kernels()
+
+
+@needs_native
+def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stale build falls back to NumPy instead of being called with the wrong arguments."""
+    monkeypatch.setattr(native, "_VERSION", native._VERSION + 1)
+    assert native.native_kernels.__wrapped__() is None

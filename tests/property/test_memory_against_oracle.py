@@ -1,0 +1,237 @@
+"""Random memories, driven at random, against a plain list: bit for bit the same, always."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from numpy.typing import NDArray
+
+from holdall import ArgumentError, ReplayMemory, TransitionIdError
+from holdall.batch import Batch
+from holdall.experience import ring, segment
+from holdall.experience.native import native_kernels
+from holdall.testing import OracleMemory, Stream, assert_same_bits
+from holdall.testing.oracle import map_leaves
+from holdall.testing.strategies import streams
+
+KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+KEPT_BATCHES = 3
+
+seeds = st.integers(0, 2**32 - 1)
+
+
+class MemoryAgainstOracle(RuleBasedStateMachine):
+    """What is read from the memory is what the oracle remembers."""
+
+    @initialize(
+        stream=streams(),
+        capacity_ticks=st.one_of(st.integers(1, 20), st.integers(20, 300)),
+        remainder=st.integers(0, 4),
+        kernels=st.sampled_from(KERNELS),
+        segment_bytes=st.sampled_from([1, 30_000, 200_000, segment.SEGMENT_BYTES]),
+        segments_of_a_memory=st.sampled_from([1, 4, 16]),
+        replayed_ticks=st.sampled_from([4, 64]),
+        unshared_before_pairing=st.sampled_from([4, 1024]),
+        ticks_before=st.sampled_from([0, 8, 20, 50, 100]),
+        seed=seeds,
+    )
+    def begin(
+        self,
+        stream: Stream,
+        capacity_ticks: int,
+        remainder: int,
+        kernels: str,
+        segment_bytes: int,
+        segments_of_a_memory: int,
+        replayed_ticks: int,
+        unshared_before_pairing: int,
+        ticks_before: int,
+        seed: int,
+    ) -> None:
+        # Small limits make segments roll, blocks go on and rings pair within a few ticks.
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setenv("HOLDALL_KERNELS", kernels)
+        self.patch.setattr(segment, "SEGMENT_BYTES", segment_bytes)
+        self.patch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", segments_of_a_memory)
+        self.patch.setattr(segment, "_REPLAYED_TICKS", replayed_ticks)
+        self.patch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", unshared_before_pairing)
+        self.stream = stream
+        lanes = stream.num_envs
+        capacity = capacity_ticks * lanes + remainder % lanes
+        self.memory = ReplayMemory(
+            stream.observation_space, stream.action_space, capacity, lanes, seed=seed, extras=stream.extras
+        )
+        self.oracle = OracleMemory(capacity, lanes)
+        self.kept: list[tuple[Batch, Batch]] = []
+        self.extend(ticks_before, seed, with_valid=False)
+
+    def teardown(self) -> None:
+        if not hasattr(self, "memory"):
+            return
+        try:
+            if self.oracle.next_id:
+                assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+            self.memory.close()
+            for batch, expected in self.kept:
+                assert_same_bits(batch, expected)
+        finally:
+            self.patch.undo()
+
+    @rule(seed=seeds, with_valid=st.sampled_from([False, False, True]))
+    def add(self, seed: int, with_valid: bool) -> None:
+        given = self.stream.tick().arguments()
+        if with_valid:
+            given["valid"] = np.random.default_rng(seed).random(self.stream.num_envs) < 0.7
+        self.oracle.add(**given)
+        lent = map_leaves(lambda array: _laid_out(array, seed), given)
+        self.memory.add(**lent)
+        map_leaves(_scribble, lent)
+
+    @rule(count=st.integers(0, 40), seed=seeds, with_valid=st.sampled_from([False, False, False, True]))
+    def extend(self, count: int, seed: int, with_valid: bool) -> None:
+        given = self.stream.ticks(count).arguments()
+        if with_valid:
+            given["valid"] = np.random.default_rng(seed).random((count, self.stream.num_envs)) < 0.7
+        self.oracle.extend(**given)
+        lent = map_leaves(lambda array: _laid_out(array, seed), given)
+        self.memory.extend(**lent)
+        map_leaves(_scribble, lent)
+
+    @precondition(lambda self: len(self.oracle) > 0)
+    @rule(count=st.integers(0, 60), seed=seeds)
+    def gather(self, count: int, seed: int) -> None:
+        ids = np.random.default_rng(seed).choice(self.oracle.ids, count)
+        self._check(self.memory.gather(ids), ids)
+
+    @precondition(lambda self: len(self.oracle) > 0)
+    @rule(share=st.floats(0, 1))
+    def sample(self, share: float) -> None:
+        count = min(60, max(1, int(share * len(self.oracle))))
+        batch = self.memory.sample(count)
+        assert batch.ids.shape == (count,)
+        self._check(batch, batch.ids)
+
+    @rule(offset=st.integers(1, 10_000), before=st.booleans())
+    def refuse_ids_not_held(self, offset: int, before: bool) -> None:
+        oracle = self.oracle
+        refused = oracle.first_id - offset if before else oracle.next_id + offset - 1
+        held = oracle.ids[:3]
+        with pytest.raises(TransitionIdError, match=rf"ids holds {refused}\b"):
+            self.memory.gather(np.append(held, refused))
+
+    @rule(seed=seeds)
+    def refuse_lanes_that_made_no_transition(self, seed: int) -> None:
+        oracle = self.oracle
+        made_none = np.setdiff1d(np.arange(oracle.first_id, oracle.next_id), oracle.ids)
+        if made_none.size:
+            refused = int(np.random.default_rng(seed).choice(made_none))
+            with pytest.raises(TransitionIdError, match=rf"ids holds {refused}, .*valid=False"):
+                self.memory.gather([refused])
+
+    @precondition(lambda self: len(self.oracle) > 0)
+    @rule(count=st.integers(0, 5), seed=seeds)
+    def set_flags(self, count: int, seed: int) -> None:
+        generator = np.random.default_rng(seed)
+        ids = generator.choice(self.oracle.ids, count)
+        flags = generator.random((2, count)) < 0.5
+        self.oracle.set_flags(ids, *flags)
+        self.memory.set_flags(ids, *flags)
+        self._check(self.memory.gather(ids), ids)
+
+    @rule(
+        field=st.sampled_from(["obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"]),
+        fault=st.sampled_from(["lanes", "axis", "dtype", "nest"]),
+        extending=st.booleans(),
+    )
+    def refuse_what_does_not_fit(self, field: str, fault: str, extending: bool) -> None:
+        given = (self.stream.ticks(3) if extending else self.stream.tick()).arguments()
+        if field == "reward" and fault == "dtype" and self.oracle.next_id == 0:
+            return  # the first add sets the dtype
+        bad = _spoilt(given[field], fault, 1 if extending else 0)
+        if bad is None:
+            return
+        given[field] = bad
+        before = self.memory.report().as_dict()
+        with pytest.raises(ArgumentError, match=rf"^{field}\b"):
+            (self.memory.extend if extending else self.memory.add)(**given)
+        assert self.memory.report().as_dict() == before
+
+    @rule()
+    def account(self) -> None:
+        report = self.memory.report()
+        assert report.transitions == len(self.oracle)
+        kinds = [(f.slice_bytes, f.log_bytes, f.row_bytes, f.plain_bytes) for f in report.fields]
+        assert min(map(min, kinds)) >= 0
+        assert report.total_bytes == sum(sum(kind[:3]) for kind in kinds)
+        assert " -" not in str(report), "no share of anything is negative"
+
+    @rule()
+    def pickle_and_go_on(self) -> None:
+        self.memory = pickle.loads(pickle.dumps(self.memory, protocol=5))
+
+    @precondition(lambda self: self.oracle.next_id > 0)
+    @rule()
+    def gather_everything(self) -> None:
+        self._check(self.memory.gather(self.oracle.ids), self.oracle.ids)
+
+    @invariant()
+    def counts_are_exact(self) -> None:
+        assert len(self.memory) == len(self.oracle)
+        assert self.memory.first_id == self.oracle.first_id
+        assert self.memory.next_id == self.oracle.next_id
+
+    def _check(self, batch: Batch, ids: NDArray[np.int64]) -> None:
+        expected = self.oracle.gather(ids)
+        assert_same_bits(batch, expected)
+        self.kept = [*self.kept, (batch, expected)][-KEPT_BATCHES:]
+
+
+def _laid_out(array: Any, seed: int) -> Any:
+    """Copy an array into another memory layout: as it is, Fortran's, or every second element."""
+    kind = seed % 3
+    if kind == 0 or array.ndim == 0:
+        return array.copy()
+    if kind == 1:
+        return array.copy(order="F")
+    spread = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
+    spread[..., ::2] = array
+    return spread[..., ::2]
+
+
+def _scribble(array: Any) -> None:
+    array[...] = 1
+
+
+def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
+    """Return `value` with one fault in its last leaf, or None if it cannot have that one."""
+    if isinstance(value, dict | tuple):
+        if fault == "nest":
+            return np.zeros(3)
+        children = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
+        if not children:
+            return None
+        key, child = children[-1]
+        bad = _spoilt(child, fault, lane_axis)
+        if isinstance(value, dict):
+            return bad if bad is None else {**value, key: bad}
+        return bad if bad is None else (*value[:-1], bad)
+    if fault == "lanes":
+        return np.concatenate([value, value], axis=lane_axis)
+    if fault == "axis":
+        return value[..., None]
+    if fault == "dtype":
+        return np.zeros(value.shape, np.int16 if value.dtype != np.int16 else np.float32)
+    return {"unknown": value}
+
+
+TestMemoryAgainstOracle = pytest.mark.timeout(900)(MemoryAgainstOracle.TestCase)  # a failure has to be shrunk
+TestMemoryAgainstOracle.settings = settings(
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
+    stateful_step_count=30,
+)
