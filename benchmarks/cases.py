@@ -1,0 +1,163 @@
+"""Cases and sides: what is measured, on what, and how the same step is handed to either.
+
+A side is one way to keep experience: Stable-Baselines3's own buffer, holdall's drop-in for it, holdall's memory itself.
+Nothing here imports holdall before a side that is holdall's is opened: what that costs is measured.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
+from streams import Step, Stream
+
+SideName = Literal["sb3", "holdall", "core"]
+SIDES: tuple[SideName, ...] = ("sb3", "holdall", "core")
+BATCH = 256
+SB3_MOST_BYTES = 6_000_000_000
+"""Most that Stable-Baselines3's buffer may take here; where all would be more, it holds the newest."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of a case is measured."""
+
+    read_from: int  # transitions at the first reading of the process's memory
+    read_to: int
+    read_every: int
+    held: int  # transitions in the timed memories
+    wrapped: int  # transitions added, timed, after these were full
+    block: int  # ticks of a timed block of adds
+    batches: int  # samples timed, on each side
+    in_a_row: int  # samples of one side before the next side's turn
+    sb3_read_from: int = 0  # where Stable-Baselines3's buffer cannot hold as many: its own range
+    sb3_read_to: int = 0
+    sb3_read_every: int = 0
+
+    def readings_of(self, side: SideName) -> tuple[int, int, int]:
+        """Return first, last and distance of the readings of one side."""
+        if side == "sb3" and self.sb3_read_to:
+            return self.sb3_read_from, self.sb3_read_to, self.sb3_read_every
+        return self.read_from, self.read_to, self.read_every
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One workload: where it comes from, and what is asked of holdall on it."""
+
+    name: str
+    module: str  # of streams
+    lanes: int
+    full: Sizes
+    quick: Sizes
+    bytes_bar: float | None = None  # absolute
+    bytes_ratio_bar: float | None = None  # of Stable-Baselines3's
+    add_bar: float = 1.0
+    sample_bar: float = 0.7
+
+    def stream(self, trace: Path | None, seed: int = 0) -> Stream:
+        """Open the case's source, or a recorded trace in its place."""
+        opened: Stream
+        if trace is not None:
+            opened = importlib.import_module("streams.trace").stream(trace)
+        elif self.module == "vector":
+            opened = importlib.import_module("streams.vector").stream(self.lanes, seed)
+        else:
+            opened = importlib.import_module(f"streams.{self.module}").stream(seed)
+        return opened
+
+    def sizes(self, quick: bool) -> Sizes:
+        """Return how much is measured."""
+        return self.quick if quick else self.full
+
+
+_IMAGES = Sizes(20_000, 100_000, 500, held=20_000, wrapped=4_000, block=50, batches=60, in_a_row=5)
+_QUICK_IMAGES = Sizes(2_000, 8_000, 200, held=3_000, wrapped=1_000, block=50, batches=30, in_a_row=5)
+_VECTORS = Sizes(20_000, 100_000, 500, held=100_000, wrapped=20_000, block=100, batches=300, in_a_row=10)
+_QUICK_VECTORS = Sizes(2_000, 20_000, 200, held=20_000, wrapped=4_000, block=100, batches=100, in_a_row=10)
+
+CASES = {
+    case.name: case
+    for case in (
+        Case("atari", "atari", 1, _IMAGES, _QUICK_IMAGES, bytes_bar=7_300),
+        Case("camera", "camera", 1, _IMAGES, _QUICK_IMAGES, bytes_bar=21_700),
+        Case(
+            "market",
+            "market",
+            1,
+            Sizes(1_000, 5_000, 50, 5_000, 300, 10, 30, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
+            Sizes(200, 1_000, 20, 600, 50, 10, 30, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
+            bytes_ratio_bar=1 / 200,
+        ),
+        Case("vector1", "vector", 1, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
+        Case("vector16", "vector", 16, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
+    )
+}
+
+
+class Side:
+    """One way to keep experience, and its two verbs; arguments are arranged before time is taken.
+
+    Args:
+        capacity: Transitions over all lanes.
+    """
+
+    def __init__(self, name: SideName, stream: Stream, capacity: int) -> None:
+        self.name = name
+        self.capacity = capacity
+        self._lanes = stream.lanes
+        self.store: Any
+        if name == "core":
+            holdall = importlib.import_module("holdall")
+            self.store = holdall.ReplayMemory(
+                stream.observation_space, stream.action_space, capacity, stream.lanes, device="cpu", seed=0
+            )
+        else:
+            self.store = _buffer_class(name, stream)(
+                capacity, stream.observation_space, stream.action_space, "cpu", n_envs=stream.lanes
+            )
+        self.add: Callable[..., None] = self.store.add
+        self.sample: Callable[[int], Any] = self.store.sample
+
+    def arguments(self, step: Step) -> tuple[Any, ...]:
+        """Arrange a step as this side's `add` takes it."""
+        if self.name == "core":
+            return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated
+        infos = [{"TimeLimit.truncated": bool(cut)} for cut in step.truncated]
+        # Both kinds of ending are `done` to Stable-Baselines3.
+        return step.obs, step.next_obs, step.action, step.reward, step.terminated | step.truncated, infos
+
+    @property
+    def memory(self) -> Any:
+        """The holdall memory in it."""
+        return self.store if self.name == "core" else self.store.memory
+
+
+def libraries_of(name: SideName) -> None:
+    """Import what a side needs beyond Stable-Baselines3 and torch."""
+    if name != "sb3":
+        importlib.import_module("holdall" if name == "core" else "holdall.sb3")
+
+
+def sb3_capacity(stream: Stream, wanted: int) -> int:
+    """Return how many of the `wanted` transitions Stable-Baselines3's buffer can hold here."""
+    return min(wanted, SB3_MOST_BYTES // (2 * _nbytes(stream.observation_space)) // stream.lanes * stream.lanes)
+
+
+def _buffer_class(name: SideName, stream: Stream) -> type[ReplayBuffer]:
+    if name == "holdall":
+        dropin: type[ReplayBuffer] = importlib.import_module("holdall.sb3").ReplayBuffer
+        return dropin
+    return DictReplayBuffer if isinstance(stream.observation_space, spaces.Dict) else ReplayBuffer
+
+
+def _nbytes(space: spaces.Space[Any]) -> int:
+    if isinstance(space, spaces.Dict):
+        return sum(_nbytes(part) for part in space.values())
+    return int(np.prod(space.shape or (), dtype=np.int64)) * np.dtype(space.dtype).itemsize

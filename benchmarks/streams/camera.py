@@ -1,0 +1,51 @@
+"""A camera and a vector: the demo's rover with as many sensors as a robot dog, 84 x 84 x 3 uint8 and 31 float32.
+
+Images are handed over as Stable-Baselines3 does it: channels first, as views that are not contiguous. Episodes end at
+the beacon (terminated) or after 500 steps (truncated).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.demo.camera import VIEW_PX, CameraRover
+from streams import Step, Stream, channels_first, play
+
+VECTOR_FLOATS = 31
+MAX_STEPS = 500
+
+
+def stream(seed: int = 0) -> Stream:
+    """Drive for ever."""
+    env = CameraRover(max_steps=MAX_STEPS)
+    space = spaces.Dict(
+        {
+            "image": spaces.Box(0, 255, (3, VIEW_PX, VIEW_PX), np.uint8),
+            "vector": spaces.Box(-np.inf, np.inf, (VECTOR_FLOATS,), np.float32),
+        }
+    )
+    return Stream(space, env.action_space, 1, _sensed(play(env, seed)))
+
+
+def _sensed(steps: Iterator[Step]) -> Iterator[Step]:
+    obs: Any = None
+    continued: Any = None
+    for step in steps:
+        obs = obs if step.obs is continued else _sense(step.obs)
+        next_obs = _sense(step.next_obs)
+        yield Step(obs, step.action, step.reward, next_obs, step.terminated, step.truncated)
+        obs, continued = next_obs, step.next_obs
+
+
+def _sense(observation: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Add joint angles that follow the rover's movement, up to the number of floats wanted."""
+    state = observation["state"]
+    joints = np.arange(VECTOR_FLOATS - state.shape[1], dtype=np.float32)
+    angles = np.sin(joints + 7 * state.sum(axis=1, keepdims=True))
+    vector = np.concatenate([state, angles], axis=1).astype(np.float32)
+    return {"image": channels_first(observation["camera"]), "vector": vector}

@@ -1,0 +1,54 @@
+"""A trader's view of a market: the last 504 days of 117 shares in 8 features, float32, over a table of 4,000 days.
+
+An episode begins on a random day and lasts 125 (truncated), or ends early in ruin (terminated). The table is a random
+walk drawn from the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from streams import Step, Stream
+
+DAYS = 4_000
+WINDOW_DAYS = 504
+SHARES = 117
+FEATURES = 8
+EPISODE_DAYS = 125
+RUIN_A_DAY = 0.0005
+
+
+def stream(seed: int = 0) -> Stream:
+    """Trade for ever."""
+    observed = spaces.Box(-np.inf, np.inf, (WINDOW_DAYS, SHARES, FEATURES), np.float32)
+    weights = spaces.Box(-1, 1, (SHARES,), np.float32)
+    return Stream(observed, weights, 1, _trade(np.random.default_rng(seed)))
+
+
+def _trade(rng: np.random.Generator) -> Iterator[Step]:
+    table = np.cumsum(rng.normal(size=(DAYS, SHARES, FEATURES)), axis=0).astype(np.float32)
+    while True:
+        first = int(rng.integers(WINDOW_DAYS, DAYS - EPISODE_DAYS))
+        obs = _window(table, first)
+        for day in range(first + 1, first + EPISODE_DAYS + 1):
+            next_obs = _window(table, day)
+            ruined = bool(rng.random() < RUIN_A_DAY)
+            yield Step(
+                obs=obs,
+                action=rng.uniform(-1, 1, (1, SHARES)).astype(np.float32),
+                reward=rng.normal(size=1).astype(np.float32),
+                next_obs=next_obs,
+                terminated=np.array([ruined]),
+                truncated=np.array([day == first + EPISODE_DAYS and not ruined]),
+            )
+            if ruined:
+                break
+            obs = next_obs
+
+
+def _window(table: NDArray[np.float32], day: int) -> NDArray[np.float32]:
+    return table[None, day - WINDOW_DAYS : day].copy()
