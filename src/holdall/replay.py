@@ -28,7 +28,7 @@ from holdall.experience.store import Rows, Store, Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.uniform import Uniform
-from holdall.schema import Schema, fit_flags, fit_reward
+from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
 
 
 class ReplayMemory:
@@ -60,11 +60,11 @@ class ReplayMemory:
         sampler: Sampler | None = None,
     ) -> None:
         _require_count("num_envs", num_envs, 1)
-        _require_count("capacity", capacity, num_envs)
+        _require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         self._set_up(schema, capacity // num_envs, device)
-        self._generator = np.random.default_rng(seed)
-        self._sampler: Sampler = sampler or Uniform()
+        self._generator = _generator_of(seed)
+        self._sampler: Sampler = Uniform() if sampler is None else sampler
 
     def _set_up(self, schema: Schema, capacity_ticks: int, device: str | None) -> None:
         self._schema = schema
@@ -75,7 +75,13 @@ class ReplayMemory:
         kernels = chosen_kernels()
         self._assembler = ObservationAssembler(kernels)
         self._lock = threading.Lock()
-        self._store: Store | None = Store(schema, capacity_ticks, kernels)
+        try:
+            self._store: Store | None = Store(schema, capacity_ticks, kernels)
+        except (OSError, OverflowError, MemoryError) as error:
+            raise ArgumentError(
+                f"capacity ({capacity_ticks * self._lanes}) takes more address space than this machine gives "
+                f"({error}); lower it"
+            ) from error
 
     def add(
         self,
@@ -164,6 +170,8 @@ class ReplayMemory:
                     "held; add more first, or draw a smaller batch"
                 )
             draw = self._sampler.draw(self._held(store), batch_size, self._generator)
+            if type(self._sampler) is not Uniform:
+                self._require_held(store, draw.ids)
             rows = store.read(draw.ids)
         return self._build(draw.ids, draw.weights, rows)
 
@@ -179,8 +187,8 @@ class ReplayMemory:
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Say anew how transitions ended: some frameworks cut the last episode afterwards."""
         wanted = _as_ids(ids)
-        ended = fit_flags(terminated, (len(wanted),), "terminated")
-        cut = fit_flags(truncated, (len(wanted),), "truncated")
+        ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
+        cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._lock:
             store = self._open()
             self._require_held(store, wanted)
@@ -269,11 +277,14 @@ class ReplayMemory:
         valid: Any,
     ) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
-        schema = self._schema
+        schema, reward_dtype = self._schema, self._open().reward_dtype
+        rewards = fit_reward(reward, leading, reward_dtype)
+        if reward_dtype is None:
+            self._delivery.require(Leaf("reward", (), rewards.dtype))
         return Tick(
             obs=schema.observation.flatten(obs, leading, "obs"),
             action=schema.action.flatten(action, leading, "action"),
-            reward=fit_reward(reward, leading, self._open().reward_dtype),
+            reward=rewards,
             next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
             terminated=fit_flags(terminated, leading, "terminated"),
             truncated=fit_flags(truncated, leading, "truncated"),
@@ -317,32 +328,43 @@ class ReplayMemory:
         outside = (ids < held.first_id) | (ids >= held.next_id)
         if outside.any():
             raise TransitionIdError(
-                f"ids holds {int(ids[outside][0])}, but ids {held.first_id} to {held.next_id - 1} "
-                "are held; older ones were evicted, newer ones not added yet"
+                f"ids holds {int(ids[outside][0])}, but only ids from first_id ({held.first_id}) up to, and without, "
+                f"next_id ({held.next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
             )
         if held.are_valid is not None and not (valid := held.are_valid(ids)).all():
             raise TransitionIdError(
                 f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
-                "made no transition in that tick"
+                "made no transition in that tick; leave it out"
             )
 
 
-def _require_count(argument: str, value: Any, least: int) -> None:
+def _require_count(argument: str, value: Any, least: int, reason: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}")
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+
+
+def _generator_of(seed: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
+        ) from error
 
 
 def _length_of(reward: Any) -> int:
-    shape = np.shape(reward)
+    shape = as_array(reward, "reward").shape
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])
 
 
 def _as_ids(ids: Any) -> NDArray[np.int64]:
-    array = np.asarray(ids)
+    array = as_array(ids, "ids")
     if array.shape == (0,):
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
+    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
+        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
     return array.astype(np.int64)

@@ -39,7 +39,7 @@ class Leaf:
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str) -> Array:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
-        array = value if type(value) is np.ndarray else _as_array(value, self._called(argument))
+        array = value if type(value) is np.ndarray else as_array(value, self._called(argument))
         if array.dtype != self.dtype:
             raise ArgumentError(
                 f"{self._called(argument)} has dtype {array.dtype}, the space says {self.dtype}; "
@@ -48,7 +48,7 @@ class Leaf:
         if array.shape != leading + self.shape:
             raise ArgumentError(
                 f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
-                f"{_axes(leading)} then the space's {self.shape}"
+                f"{_axes(leading)} then the space's {self.shape}; pass an array of that shape"
             )
         return array
 
@@ -106,7 +106,7 @@ class Tree:
                 unknown = sorted(map(str, value.keys() - structure.keys()))
                 raise ArgumentError(
                     f"{where} has the keys {sorted(map(str, value))}, the space has "
-                    f"{sorted(structure)}: missing {missing}, unknown {unknown}"
+                    f"{sorted(structure)}: missing {missing}, unknown {unknown}; pass exactly the space's keys"
                 )
             for key, child in structure.items():
                 self._collect(child, value[key], leading, argument, _join(path, key), arrays)
@@ -141,11 +141,13 @@ class Schema:
         num_envs: int,
     ) -> Schema:
         """Read the spaces of a memory's constructor."""
-        named = spaces.Dict(dict(extras)) if extras else spaces.Dict({})
+        named: Any = {} if extras is None else extras
+        if not isinstance(named, Mapping) or not all(isinstance(space, spaces.Space) for space in named.values()):
+            raise SpaceError(f"extras ({extras!r}) must map names to spaces; pass a dict of gymnasium spaces")
         return cls(
             Tree.of(observation_space, "observation_space"),
             Tree.of(action_space, "action_space"),
-            Tree.of(named, "extras"),
+            Tree.of(spaces.Dict(dict(named)), "extras"),
             num_envs,
         )
 
@@ -155,32 +157,40 @@ class Schema:
         return [*self.observation.leaves, *self.action.leaves, *self.extras.leaves]
 
 
-def fit_flags(value: Any, leading: tuple[int, ...], argument: str) -> NDArray[np.bool_]:
+def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> NDArray[np.bool_]:
     """Return `value` as booleans of shape `leading`, or say why it is none."""
-    array = value if type(value) is np.ndarray else _as_array(value, argument)
+    array = value if type(value) is np.ndarray else as_array(value, argument)
     if array.dtype != np.bool_:
         raise ArgumentError(f"{argument} has dtype {array.dtype}, flags are bool; pass np.asarray(value, dtype=bool)")
     if array.shape != leading:
-        raise ArgumentError(f"{argument} has shape {array.shape}, expected {leading}: {_axes(leading)}")
+        raise ArgumentError(
+            f"{argument} has shape {array.shape}, expected {leading}: {axes or _axes(leading)}; "
+            "pass an array of that shape"
+        )
     return array
 
 
 def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None) -> Array:
     """Return `value` as rewards of shape `leading`; the first add sets their dtype."""
-    array = value if type(value) is np.ndarray else _as_array(value, "reward")
+    array = value if type(value) is np.ndarray else as_array(value, "reward")
     if dtype is None and array.dtype.kind not in _STORABLE_KINDS:
-        raise ArgumentError(f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers")
+        raise ArgumentError(
+            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers, "
+            "so pass np.asarray(reward, dtype=np.float32) or another of these"
+        )
     if dtype is not None and array.dtype != dtype:
         raise ArgumentError(
             f"reward has dtype {array.dtype}, the first add had {dtype}; holdall never casts, "
             f"so pass np.asarray(reward, dtype=np.{dtype.name})"
         )
     if array.shape != leading:
-        raise ArgumentError(f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}")
+        raise ArgumentError(
+            f"reward has shape {array.shape}, expected {leading}: {_axes(leading)}; pass an array of that shape"
+        )
     return array
 
 
-def _as_array(value: Any, called: str) -> Array:
+def as_array(value: Any, called: str) -> Array:
     """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
     try:
         array = np.asarray(value)
@@ -191,8 +201,7 @@ def _as_array(value: Any, called: str) -> Array:
         ) from error
     if array.dtype == np.object_:
         raise ArgumentError(
-            f"{called} is a {type(value).__name__} of unequal or unknown objects; "
-            "pass one array with a leading lane axis"
+            f"{called} is a {type(value).__name__} of unequal or unknown objects; pass one array of numbers"
         )
     return array
 

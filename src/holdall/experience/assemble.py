@@ -27,6 +27,8 @@ _POOLED_BYTES = 1 << 16
 """Arrays below this are cheap to allocate; above, fresh pages cost more than the copy."""
 _POOLED_ARRAYS = 4
 """Arrays of one size that are kept: one in use, one being filled, two for stragglers."""
+_POOLED_SIZES = 16
+"""Sizes that are kept: a batch has one per large field, and batches of ever new sizes must not pile up."""
 
 
 class Staging:
@@ -41,7 +43,9 @@ class Staging:
         if nbytes < _POOLED_BYTES:
             return np.empty(nbytes, np.uint8)
         with self._lock:
-            blocks = self._blocks_by_size.setdefault(nbytes, [])
+            blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
+            if len(self._blocks_by_size) > _POOLED_SIZES:
+                del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size not asked for the longest
             for position in range(len(blocks)):
                 # One reference by the list, one by the call: no view and no tensor is left.
                 if sys.getrefcount(blocks[position]) <= 2:
@@ -54,7 +58,8 @@ class Staging:
     @property
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""
-        return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
+        with self._lock:
+            return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
 
 
 class ObservationAssembler:
@@ -84,12 +89,16 @@ class Delivery:
         self._torch = _import_torch()
         try:
             self._torch_device = self._torch.device(device)
-        except RuntimeError as error:
+        except (RuntimeError, TypeError) as error:
             raise ArgumentError(
                 f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda', or None for NumPy arrays"
             ) from error
+        if self._torch_device.type == "cuda" and not self._torch.cuda.is_available():
+            raise ArgumentError(
+                f"device ({device}): torch finds no CUDA device here; use 'cpu', or None for NumPy arrays"
+            )
         for leaf in leaves:
-            self._refuse_foreign(leaf)
+            self.require(leaf)
 
     def hand_over(self, array: Array) -> Any:
         """Return the array, or a tensor that shares its memory or is its copy on the device."""
@@ -97,7 +106,10 @@ class Delivery:
             return array
         return self._torch.from_numpy(array).to(self._torch_device)
 
-    def _refuse_foreign(self, leaf: Leaf) -> None:
+    def require(self, leaf: Leaf) -> None:
+        """Refuse a leaf that cannot be handed over."""
+        if self._torch_device is None:
+            return
         try:
             self._torch.from_numpy(np.empty(0, leaf.dtype))
         except (TypeError, ValueError) as error:

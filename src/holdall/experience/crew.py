@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import os
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 
 _BYTES_PER_HAND = 1 << 20
 """A thread is woken only for at least this much to move; waking it costs some 50 us."""
@@ -25,6 +26,7 @@ class Crew:
         self.hands = hands or min(_usable_cores(), _MOST_HANDS)
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
+        self._lock = threading.Lock()
 
     def share(self, work: Callable[[int, int], None], rows: int, nbytes: int) -> None:
         """Run `work(first, end)` over pieces of `rows` that together cover it.
@@ -40,7 +42,7 @@ class Crew:
                 work(rows * piece // pieces, rows * (piece + 1) // pieces)
 
         hands = min(self.hands, nbytes // _BYTES_PER_HAND)
-        helping = [self._helpers().submit(take_pieces) for _ in range(hands - 1)]
+        helping = self._call(take_pieces, hands - 1)
         try:
             take_pieces()
         finally:
@@ -50,17 +52,22 @@ class Crew:
             if error is not None:
                 raise error
 
-    def _helpers(self) -> ThreadPoolExecutor:
-        if self._pool is None or self._process != os.getpid():
-            self._pool = ThreadPoolExecutor(self.hands - 1, thread_name_prefix="holdall-crew")
-            self._process = os.getpid()
-        return self._pool
+    def _call(self, work: Callable[[], None], helpers: int) -> list[Future[None]]:
+        """Wake helpers; the lock keeps `dismiss` from ending them in between."""
+        if helpers < 1:
+            return []
+        with self._lock:
+            if self._pool is None or self._process != os.getpid():
+                self._pool = ThreadPoolExecutor(self.hands - 1, thread_name_prefix="holdall-crew")
+                self._process = os.getpid()
+            return [self._pool.submit(work) for _ in range(helpers)]
 
     def dismiss(self) -> None:
         """End the threads; the crew may be used again."""
-        if self._pool is not None and self._process == os.getpid():
-            self._pool.shutdown(wait=True)
-        self._pool = None
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None and self._process == os.getpid():
+            pool.shutdown(wait=True)
 
 
 def _usable_cores() -> int:
