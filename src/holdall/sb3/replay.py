@@ -8,6 +8,7 @@ and the tensors are equal bit for bit, so the weights are. Where Stable-Baseline
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -107,7 +108,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         lanes = (len(batch_inds),)
         env_indices = np.random.randint(0, high=self.n_envs, size=lanes)  # noqa: NPY002  likewise
         batch = self.memory.gather(self._ids(batch_inds, env_indices))
-        dones = (batch.terminated & ~batch.truncated).astype(np.float32).reshape(-1, 1)
+        dones = (batch.terminated > batch.truncated).astype(np.float32).reshape(-1, 1)
         rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
         obs = self._normalize_obs(batch.obs, env)
         next_obs = self._normalize_obs(batch.next_obs, env)
@@ -196,9 +197,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
         """Name the transitions in the given slots."""
-        next_tick = self.memory.next_id // self.n_envs
-        age = (next_tick - 1 - slots) % self.buffer_size
-        return (next_tick - 1 - age) * self.n_envs + lanes
+        newest = self.memory.next_id // self.n_envs - 1
+        ticks = newest - (newest - slots) % self.buffer_size
+        return ticks if self.n_envs == 1 else ticks * self.n_envs + lanes
 
     def _id_of_place(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
         ids = self._ids(*np.divmod(places, self.n_envs))
@@ -206,7 +207,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _tensor(self, array: Any) -> th.Tensor:
         """Hand a gathered array over; its memory is the batch's own, so it is copied only to align it."""
-        tensor = th.as_tensor(array, device=self.device)
+        tensor = th.from_numpy(array)
+        if self.device.type != "cpu":
+            return tensor.to(self.device)
         if tensor.is_floating_point() and tensor.data_ptr() % _TORCH_ALIGNMENT_BYTES:
             return tensor.clone()
         return tensor
@@ -243,7 +246,7 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     rows: NDArray[Any] = np.asarray(array)
     if rows.dtype != dtype:
         rows = rows.astype(dtype)
-    if rows.shape != shape and rows.size == np.prod(shape):
+    if rows.shape != shape and rows.size == prod(shape):
         rows = rows.reshape(shape)
     return rows
 
