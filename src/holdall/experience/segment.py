@@ -233,8 +233,12 @@ class Segments:
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
         block = part.block_to_go_on_in() if part.window == self._windows[field] else None
-        if block is not None and block.used_bytes >= self._limit_bytes:
-            block = None
+        if block is not None:
+            # A block goes with its last part: one that went on for ever would keep what was evicted.
+            block.steps_before += part.steps
+            evicting = block.steps_before >= (self._ring_ticks - 1) * self._lanes
+            if evicting or block.used_bytes >= self._limit_bytes:
+                block = None
         if block is None and part.block is not None:
             part.block.freeze()
         return self._new_part(field, block)

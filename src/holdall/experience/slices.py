@@ -49,6 +49,7 @@ class SliceBlock(ABC):
         self.slice_bytes = slice_bytes
         self.capacity = arena_bytes // slice_bytes
         self.arena = reserve(self.capacity * slice_bytes)
+        self.steps_before = 0  # transitions of the closed parts that name slices of the block
 
     @property
     @abstractmethod
