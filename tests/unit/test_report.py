@@ -1,0 +1,140 @@
+"""Where the bytes are, for people and for JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import FieldReport, MemoryReport, ReplayMemory
+from holdall.testing import LeafPlan, Mishaps, Stream
+from holdall.testing.strategies import box
+
+IMAGE = FieldReport("obs.image", slice_bytes=700, log_bytes=40, row_bytes=0, plain_bytes=8000, finding="a window")
+ACTION = FieldReport("action", slice_bytes=0, log_bytes=0, row_bytes=160, plain_bytes=160, finding="flat rows")
+
+
+def report_of(*fields: FieldReport, transitions: int = 20) -> MemoryReport:
+    return MemoryReport(transitions=transitions, fields=fields, staging_bytes=64, segments=3)
+
+
+def camera_memory(ticks: int, capacity: int = 1000) -> ReplayMemory:
+    stream = Stream(
+        spaces.Dict(image=box((4, 36, 36), "u1"), state=box((5,), "f4")),
+        box((2,), "f4"),
+        2,
+        plans=[LeafPlan(axis=0)],
+        mishaps=Mishaps(ends=0.0),
+        extras={"log_prob": box((), "f4")},
+    )
+    memory = ReplayMemory(stream.observation_space, stream.action_space, capacity, 2, extras=stream.extras)
+    for _ in range(ticks):
+        memory.add(**stream.tick().arguments())
+    return memory
+
+
+def test_totals_are_sums_over_fields_and_kinds() -> None:
+    """A total is made of the parts that are shown, and of nothing else."""
+    report = report_of(IMAGE, ACTION)
+    assert IMAGE.total_bytes == 740
+    assert report.total_bytes == 900
+    assert report.plain_bytes == 8160
+    assert report.bytes_per_transition == 45
+    assert report.ratio == pytest.approx(8160 / 900)
+
+
+def test_an_empty_memory_has_no_ratio() -> None:
+    """Nothing is not infinitely smaller than nothing."""
+    report = report_of(transitions=0)
+    assert math.isnan(report.ratio)
+    assert math.isnan(report.bytes_per_transition)
+    assert report.as_dict()["ratio"] is None
+    assert report.as_dict()["bytes_per_transition"] is None
+
+
+@pytest.mark.parametrize("report", [report_of(IMAGE, ACTION), report_of(transitions=0)], ids=["full", "empty"])
+def test_a_report_is_json(report: MemoryReport) -> None:
+    """The dictionary has plain numbers and strings only; strict JSON takes it and gives it back."""
+    told = json.loads(json.dumps(report.as_dict(), allow_nan=False))
+    assert told["transitions"] == report.transitions
+    assert told["total_bytes"] == report.total_bytes
+    assert [field["name"] for field in told["fields"]] == [field.name for field in report.fields]
+
+
+def test_the_text_has_a_line_per_field_and_one_for_the_sum() -> None:
+    """People see each field's bytes, what it would take plainly, and what was found."""
+    *lines, total = str(report_of(IMAGE, ACTION)).splitlines()
+    assert lines[0].split() == ["obs.image", "740", "B", "of", "7.8", "KiB", "plain", "a", "window"]
+    assert lines[1].startswith("action ")
+    assert total.startswith("total ")
+    assert "20 transitions, 9.1 times smaller" in total
+
+
+def test_the_text_of_an_empty_memory_can_be_read() -> None:
+    """Printing a report never fails."""
+    assert "0 transitions" in str(report_of(transitions=0))
+
+
+def test_every_field_of_a_transition_is_accounted_for() -> None:
+    """No field is left out, and each is there once."""
+    names = [field.name for field in camera_memory(40).report().fields]
+    assert names == ["obs.image", "obs.state", "action", "extras.log_prob", "reward", "terminated", "truncated"]
+
+
+def test_the_plain_layout_is_obs_and_next_obs_in_full() -> None:
+    """The yardstick is what a plain buffer holds for the same transitions, to the byte."""
+    fields = {field.name: field for field in camera_memory(40).report().fields}
+    assert fields["obs.image"].plain_bytes == 80 * 2 * 4 * 36 * 36
+    assert fields["obs.state"].plain_bytes == 80 * 2 * 5 * 4
+    assert fields["action"].plain_bytes == 80 * 2 * 4
+    assert fields["truncated"].plain_bytes == 80
+
+
+def test_what_was_found_is_said_with_its_figures() -> None:
+    """The finding names the window's length and axis and how much of it is shared."""
+    finding = camera_memory(400).report().fields[0].finding
+    assert finding.startswith("window of 4 along axis 0; ")
+    shared = float(finding.split("; ")[1].split(" of ")[0])
+    assert 2.8 <= shared <= 3.0
+
+
+def test_a_frame_stack_is_told_to_cost_about_one_frame() -> None:
+    """Of the eight frames in obs and next_obs, one is new; the figures say so."""
+    image = camera_memory(400).report().fields[0]
+    frames = image.slice_bytes / (36 * 36) / 800
+    assert 1.0 <= frames < 1.25
+    assert image.log_bytes > 0
+    assert image.row_bytes == 0
+
+
+def test_figures_are_those_of_what_is_held_after_eviction() -> None:
+    """A full memory does not grow in its report, however much is added."""
+    memory = camera_memory(100, capacity=80)
+    before = memory.report()
+    assert before.transitions == 80
+    assert before.plain_bytes == before.transitions * (2 * (4 * 36 * 36 + 20) + 8 + 4 + 4 + 2)
+    longer = camera_memory(500, capacity=80).report()
+    assert longer.total_bytes < 2 * before.total_bytes
+    assert longer.segments <= before.segments + 1
+
+
+def test_staging_is_reported() -> None:
+    """Memory that is kept for the next batches is not hidden."""
+    memory = camera_memory(100)
+    assert memory.report().staging_bytes == 0
+    memory.sample(100)
+    assert memory.report().staging_bytes == 2 * 100 * 4 * 36 * 36
+
+
+def test_lanes_that_made_no_transition_are_not_counted_but_their_bytes_are() -> None:
+    """`transitions` counts what can be sampled; the flags that say so are a field."""
+    memory = ReplayMemory(box((3,), "f4"), spaces.Discrete(2), 10, 2)
+    stream = Stream(box((3,), "f4"), spaces.Discrete(2), 2)
+    memory.add(**stream.tick().arguments(), valid=np.array([True, False]))
+    report = memory.report()
+    assert report.transitions == 1
+    assert report.fields[-1].name == "valid"
+    assert report.fields[-1].row_bytes == 2

@@ -1,0 +1,283 @@
+"""Spaces are taken apart into leaves; values are checked against them and never changed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdall import ArgumentError, SpaceError
+from holdall.schema import Leaf, Schema, Tree, fit_flags, fit_reward
+from holdall.testing import assert_same_bits, random_rows
+from holdall.testing.strategies import DTYPES, any_space, box
+
+LANES = (2,)
+
+
+def tree(space: spaces.Space[Any]) -> Tree:
+    return Tree.of(space, "observation_space")
+
+
+# ---------------------------------------------------------------- spaces
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(), (0,), (3, 0), (1,), (4, 84, 84)], ids=str)
+def test_a_box_of_any_dtype_and_shape_is_one_leaf(shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+    """Shape and dtype are the space's own; axes may be missing or empty."""
+    (leaf,) = tree(box(shape, dtype)).leaves
+    assert (leaf.name, leaf.shape, leaf.dtype) == ("", shape, dtype)
+    assert leaf.nbytes == np.zeros(shape, dtype).nbytes
+
+
+@pytest.mark.parametrize(
+    ("space", "shape", "dtype"),
+    [
+        (spaces.Discrete(5), (), "i8"),
+        (spaces.Discrete(5, start=-2), (), "i8"),
+        (spaces.MultiBinary(3), (3,), "i1"),
+        (spaces.MultiBinary([2, 3]), (2, 3), "i1"),
+        (spaces.MultiDiscrete([3, 4]), (2,), "i8"),
+        (spaces.MultiDiscrete(np.array([[3, 4], [5, 6]])), (2, 2), "i8"),
+        (spaces.Discrete(5, dtype=np.int32), (), "i4"),
+    ],
+    ids=str,
+)
+def test_countable_spaces_are_one_leaf(space: spaces.Space[Any], shape: tuple[int, ...], dtype: str) -> None:
+    """Discrete, MultiBinary and MultiDiscrete have the shape and dtype that their samples have."""
+    (leaf,) = tree(space).leaves
+    assert (leaf.shape, leaf.dtype) == (shape, np.dtype(dtype))
+
+
+def test_nested_spaces_name_their_leaves_by_path() -> None:
+    """A leaf's name is the way to it, with dots between."""
+    space = spaces.Dict(
+        camera=spaces.Dict(left=box((2,), "u1"), right=box((2,), "u1")),
+        pair=spaces.Tuple([spaces.Discrete(3), box((), "f4")]),
+    )
+    assert [leaf.name for leaf in tree(space).leaves] == ["camera.left", "camera.right", "pair.0", "pair.1"]
+
+
+@pytest.mark.parametrize("empty", [spaces.Dict({}), spaces.Tuple([])], ids=str)
+def test_a_space_without_leaves_is_kept_as_its_nest(empty: spaces.Space[Any]) -> None:
+    """An empty Dict or Tuple has no leaves and comes back empty."""
+    taken = tree(empty)
+    assert taken.leaves == ()
+    assert taken.build([]) == type(empty.sample())()
+
+
+@given(space=any_space, seed=st.integers(0, 2**32 - 1))
+def test_flatten_and_build_are_each_others_inverse(space: spaces.Space[Any], seed: int) -> None:
+    """What is built from flattened arrays is the value itself, for every space."""
+    taken, generator = tree(space), np.random.default_rng(seed)
+    value = taken.build([random_rows(leaf, LANES, generator) for leaf in taken.leaves])
+    assert_same_bits(taken.build(taken.flatten(value, LANES, "obs")), value)
+
+
+@given(space=any_space, seed=st.integers(0, 2**16))
+def test_samples_of_a_space_fit_it(space: spaces.Space[Any], seed: int) -> None:
+    """What gymnasium draws from a space is taken, batched as a vector environment batches it."""
+    space.seed(seed)
+    taken = tree(space)
+    one = taken.flatten(_with_lane(space.sample()), (1,), "obs")
+    assert [array.shape[1:] for array in one] == [leaf.shape for leaf in taken.leaves]
+
+
+def _with_lane(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _with_lane(child) for key, child in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_with_lane(child) for child in value)
+    return np.asarray(value)[None]
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Text(3),
+        spaces.Sequence(spaces.Discrete(2)),
+        spaces.Graph(spaces.Discrete(2), None),
+        spaces.OneOf([spaces.Discrete(2)]),
+    ],
+    ids=lambda space: type(space).__name__,
+)
+def test_spaces_without_fixed_arrays_are_refused(space: spaces.Space[Any]) -> None:
+    """The refusal names the argument and where in it, the kind of space, the rule and the remedy."""
+    with pytest.raises(SpaceError) as refusal:
+        tree(spaces.Dict(a=spaces.Tuple([box((1,), "f4"), space])))
+    message = str(refusal.value)
+    assert message.startswith(f"observation_space['a.1'] is a {type(space).__name__}")
+    assert "holdall stores Box, Discrete, MultiBinary, MultiDiscrete, Dict and Tuple" in message
+    assert "so encode it as one of these" in message
+
+
+@pytest.mark.parametrize(
+    ("dtype", "remedy"),
+    [("c8", "store real and imaginary part as a last axis of two"), ("O", "use a bool, integer or floating point")],
+)
+def test_dtypes_that_cannot_be_stored_are_refused(dtype: str, remedy: str) -> None:
+    """Complex numbers and objects are refused with what to do instead."""
+    space = box((2,), "f4")
+    space.dtype = np.dtype(dtype)  # gymnasium itself refuses it at construction, but not in a subclass
+    with pytest.raises(SpaceError, match=rf"^observation_space\['z'\] has dtype {space.dtype}, .*; {remedy}"):
+        tree(spaces.Dict(z=space))
+
+
+def test_a_space_without_shape_is_refused() -> None:
+    """Nothing can be stored of what has no fixed shape."""
+    space: Any = box((2,), "f4")
+    space._shape = None
+    with pytest.raises(SpaceError, match=r"^action_space has no fixed shape and dtype; give it both"):
+        Tree.of(space, "action_space")
+
+
+@pytest.mark.parametrize("extras", [[1], {"a": 1}, "x"], ids=str)
+def test_extras_that_are_no_mapping_of_spaces_are_refused(extras: Any) -> None:
+    """The refusal shows what was given and says what to pass."""
+    with pytest.raises(SpaceError, match=r"^extras \(.*\) must map names to spaces; pass a dict of gymnasium spaces"):
+        Schema.of(spaces.Discrete(2), spaces.Discrete(2), extras, 1)
+
+
+# ---------------------------------------------------------------- values
+
+
+def refusal_of(value: Any, space: spaces.Space[Any], leading: tuple[int, ...] = LANES) -> str:
+    with pytest.raises(ArgumentError) as refusal:
+        tree(space).flatten(value, leading, "obs")
+    return str(refusal.value)
+
+
+def test_a_wrong_dtype_names_both_and_how_to_pass_the_right_one() -> None:
+    """Nothing is cast, not even where no value would change."""
+    message = refusal_of({"k": np.zeros((2, 3), "f8")}, spaces.Dict(k=box((3,), "f4")))
+    assert message.startswith("obs['k'] has dtype float64, the space says float32")
+    assert "holdall never casts, so pass np.asarray(value, dtype=np.float32)" in message
+
+
+def test_the_other_byte_order_is_another_dtype() -> None:
+    """Bytes are kept as they are, so a swapped order is refused and not read as the usual one."""
+    assert "has dtype >f4, the space says float32" in refusal_of(np.zeros((2, 3), ">f4"), box((3,), "f4"))
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 2), (2, 4), (2, 3, 1), (1, 3), (2, 0)], ids=str)
+def test_a_wrong_shape_names_it_the_expected_one_and_its_axes(shape: tuple[int, ...]) -> None:
+    """Nothing is broadcast, reshaped or cut."""
+    message = refusal_of(np.zeros(shape, "f4"), box((3,), "f4"))
+    assert message.startswith(f"obs has shape {shape}, expected (2, 3): num_envs=2 lanes then the space's (3,)")
+    assert "pass an array of that shape" in message
+
+
+def test_a_wrong_shape_in_extend_names_the_time_axis() -> None:
+    """With two leading axes the refusal says which is which."""
+    message = refusal_of(np.zeros((5, 3), "f4"), box((3,), "f4"), (5, 2))
+    assert "expected (5, 2, 3): 5 steps of num_envs=2 lanes then the space's (3,)" in message
+
+
+def test_missing_and_unknown_keys_are_named() -> None:
+    """A misspelt key shows up twice: as unknown and as missing."""
+    space = spaces.Dict(outer=spaces.Dict(image=box((3,), "f4"), state=box((3,), "f4")))
+    message = refusal_of({"outer": {"imgae": 0, "state": 0}}, space)
+    assert message.startswith("obs['outer'] has the keys ['imgae', 'state'], the space has ['image', 'state']")
+    assert "missing ['image'], unknown ['imgae']; pass exactly the space's keys" in message
+
+
+def test_an_array_for_a_dict_space_is_refused() -> None:
+    """The refusal names the kind of value and the keys to pass."""
+    message = refusal_of(np.zeros(3), spaces.Dict(k=box((3,), "f4")))
+    assert message == "obs is a ndarray, the space is a Dict; pass a mapping with the keys ['k']"
+
+
+@pytest.mark.parametrize("value", [np.zeros((2, 2)), (np.zeros(2),), {"0": 1}], ids=["array", "too short", "dict"])
+def test_a_value_for_a_tuple_space_is_a_tuple_of_its_length(value: Any) -> None:
+    """The refusal names the kind of value and how many to pass."""
+    message = refusal_of(value, spaces.Tuple([box((), "f8"), box((), "f8")]))
+    assert message.startswith(f"obs is a {type(value).__name__}, the space is a Tuple of 2")
+    assert "pass a tuple of 2 batched values" in message
+
+
+@pytest.mark.parametrize("value", [[[1.0], [1.0, 2.0]], None, object()], ids=["ragged", "None", "object"])
+def test_what_is_no_array_is_refused(value: Any) -> None:
+    """Ragged lists and objects are refused before NumPy could make an object array of them."""
+    message = refusal_of(value, box((3,), "f4"))
+    assert message.startswith(f"obs is a {type(value).__name__}")
+    assert "; pass " in message
+
+
+def test_a_tensor_that_needs_gradients_is_refused_with_torchs_own_reason() -> None:
+    """The lower-level cause is part of the message and chained."""
+    with pytest.raises(ArgumentError, match=r"^obs is a Tensor .*detach.*; pass an array, on the CPU") as refusal:
+        tree(box((3,), "f4")).flatten(torch.zeros((2, 3), requires_grad=True), LANES, "obs")
+    assert isinstance(refusal.value.__cause__, RuntimeError)
+
+
+def test_lists_and_tensors_of_the_right_dtype_are_taken() -> None:
+    """Whatever NumPy reads as the very shape and dtype is as good as an array."""
+    (actions,) = tree(spaces.Discrete(3)).flatten([1, 2], LANES, "action")
+    assert actions.tolist() == [1, 2]
+    (rows,) = tree(box((3,), "f4")).flatten(torch.ones((2, 3)), LANES, "obs")
+    assert rows.tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_values_outside_the_bounds_are_taken() -> None:
+    """Values are never checked against a space's bounds: that is another tool's affair."""
+    value = np.full((2, 1), 1e9, "f4")
+    (rows,) = tree(spaces.Box(0, 1, (1,), np.float32)).flatten(value, LANES, "obs")
+    assert rows.tolist() == value.tolist()
+
+
+def test_an_array_that_fits_is_passed_on_without_a_copy() -> None:
+    """Checking costs no copy: the array that comes out is the one that went in."""
+    value = np.zeros((2, 3), "f4")
+    (array,) = tree(box((3,), "f4")).flatten(value, LANES, "obs")
+    assert array is value
+
+
+@pytest.mark.parametrize("value", [np.zeros(2), np.zeros(2, "i8"), [0, 1], np.zeros(2, "u1")], ids=str)
+def test_flags_are_bool_and_nothing_else(value: Any) -> None:
+    """Zeros and ones are refused, with how to pass them."""
+    with pytest.raises(ArgumentError, match=r"^terminated has dtype .*, flags are bool; pass np.asarray"):
+        fit_flags(value, LANES, "terminated")
+
+
+def test_flags_of_a_wrong_shape_are_refused() -> None:
+    """One flag per lane, in one axis."""
+    with pytest.raises(ArgumentError, match=r"^valid has shape \(2, 1\), expected \(2,\): num_envs=2 lanes; pass"):
+        fit_flags(np.zeros((2, 1), np.bool_), LANES, "valid")
+
+
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8", "i8", "u1", "?"])
+def test_the_first_reward_may_have_any_real_dtype(dtype: str) -> None:
+    """The dtype is the environment's choice."""
+    assert fit_reward(np.zeros(2, dtype), LANES, None).dtype == np.dtype(dtype)
+
+
+@pytest.mark.parametrize("value", [np.zeros(2, "c8"), ["a", "b"], np.zeros(2, "M8[s]")], ids=str)
+def test_rewards_that_are_no_real_numbers_are_refused(value: Any) -> None:
+    """The refusal names the dtype, the rule and a dtype to use."""
+    with pytest.raises(
+        ArgumentError, match=r"^reward has dtype .*; rewards are bool, integer or .*, so pass np.asarray"
+    ):
+        fit_reward(value, LANES, None)
+
+
+def test_later_rewards_keep_the_dtype_of_the_first() -> None:
+    """The refusal names both dtypes and how to pass the right one."""
+    with pytest.raises(ArgumentError, match=r"^reward has dtype float64, the first add had float32; .*np.float32\)"):
+        fit_reward(np.zeros(2), LANES, np.dtype("f4"))
+
+
+def test_rewards_of_a_wrong_shape_are_refused() -> None:
+    """One reward per lane: a column is not a row."""
+    with pytest.raises(ArgumentError, match=r"^reward has shape \(2, 1\), expected \(2,\): num_envs=2 lanes; pass"):
+        fit_reward(np.zeros((2, 1)), LANES, None)
+
+
+def test_a_leaf_says_its_path_in_every_refusal() -> None:
+    """In a nest, the argument alone would not tell which array is meant."""
+    with pytest.raises(ArgumentError, match=r"^extras\['goal.x'\] has shape"):
+        Leaf("goal.x", (), np.dtype("f4")).fit(np.zeros((2, 1), "f4"), LANES, "extras")
