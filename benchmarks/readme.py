@@ -1,0 +1,62 @@
+"""Put the measured table into the README.
+
+    python benchmarks/readme.py benchmarks/results/replay.jsonl
+
+Reads the JSON lines of replay.py and rewrites what stands between the README's two markers.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+README = Path(__file__).parents[1] / "README.md"
+MARKERS = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- end of measured -->)", re.DOTALL)
+NAMES = {
+    "atari": "Atari Seaquest, stack of 4 frames",
+    "camera": "camera 84x84x3 and 31 floats, Dict",
+    "market": "market window of 504 days, 1.9 MB",
+    "vector1": "17 floats, 1 environment",
+    "vector16": "17 floats, 16 environments",
+}
+
+
+def row(result: dict[str, Any]) -> str:
+    """Write one case as a row of the table."""
+    ours, theirs = (result["memory"][side]["bytes_per_transition"] for side in ("holdall", "sb3"))
+    times = result["times"]
+    add, sample = (times[act]["holdall"]["median_us"] / times[act]["sb3"]["median_us"] for act in ("add", "sample"))
+    wrong = sum(result["rows"]["wrong"].values())
+    cells = (
+        NAMES[result["case"]],
+        f"{theirs:,.0f} B",
+        f"**{ours:,.0f} B**",
+        f"{theirs / ours:,.1f} x",
+        f"{sample:.2f}",
+        f"{add:.2f}",
+        f"{wrong} of {result['rows']['compared']:,}",
+    )
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Rewrite the README's table."""
+    results = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
+    lines = [
+        "| a transition takes | SB3 | holdall | less by | `sample(256)`, of SB3's time | `add`, of SB3's time | wrong rows |",
+        "|---|---|---|---|---|---|---|",
+        *(row(result) for result in results),
+    ]
+    text = README.read_text(encoding="utf-8")
+    table = "\n".join(lines) + "\n"
+    changed, found = MARKERS.subn(lambda marks: marks[1] + table + marks[2], text)
+    if found != 1:
+        sys.exit("README.md has no place marked for the measured table")
+    README.write_text(changed, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
