@@ -8,6 +8,7 @@ comes first changes; so what else the machine does falls on all of them. Nothing
 from __future__ import annotations
 
 import argparse
+import importlib
 import itertools
 import os
 import time
@@ -57,6 +58,7 @@ def measure(case_name: str, quick: bool, trace: Path | None) -> dict[str, Any]:
         "times": clock.summary(),
         "sb3_holds": sb3_held,
         "rows": compare(sides, stream.lanes, held // stream.lanes),
+        "kernels": importlib.import_module("holdall.experience.kernels").chosen_kernels().name,
         "threads": {"torch": torch.get_num_threads(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")},
     }
 

@@ -1,6 +1,6 @@
 """Seaquest, played live by ale-py and prepared as Stable-Baselines3 prepares it: 84 x 84 gray, four frames stacked.
 
-Episodes end with a life (terminated) or after 1,000 steps (truncated).
+Episodes end with a life (terminated) or after 100 steps (truncated).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from streams import Stream, play
 GAME = "SeaquestNoFrameskip-v4"
 STACK = 4
 SCREEN_PX = 84
-MAX_STEPS = 1_000
+MAX_STEPS = 100
 
 Stacks = NDArray[np.uint8]  # (STACK, SCREEN_PX, SCREEN_PX)
 

@@ -19,7 +19,7 @@ WINDOW_DAYS = 504
 SHARES = 117
 FEATURES = 8
 EPISODE_DAYS = 125
-RUIN_A_DAY = 0.0005
+RUIN_A_DAY = 0.002
 
 
 def stream(seed: int = 0) -> Stream:

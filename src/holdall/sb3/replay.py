@@ -26,6 +26,8 @@ from holdall.sb3.slots import SlotArray
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
+_READ_AT_ONCE_BYTES = 8 * 2**20
+"""Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -229,7 +231,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return np.asarray(of(batch))
 
         whole = (self.buffer_size, self.n_envs, *shape)
-        return SlotArray(name, whole, dtype, self._id_of_place, read, write)
+        observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
+        rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
+        return SlotArray(name, whole, dtype, self._id_of_place, read, rows_at_once, write)
 
 
 def _done(batch: Batch) -> NDArray[np.bool_]:

@@ -26,6 +26,7 @@ class SlotArray:
         dtype: Of what is read.
         id_of_place: Transition id by flat (slot, environment) place; -1 where nothing stands.
         read: Rows of given ids.
+        rows_at_once: Most ids that are read in one go: reading takes memory for all fields, not this one alone.
         write: Takes ids and their new rows; None if the field cannot be written to.
     """
 
@@ -36,6 +37,7 @@ class SlotArray:
         dtype: np.dtype[Any],
         id_of_place: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         read: Read,
+        rows_at_once: int,
         write: Write | None = None,
     ) -> None:
         self.name = name
@@ -43,6 +45,7 @@ class SlotArray:
         self.dtype = dtype
         self._id_of_place = id_of_place
         self._read = read
+        self._rows_at_once = rows_at_once
         self._write = write
 
     def __len__(self) -> int:
@@ -101,6 +104,7 @@ class SlotArray:
         ids = self._id_of_place(flat)
         rows = np.zeros((len(flat), *self.shape[2:]), self.dtype)
         held = np.flatnonzero(ids >= 0)
-        if held.size:
-            rows[held] = self._read(ids[held]).reshape(len(held), *self.shape[2:])
+        for begin in range(0, len(held), self._rows_at_once):
+            some = held[begin : begin + self._rows_at_once]
+            rows[some] = self._read(ids[some]).reshape(len(some), *self.shape[2:])
         return rows.reshape((*np.shape(places), *self.shape[2:]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -140,6 +141,22 @@ def test_a_time_limit_that_ended_nothing_is_kept_as_said() -> None:
         flags = (np.zeros(1, np.float32), np.array([False]), [{"TimeLimit.truncated": True}])
         buffer.add(one, one, one[:, :2], *flags)
     pair.assert_same_arrays()
+
+
+@pytest.mark.parametrize("name", ["rewards", "observations"])
+def test_reading_an_array_takes_little_beside_it(name: str) -> None:
+    """Some 60 MB of images, twice: all of one field are read in pieces, and nothing of that size is kept."""
+    pair = Pair(Case(spaces.Box(0, 255, (3, 100, 100), np.uint8)), buffer_size=1_000)
+    for _ in range(20):
+        step = next(pair.steps)
+        for _ in range(50):
+            pair.ours.add(*step)
+    tracemalloc.start()
+    read = np.asarray(getattr(pair.ours, name))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak - read.nbytes < 20_000_000
+    assert pair.ours.report().staging_bytes < 20_000_000
 
 
 @pytest.mark.parametrize("name", ["observations", "next_observations", "actions", "rewards"])
