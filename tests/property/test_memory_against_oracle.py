@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -89,7 +90,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if with_valid:
             given["valid"] = np.random.default_rng(seed).random(self.stream.num_envs) < 0.7
         self.oracle.add(**given)
-        lent = map_leaves(lambda array: _laid_out(array, seed), given)
+        lent = _lent(given, seed)
         self.memory.add(**lent)
         map_leaves(_scribble, lent)
 
@@ -99,7 +100,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         if with_valid:
             given["valid"] = np.random.default_rng(seed).random((count, self.stream.num_envs)) < 0.7
         self.oracle.extend(**given)
-        lent = map_leaves(lambda array: _laid_out(array, seed), given)
+        lent = _lent(given, seed)
         self.memory.extend(**lent)
         map_leaves(_scribble, lent)
 
@@ -192,16 +193,43 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.kept = [*self.kept, (batch, expected)][-KEPT_BATCHES:]
 
 
-def _laid_out(array: Any, seed: int) -> Any:
-    """Copy an array into another memory layout: as it is, Fortran's, or every second element."""
-    kind = seed % 3
-    if kind == 0 or array.ndim == 0:
-        return array.copy()
-    if kind == 1:
-        return array.copy(order="F")
+def _lent(given: Any, seed: int) -> Any:
+    """Copy arrays, each into a memory layout of its own."""
+    generator = np.random.default_rng(seed)
+
+    def lay_out(array: Any) -> Any:
+        return LAYOUTS[generator.integers(len(LAYOUTS))](array)
+
+    return map_leaves(lay_out, given)
+
+
+def _every_second(array: Any) -> Any:
     spread = np.zeros((*array.shape[:-1], 2 * array.shape[-1]), array.dtype)
     spread[..., ::2] = array
     return spread[..., ::2]
+
+
+def _channels_last(array: Any) -> Any:
+    if array.ndim < 4:
+        return array.copy()
+    return np.moveaxis(np.ascontiguousarray(np.moveaxis(array, -3, -1)), -1, -3)
+
+
+def _not_aligned(array: Any) -> Any:
+    shifted = np.empty(array.nbytes + 1, np.uint8)[1:].view(array.dtype).reshape(array.shape)
+    shifted[...] = array
+    return shifted
+
+
+LAYOUTS: list[Callable[[Any], Any]] = [
+    lambda array: array.copy(),
+    lambda array: array.copy(order="F"),
+    _channels_last,
+    _every_second,
+    _not_aligned,
+    lambda array: array[::-1].copy()[::-1],
+    lambda array: array[..., ::-1].copy()[..., ::-1],
+]
 
 
 def _scribble(array: Any) -> None:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdall import ReplayMemory
 from holdall.experience import ring
-from holdall.experience.ring import ObservationRing, RowsById, as_bytes
+from holdall.experience.ring import ObservationRing, RowsById
 from holdall.schema import Leaf
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
@@ -181,19 +181,3 @@ def test_rows_by_id_with_nothing_in_them_change_nothing() -> None:
     rows = np.full((2, 3), -1, "f4")
     RowsById(VECTOR).replace(rows, np.array([0, 1]))
     assert (rows == -1).all()
-
-
-@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 0), (2, 3, 0), (2, 3, 4)], ids=str)
-def test_arrays_are_seen_as_rows_of_bytes(shape: tuple[int, ...]) -> None:
-    """One row per lane, in the array's own order of elements, whatever its layout in memory."""
-    array = np.arange(np.prod(shape), dtype="f4").reshape(shape)
-    for laid_out in (array, np.asfortranarray(array)):
-        rows = as_bytes(laid_out, 2)
-        assert rows.shape == (2, array[0].nbytes)
-        assert rows.tobytes() == array.tobytes()
-
-
-def test_a_contiguous_array_is_not_copied() -> None:
-    """The usual case costs nothing."""
-    array = np.zeros((2, 3), "f4")
-    assert np.shares_memory(as_bytes(array, 2), array)

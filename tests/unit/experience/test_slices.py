@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from holdall.experience.slices import reserve
+from holdall.experience.slices import as_bytes, reserve
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5 * 2**20])
@@ -31,3 +31,19 @@ def test_reserving_far_more_than_there_is_costs_nothing() -> None:
     block = reserve(1 << 40)
     block[1 << 39] = 1
     assert block[1 << 39] == 1
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 3), (2, 0), (2, 3, 0), (2, 3, 4)], ids=str)
+def test_arrays_are_seen_as_rows_of_bytes(shape: tuple[int, ...]) -> None:
+    """One row per lane, in the array's own order of elements, whatever its layout in memory."""
+    array = np.arange(np.prod(shape), dtype="f4").reshape(shape)
+    for laid_out in (array, np.asfortranarray(array)):
+        rows = as_bytes(laid_out, 2)
+        assert rows.shape == (2, array[0].nbytes)
+        assert rows.tobytes() == array.tobytes()
+
+
+def test_a_contiguous_array_is_not_copied() -> None:
+    """The usual case costs nothing."""
+    array = np.zeros((2, 3), "f4")
+    assert np.shares_memory(as_bytes(array, 2), array)

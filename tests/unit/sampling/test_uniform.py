@@ -1,0 +1,134 @@
+"""Uniform sampling: every transition that is held is equally likely, and no other is drawn."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import ReplayMemory, TransitionIdError
+from holdall.sampling.draw import Draw, Held
+from holdall.sampling.uniform import Uniform
+from holdall.testing import Stream
+from holdall.testing.strategies import box
+
+DRAWS = 60_000
+
+
+def chi_square(ids: NDArray[np.int64], allowed: NDArray[np.int64]) -> float:
+    """Return Pearson's statistic over its degrees of freedom: near 1 for a fair draw."""
+    counts = np.array([np.count_nonzero(ids == number) for number in allowed])
+    expected = len(ids) / len(allowed)
+    return float(((counts - expected) ** 2 / expected).sum() / (len(allowed) - 1))
+
+
+def memory_of(ticks: int, capacity: int, lanes: int, valid: NDArray[np.bool_] | None = None) -> ReplayMemory:
+    stream = Stream(box((2,), "f4"), spaces.Discrete(2), lanes)
+    memory = ReplayMemory(stream.observation_space, stream.action_space, capacity, lanes, seed=7)
+    for tick in range(ticks):
+        memory.add(**stream.tick().arguments(), valid=None if valid is None else valid[tick])
+    return memory
+
+
+def drawn_from(memory: ReplayMemory) -> NDArray[np.int64]:
+    size = len(memory)
+    return np.concatenate([memory.sample(size).ids for _ in range(DRAWS // size)])
+
+
+@pytest.mark.parametrize(("ticks", "capacity"), [(30, 1000), (30, 60), (77, 60)], ids=["filling", "full", "wrapped"])
+def test_every_transition_held_is_equally_likely(ticks: int, capacity: int) -> None:
+    """A chi-square test over all ids; those evicted are never drawn."""
+    memory = memory_of(ticks, capacity, 2)
+    ids = drawn_from(memory)
+    allowed = np.arange(memory.first_id, memory.next_id)
+    assert np.isin(ids, allowed).all()
+    assert 0.5 < chi_square(ids, allowed) < 1.6
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.9])
+def test_lanes_that_made_no_transition_are_never_drawn_and_skew_nothing(share: float) -> None:
+    """The others are drawn as often as each other, however many lanes made none."""
+    valid = np.random.default_rng(0).random((77, 3)) < share
+    memory = memory_of(77, 150, 3, valid)
+    held = np.arange(memory.first_id, memory.next_id)
+    allowed = held[valid.reshape(-1)[held]]
+    assert len(memory) == len(allowed)
+    ids = drawn_from(memory)
+    assert np.isin(ids, allowed).all()
+    assert 0.4 < chi_square(ids, allowed) < 1.8
+
+
+def test_draws_do_not_depend_on_each_other() -> None:
+    """Neighbours in a batch are no likelier to be neighbours in time: pairs are spread evenly too."""
+    ids = drawn_from(memory_of(10, 10, 1))
+    pairs = ids[:-1] * 10 + ids[1:]
+    assert 0.5 < chi_square(pairs, np.arange(100)) < 1.6
+
+
+def test_one_seed_gives_one_sequence_of_batches() -> None:
+    """Ids, and with them all rows, repeat; another seed gives others."""
+    one, same = memory_of(50, 1000, 2), memory_of(50, 1000, 2)
+    other = ReplayMemory(box((2,), "f4"), spaces.Discrete(2), 1000, 2, seed=8)
+    other.extend(**Stream(box((2,), "f4"), spaces.Discrete(2), 2).ticks(50).arguments())
+    for _ in range(5):
+        batch = one.sample(16)
+        assert batch.ids.tolist() == same.sample(16).ids.tolist()
+        assert batch.ids.tolist() != other.sample(16).ids.tolist()
+
+
+def test_gathering_and_adding_do_not_move_the_generator() -> None:
+    """Only draws draw: what is read in between changes no later batch."""
+    one, same = memory_of(50, 1000, 2), memory_of(50, 1000, 2)
+    one.gather([3, 4])
+    one.report()
+    assert one.sample(16).ids.tolist() == same.sample(16).ids.tolist()
+
+
+def test_weights_are_ones() -> None:
+    """Where all draws are equal, importance weights change nothing."""
+    weights = memory_of(5, 10, 1).sample(4).weights
+    assert weights.dtype == np.float32
+    assert weights.tolist() == [1, 1, 1, 1]
+
+
+def test_a_single_transition_can_be_drawn() -> None:
+    """The smallest memory works."""
+    assert memory_of(1, 1, 1).sample(1).ids.tolist() == [0]
+    assert Uniform().draw(Held(41, 42), 3, np.random.default_rng(0)).ids.tolist() == [41, 41, 41]
+
+
+class Fixed:
+    """A sampler that draws what it was told to."""
+
+    def __init__(self, *ids: int) -> None:
+        self.ids = np.array(ids)
+
+    def __len__(self) -> int:
+        return 0  # an empty container is false; it is a sampler all the same
+
+    def draw(self, _held: Held, _count: int, _generator: np.random.Generator) -> Draw:
+        return Draw(self.ids, np.full(len(self.ids), 0.5, np.float32))
+
+
+def memory_with(sampler: Any) -> ReplayMemory:
+    stream = Stream(box((2,), "f4"), spaces.Discrete(2), 2)
+    memory = ReplayMemory(stream.observation_space, stream.action_space, 10, 2, sampler=sampler)
+    memory.extend(**stream.ticks(8).arguments(), valid=np.array([[True, True]] * 7 + [[True, False]]))
+    return memory
+
+
+def test_a_sampler_of_ones_own_is_asked() -> None:
+    """Its ids are gathered in its order, and its weights handed on."""
+    batch = memory_with(Fixed(9, 6, 9)).sample(3)
+    assert batch.ids.tolist() == [9, 6, 9]
+    assert batch.weights.tolist() == [0.5, 0.5, 0.5]
+
+
+@pytest.mark.parametrize("drawn", [5, -1, 16, 15], ids=["evicted", "negative", "not added yet", "not valid"])
+def test_a_sampler_that_draws_what_is_not_held_is_refused(drawn: int) -> None:
+    """An evicted transition is never returned, whoever asks for it."""
+    with pytest.raises(TransitionIdError, match=rf"ids holds {drawn}\b"):
+        memory_with(Fixed(9, drawn)).sample(2)
