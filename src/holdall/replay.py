@@ -325,8 +325,8 @@ class ReplayMemory:
 
     def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
         held = self._held(store)
-        outside = (ids < held.first_id) | (ids >= held.next_id)
-        if outside.any():
+        if ids.size and not held.first_id <= ids.min() <= ids.max() < held.next_id:
+            outside = (ids < held.first_id) | (ids >= held.next_id)
             raise TransitionIdError(
                 f"ids holds {int(ids[outside][0])}, but only ids from first_id ({held.first_id}) up to, and without, "
                 f"next_id ({held.next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"

@@ -62,18 +62,24 @@ class Tree:
 
     leaves: tuple[Leaf, ...]
     structure: Structure
+    keys: tuple[str, ...] | None  # of the leaves, if the space is a Dict of nothing but leaves
 
     @classmethod
     def of(cls, space: spaces.Space[Any], argument: str) -> Tree:
         """Take `space` apart; refuse what cannot be stored bit for bit."""
         leaves: list[Leaf] = []
         structure = _dismantle(space, "", argument, leaves)
-        return cls(tuple(leaves), structure)
+        shallow = isinstance(structure, dict) and all(isinstance(child, int) for child in structure.values())
+        keys = tuple(structure) if isinstance(structure, dict) and shallow else None
+        return cls(tuple(leaves), structure, keys)
 
     def flatten(self, value: Any, leading: tuple[int, ...], argument: str) -> list[Array]:
         """Return one checked array per leaf, in leaf order."""
-        if isinstance(self.structure, int):
+        if type(self.structure) is int:
             return [self.leaves[0].fit(value, leading, argument)]
+        if self.keys is not None and type(value) is dict and value.keys() == set(self.keys):
+            leaves = zip(self.keys, self.leaves, strict=True)
+            return [leaf.fit(value[key], leading, argument) for key, leaf in leaves]
         arrays: list[Array] = []
         self._collect(self.structure, value, leading, argument, "", arrays)
         return arrays

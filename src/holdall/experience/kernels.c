@@ -8,6 +8,11 @@
 #include <stdint.h>
 #include <string.h>
 
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define HAVE_X86 1
+#endif
+
 #ifdef _WIN32
 #define EXPORT __declspec(dllexport)
 #else
@@ -39,12 +44,24 @@ typedef struct {
     int64_t slice_bytes;
 } slice_block;
 
+/* How a tick lies in the caller's memory, if not as it is stored; mirrored by _Layout in native.py.
+ * Dimensions and byte strides of the whole tick, outermost first, down to runs of `run_bytes`. */
+typedef struct layout {
+    int64_t dimensions;
+    int64_t lengths[8];
+    int64_t strides[8];
+    int64_t run_bytes;
+} layout;
+
 /* One field of the open segment; mirrored by _OpenPart in native.py. */
 typedef struct {
     slice_block *block; /* NULL: slices lie in log order, in `direct` */
     uint8_t *direct;
     uint32_t *log;
-    uint8_t *last;    /* the newest observation of each lane */
+    uint8_t *last;     /* the newest observation of each lane */
+    uint8_t *last_raw; /* the same as it was handed in, if that was in another layout */
+    uint8_t *packed;   /* room for two ticks: observations and next observations as they are stored */
+    const struct layout *last_layout;
     int64_t *end;     /* log entries of each lane */
     uint8_t *scratch; /* room for one slice */
     int64_t log_rows;
@@ -61,7 +78,7 @@ typedef struct {
 
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 
-EXPORT int64_t holdall_kernels_version(void) { return 1; }
+EXPORT int64_t holdall_kernels_version(void) { return 2; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;
@@ -74,24 +91,22 @@ static inline uint64_t stir(uint64_t state, uint64_t word) {
     return state ^ (state >> 29);
 }
 
-/* A hash that only has to spread well: every hit is compared byte for byte. */
+/* A hash that only has to spread well: every hit is compared byte for byte. Eight sums side by
+ * side, since each multiplication waits for the one before in its own sum only. */
 static uint64_t hash_slice(const uint8_t *p, int64_t bytes) {
-    uint64_t s0 = (uint64_t)bytes, s1 = UINT64_C(0xD1B54A32D192ED03);
-    uint64_t s2 = UINT64_C(0x8CB92BA72F3D8DD7), s3 = UINT64_C(0xABC98388FB8FAC03);
+    uint64_t sums[8];
+    for (uint64_t k = 0; k < 8; k++) sums[k] = (uint64_t)bytes + k * UINT64_C(0xD1B54A32D192ED03);
     int64_t i = 0;
-    for (; i + 32 <= bytes; i += 32) {
-        s0 = stir(s0, word_at(p + i));
-        s1 = stir(s1, word_at(p + i + 8));
-        s2 = stir(s2, word_at(p + i + 16));
-        s3 = stir(s3, word_at(p + i + 24));
-    }
-    for (; i + 8 <= bytes; i += 8) s0 = stir(s0, word_at(p + i));
+    for (; i + 64 <= bytes; i += 64)
+        for (int64_t k = 0; k < 8; k++) sums[k] = stir(sums[k], word_at(p + i + 8 * k));
+    for (; i + 8 <= bytes; i += 8) sums[0] = stir(sums[0], word_at(p + i));
     if (i < bytes) {
         uint64_t tail = 0;
         memcpy(&tail, p + i, (size_t)(bytes - i));
-        s1 = stir(s1, tail);
+        sums[1] = stir(sums[1], tail);
     }
-    return stir(stir(stir(s0, s1), s2), s3);
+    for (int64_t k = 1; k < 8; k++) sums[0] = stir(sums[0], sums[k]);
+    return sums[0];
 }
 
 /* Number a slice, copying it behind the others if it was not seen before.
@@ -141,29 +156,92 @@ static void push(open_part *p, const uint8_t *obs, int64_t lane, int64_t count) 
     if (p->end[lane] > p->longest) p->longest = p->end[lane];
 }
 
+#ifdef HAVE_X86
+/* Part the first pixels of three interleaved channels, 16 at a time; returns how many. */
+__attribute__((target("ssse3"))) static int64_t part_channels(uint8_t *to, const uint8_t *from, int64_t pixels) {
+    const __m128i low = _mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i mid = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1);
+    const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13);
+    int64_t i = 0;
+    for (; i + 17 <= pixels; i += 16) /* the last channel's loads reach two bytes further */
+        for (int64_t c = 0; c < 3; c++) {
+            const __m128i *const at = (const __m128i *)(from + 3 * i + c);
+            const __m128i parted =
+                _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(_mm_loadu_si128(at), low),
+                                          _mm_shuffle_epi8(_mm_loadu_si128(at + 1), mid)),
+                             _mm_shuffle_epi8(_mm_loadu_si128(at + 2), high));
+            _mm_storeu_si128((__m128i *)(to + c * pixels + i), parted);
+        }
+    return i;
+}
+#endif
+
+/* Copy what lies in the layout's order from `from` on to `to`, one run after another. */
+static uint8_t *pack(uint8_t *to, const uint8_t *from, const layout *l, int64_t d) {
+    const int64_t length = l->lengths[d], stride = l->strides[d];
+    if (d + 2 == l->dimensions && length == 3 && stride == 1 && l->strides[d + 1] == 3 && l->run_bytes == 1) {
+        const int64_t pixels = l->lengths[d + 1]; /* an image whose channels lie pixel by pixel */
+        int64_t i = 0;
+#ifdef HAVE_X86
+        if (__builtin_cpu_supports("ssse3")) i = part_channels(to, from, pixels);
+#endif
+        for (; i < pixels; i++)
+            for (int64_t c = 0; c < 3; c++) to[c * pixels + i] = from[3 * i + c];
+        return to + 3 * pixels;
+    }
+    if (d + 1 < l->dimensions) {
+        for (int64_t i = 0; i < length; i++) to = pack(to, from + i * stride, l, d + 1);
+        return to;
+    }
+    if (l->run_bytes == 1)
+        for (int64_t i = 0; i < length; i++) to[i] = from[i * stride];
+    else
+        for (int64_t i = 0; i < length; i++) memcpy(to + i * l->run_bytes, from + i * stride, (size_t)l->run_bytes);
+    return to + length * l->run_bytes;
+}
+
+/* Write one lane's observation and next observation; return the cursor to them. */
+static uint32_t append_lane(open_part *p, int64_t lane, int is_known, const uint8_t *obs, const uint8_t *next_obs) {
+    if (!is_known) push(p, obs, lane, p->window);
+    const uint32_t cursor = (uint32_t)(p->end[lane] - p->window);
+    if (is_shifted(p, obs, next_obs)) {
+        push(p, next_obs, lane, p->shift);
+        return cursor;
+    }
+    push(p, next_obs, lane, p->window);
+    p->broken_steps++;
+    return cursor | NEXT_IS_WHOLE;
+}
+
 /* Write one tick, an observation and a next observation per lane, and the cursors to it.
- * Returns 0, or -1 if it might not fit; then nothing was written. */
-EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs,
+ * `l` is NULL if the lanes lie one after another as they are stored; else both arrays fill their
+ * memory in the order that `l` says. Returns 0, or -1 if it might not fit; then nothing was written. */
+EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs, const layout *l,
                               uint32_t *cursor) {
-    const int64_t obs_bytes = p->window * p->outer * p->run_bytes;
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes, tick_bytes = p->lanes * obs_bytes;
     if (p->longest + 2 * p->window > p->log_rows) return -1;
     if (p->block && p->block->used + 2 * p->lanes * p->window > p->block->capacity) return -1;
-    for (int64_t lane = 0; lane < p->lanes; lane++) {
-        const uint8_t *now = obs + lane * obs_bytes;
-        const uint8_t *next = next_obs + lane * obs_bytes;
-        uint8_t *last = p->last + lane * obs_bytes;
-        if (p->steps == 0 || memcmp(now, last, (size_t)obs_bytes) != 0)
-            push(p, now, lane, p->window);
-        cursor[lane] = (uint32_t)(p->end[lane] - p->window);
-        if (is_shifted(p, now, next)) {
-            push(p, next, lane, p->shift);
-        } else {
-            push(p, next, lane, p->window);
-            cursor[lane] |= NEXT_IS_WHOLE;
-            p->broken_steps++;
-        }
-        memcpy(last, next, (size_t)obs_bytes);
+    if (l && (!p->packed || !p->last_raw)) return -1;
+    /* Most often a tick's observations are the next observations of the tick before: then one
+     * comparison of all lanes, as they were handed in, says so. */
+    const uint8_t *const before = l ? p->last_raw : p->last;
+    const int all_known = p->steps > 0 && p->last_layout == l && memcmp(obs, before, (size_t)tick_bytes) == 0;
+    const uint8_t *now = obs, *next = next_obs;
+    if (l) {
+        if (!all_known) pack(p->packed, obs, l, 0);
+        pack(p->packed + tick_bytes, next_obs, l, 0);
+        now = all_known ? p->last : p->packed;
+        next = p->packed + tick_bytes;
     }
+    for (int64_t lane = 0; lane < p->lanes; lane++) {
+        const int64_t start = lane * obs_bytes;
+        const int is_known =
+            all_known || (p->steps > 0 && memcmp(now + start, p->last + start, (size_t)obs_bytes) == 0);
+        cursor[lane] = append_lane(p, lane, is_known, now + start, next + start);
+    }
+    memcpy(p->last, next, (size_t)tick_bytes);
+    if (l) memcpy(p->last_raw, next_obs, (size_t)tick_bytes);
+    p->last_layout = l;
     p->steps += p->lanes;
     return 0;
 }

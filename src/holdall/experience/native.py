@@ -19,9 +19,14 @@ from holdall.experience.crew import Crew
 from holdall.experience.part import Cursors, OpenPart, Places
 from holdall.experience.slices import Bytes, SliceBlock
 from holdall.experience.window import Window
+from holdall.schema import Array
 
-_VERSION = 1
+_VERSION = 2
 """What holdall_kernels_version must answer; raised with every change of a signature."""
+
+_MOST_DIMENSIONS = 8
+_MOST_LAYOUTS = 8
+"""Layouts that a part remembers; a caller has one or two."""
 
 
 class _Block(ctypes.Structure):
@@ -36,12 +41,24 @@ class _Block(ctypes.Structure):
     )
 
 
+class _Layout(ctypes.Structure):
+    _fields_ = (
+        ("dimensions", ctypes.c_int64),
+        ("lengths", ctypes.c_int64 * _MOST_DIMENSIONS),
+        ("strides", ctypes.c_int64 * _MOST_DIMENSIONS),
+        ("run_bytes", ctypes.c_int64),
+    )
+
+
 class _OpenPart(ctypes.Structure):
     _fields_ = (
         ("block", ctypes.c_void_p),
         ("direct", ctypes.c_void_p),
         ("log", ctypes.c_void_p),
         ("last", ctypes.c_void_p),
+        ("last_raw", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+        ("last_layout", ctypes.c_void_p),
         ("end", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("log_rows", ctypes.c_int64),
@@ -65,7 +82,7 @@ class NativeKernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.append_tick = library.holdall_append
-        self.append_tick.argtypes = [pointer] * 4
+        self.append_tick.argtypes = [pointer] * 5
         self.append_tick.restype = number
         self._gather = library.holdall_gather
         self._gather.argtypes = [
@@ -145,7 +162,7 @@ class NativePart(OpenPart):
     ) -> None:
         super().__init__(window, lanes, block, arena_bytes)
         self._append_tick = kernels.append_tick
-        self._memory = (
+        self._memory: tuple[NDArray[Any], ...] = (
             np.empty(lanes * self.obs_bytes, np.uint8),
             np.zeros(lanes, np.int64),
             np.empty(window.slice_bytes, np.uint8),
@@ -166,17 +183,46 @@ class NativePart(OpenPart):
             shift=window.shift,
         )
         self._struct_address = ctypes.addressof(self._struct)
+        self._layouts: dict[tuple[int, ...], _DenseLayout] = {}
 
-    def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
         self._require_tick(obs, next_obs, cursors)
-        log = self.log
-        self._make_log_room()
-        if self.log is not None and self.log is not log:
-            self._struct.log, self._struct.log_rows = address(self.log), self.log_rows
-        written = self._append_tick(self._struct_address, address(obs), address(next_obs), address(cursors))
+        struct = self._struct
+        if self.log is not None and struct.longest + 2 * self.window.count > self.log_rows:
+            self._make_log_room()
+            struct.log, struct.log_rows = address(self.log), self.log_rows
+        layout = 0
+        if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
+            obs, next_obs, layout = self._as_they_lie(obs, next_obs)
+        written = self._append_tick(self._struct_address, address(obs), address(next_obs), layout, address(cursors))
         if written != 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _as_they_lie(self, obs: Array, next_obs: Array) -> tuple[Array, Array, int]:
+        """Return both arrays in the order of their memory, and the layout that leads back.
+
+        Images often come with transposed axes; C then puts them in order while it writes them.
+        Arrays that differ in layout, or do not fill their memory, are copied.
+        """
+        strides = obs.strides
+        if strides == next_obs.strides:
+            dense = self._layouts.get(strides)
+            if dense is None and len(self._layouts) < _MOST_LAYOUTS:
+                dense = self._layouts[strides] = _DenseLayout(obs)
+                self._make_layout_room()
+            if dense is not None and dense.order is not None:
+                raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
+                return raw, next_raw, dense.address
+        return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), 0
+
+    def _make_layout_room(self) -> None:
+        """Give C memory to put ticks in order in, when a first one needs it."""
+        if not self._struct.packed:
+            tick_bytes = self.lanes * self.obs_bytes
+            raw, packed = np.empty(tick_bytes, np.uint8), np.empty(2 * tick_bytes, np.uint8)
+            self._memory = (*self._memory, raw, packed)
+            self._struct.last_raw, self._struct.packed = address(raw), address(packed)
 
     @property
     def longest(self) -> int:
@@ -197,6 +243,31 @@ class NativePart(OpenPart):
     def pushed(self) -> int:
         """See `OpenPart.pushed`."""
         return int(self._struct.pushed)
+
+
+class _DenseLayout:
+    """How C walks through an array whose elements fill its memory, but in another order.
+
+    `order` is the permutation of axes that makes it contiguous, or None if none does.
+    """
+
+    def __init__(self, array: Array) -> None:
+        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
+        lengths: list[int] = []
+        strides: list[int] = []
+        for length, stride in zip(array.shape, array.strides, strict=True):
+            if lengths and strides[-1] == length * stride:
+                lengths[-1], strides[-1] = lengths[-1] * length, stride
+            elif length > 1 or not lengths:
+                lengths.append(length)
+                strides.append(stride)
+        if len(lengths) > _MOST_DIMENSIONS:
+            self.order = None
+            return
+        numbers = ctypes.c_int64 * _MOST_DIMENSIONS
+        self._struct = _Layout(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
+        self.address = ctypes.addressof(self._struct)
 
 
 def address(array: NDArray[Any]) -> int:

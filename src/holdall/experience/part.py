@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.slices import Bytes, SliceBlock, reserve
 from holdall.experience.window import Window
+from holdall.schema import Array
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]
@@ -68,8 +69,8 @@ class OpenPart(ABC):
         self.log_rows = rows
 
     @abstractmethod
-    def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
-        """Write one tick, contiguous rows of bytes per lane, and the cursors to it."""
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """Write one tick, of any dtype and layout with a leading lane axis, and the cursors to it."""
 
     @property
     @abstractmethod
@@ -110,10 +111,14 @@ class OpenPart(ABC):
 
     def has_room(self) -> bool:
         """Whether one more tick fits, even if nothing of it is known."""
+        return self.ticks_that_fit() > 0
+
+    def ticks_that_fit(self) -> int:
+        """Count the ticks that fit whatever they bring."""
         most = 2 * self.window.count
         if self.block is not None:
-            return self.block.used + most * self.lanes <= self.block.capacity
-        return self.longest + most <= self.log_rows
+            return (self.block.capacity - self.block.used) // (most * self.lanes)
+        return (self.log_rows - self.longest) // most
 
     def block_to_go_on_in(self) -> SliceBlock | None:
         """Return the block if the next segment would otherwise repeat much of it."""
@@ -145,11 +150,14 @@ class OpenPart(ABC):
         """Bytes of the log entries in use."""
         return 0 if self.log is None else self.longest * self.lanes * self.log.itemsize
 
-    def _require_tick(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+    def _require_tick(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """Refuse a tick of other lanes or bytes: the loops go by the part's own."""
-        expected = (self.lanes, self.obs_bytes)
-        if obs.shape != expected or next_obs.shape != expected or cursors.shape != (self.lanes,):
-            raise DamageError(f"a tick of {obs.shape} bytes came to a part of {expected}; report this")
+        lanes, tick_bytes = self.lanes, self.lanes * self.obs_bytes
+        if not (obs.nbytes == next_obs.nbytes == tick_bytes and len(obs) == len(next_obs) == len(cursors) == lanes):
+            raise DamageError(
+                f"a tick of {obs.nbytes} and {next_obs.nbytes} bytes in {len(obs)} lanes came to a part of "
+                f"{tick_bytes} in {lanes}; report this"
+            )
 
     def _make_log_room(self) -> None:
         """Grow the log into a new array: readers go on with the old one, which stays right."""

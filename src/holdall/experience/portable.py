@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.crew import Crew
 from holdall.experience.part import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
-from holdall.experience.slices import Bytes, SliceBlock
+from holdall.experience.slices import Bytes, SliceBlock, as_bytes
 from holdall.experience.window import Window
+from holdall.schema import Array
 
 
 class PortableKernels:
@@ -92,9 +93,12 @@ class PortablePart(OpenPart):
         self._end = np.zeros(lanes, np.int64)
         self._steps = self._broken_steps = self._pushed = 0
 
-    def append(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
         self._require_tick(obs, next_obs, cursors)
+        self._append_rows(as_bytes(obs, self.lanes), as_bytes(next_obs, self.lanes), cursors)
+
+    def _append_rows(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
         window = self.window
         self._make_log_room()
         if not self.has_room():

@@ -12,13 +12,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.experience.slices import reserve
+from holdall.experience.slices import as_bytes, reserve
 from holdall.schema import Array, Leaf
 
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
-
-_BOOL = np.dtype(np.bool_)
 
 
 def new_ring(ticks: int, lanes: int, leaf: Leaf) -> Array:
@@ -129,67 +127,6 @@ class ObservationRing:
         self._apart = RowsById(self.leaf)
 
 
-class QuickTick:
-    """Writes a tick of one flat observation and one flat action, with the fewest calls.
-
-    Most users' observations are a short vector. Checking and writing one costs less than a
-    Python loop over fields would, so this way is taken whenever everything is as expected;
-    whatever is not goes the general way, which says what is wrong.
-    """
-
-    def __init__(
-        self,
-        observation: ObservationRing,
-        action: Array,
-        reward: Array,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        self._write_observation = observation.write
-        self._action = action
-        self._reward = reward
-        self._terminated = terminated
-        self._truncated = truncated
-        self._ring_ticks = len(action)
-        leaf = observation.leaf
-        self._obs_shape, self._obs_dtype = (action.shape[1], *leaf.shape), leaf.dtype
-        self._action_shape, self._action_dtype = action.shape[1:], action.dtype
-        self._lane_shape, self._reward_dtype = reward.shape[1:], reward.dtype
-
-    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is an array of exactly the expected shape and dtype."""
-        lanes = self._lane_shape
-        return (
-            type(obs) is type(next_obs) is type(action) is np.ndarray
-            and type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and obs.dtype is next_obs.dtype is self._obs_dtype
-            and action.dtype is self._action_dtype
-            and reward.dtype is self._reward_dtype
-            and terminated.dtype is truncated.dtype is _BOOL
-            and obs.shape == next_obs.shape == self._obs_shape
-            and action.shape == self._action_shape
-            and reward.shape == terminated.shape == truncated.shape == lanes
-        )
-
-    def write(
-        self,
-        tick: int,
-        obs: Array,
-        action: Array,
-        reward: Array,
-        next_obs: Array,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        """Write one tick of arguments that fit."""
-        self._write_observation(tick, obs, next_obs)
-        slot = tick % self._ring_ticks
-        self._action[slot] = action
-        self._reward[slot] = reward
-        self._terminated[slot] = terminated
-        self._truncated[slot] = truncated
-
-
 class RowsById:
     """Rows under ascending transition ids: appended at the end, dropped at the front."""
 
@@ -226,9 +163,8 @@ class RowsById:
         if self._first == self._end:
             return
         held = self._ids[self._first : self._end]
-        place = np.searchsorted(held, ids)
-        place[place == len(held)] = 0
-        found = np.flatnonzero(held[place] == ids)
+        place = held.searchsorted(ids)
+        found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
             rows[found] = self._rows[self._first + place[found]]
 
@@ -239,9 +175,3 @@ class RowsById:
         ids[: len(self)] = self._ids[self._first : self._end]
         rows[: len(self)] = self._rows[self._first : self._end]
         self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
-
-
-def as_bytes(array: Array, lanes: int) -> NDArray[np.uint8]:
-    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
-    contiguous: NDArray[Any] = np.ascontiguousarray(array)
-    return contiguous.reshape(lanes, -1).view(np.uint8)

@@ -23,9 +23,9 @@ from holdall.experience.part import (
     Places,
     lies_direct,
 )
-from holdall.experience.slices import Bytes, SliceBlock, reserve
+from holdall.experience.slices import Bytes, SliceBlock, as_bytes, reserve
 from holdall.experience.window import Window, WindowScout
-from holdall.schema import Leaf
+from holdall.schema import Array, Leaf
 
 SEGMENT_BYTES = 16 * 2**20
 """Unique slices after which a segment closes."""
@@ -64,7 +64,8 @@ class Segments:
         self._leaves: list[Leaf] = []
         self._windows: list[Window] = []
         self._cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
-        self._searches = _WindowSearches()
+        self._searches = _WindowSearches(lanes)
+        self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
         self._closed: list[Segment[ClosedPart]] = []
         self._open: Segment[OpenPart] = Segment(0, 0, [])
         for field, leaf in enumerate(leaves):
@@ -72,13 +73,18 @@ class Segments:
             self._searches.begin(field, leaf)
         self._index()
 
-    def append(self, tick: int, obs: list[Bytes], next_obs: list[Bytes]) -> None:
+    def append(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Write one tick of every field; close the open segment first if it is full."""
-        if self._is_full():
-            self._roll(tick)
+        if self._sure_ticks == 0:
+            if self._is_full():
+                self._roll(tick)
+            self._sure_ticks = self._ticks_that_fit()
+        self._sure_ticks -= 1
         for field in range(len(self._leaves)):
             self._append_field(field, tick, obs[field], next_obs[field])
         self._open.ticks += 1
+        if not self._searches.under_way:
+            return
         for field in self._searches.look(obs, next_obs):
             window = self._searches.end(field) or Window.whole(self._leaves[field])
             if window != self._windows[field]:
@@ -119,7 +125,7 @@ class Segments:
         self._index()
         return len(self._leaves) - 1
 
-    def replay(self, field: int, tick: int, obs: Bytes, next_obs: Bytes) -> None:
+    def replay(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
         """Write a past tick of one field into the open segment; ticks come in order."""
         self._append_field(field, tick, obs, next_obs)
 
@@ -184,7 +190,7 @@ class Segments:
     def _touched_ticks(self) -> int:
         return min(self._open.first_tick + self._open.ticks, self._ring_ticks)
 
-    def _append_field(self, field: int, tick: int, obs: Bytes, next_obs: Bytes) -> None:
+    def _append_field(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
         part = self._open.parts[field]
         log = part.log
         part.append(obs, next_obs, self._cursors[field][tick % self._ring_ticks])
@@ -192,6 +198,7 @@ class Segments:
             self._index()
 
     def _admit(self, leaf: Leaf, window: Window) -> None:
+        self._sure_ticks = 0
         self._leaves.append(leaf)
         self._windows.append(window)
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
@@ -216,6 +223,15 @@ class Segments:
             or not all(part.has_room() for part in parts)
         )
 
+    def _ticks_that_fit(self) -> int:
+        """Count the ticks that fit whatever they bring, so that nobody has to look at each."""
+        parts = self._open.parts
+        bytes_left = self._limit_bytes - sum(part.added_bytes for part in parts)
+        most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
+        by_bytes = bytes_left // max(most_in_a_tick, 1)
+        by_room = min((part.ticks_that_fit() for part in parts), default=0)
+        return max(1, min(self._most_ticks - self._open.ticks, by_bytes, by_room))
+
     def _roll(self, tick: int) -> None:
         """Close the open segment and open the next one at `tick`."""
         full = self._open
@@ -228,6 +244,7 @@ class Segments:
         closed = [part.closed() for part in full.parts]
         self._closed.append(Segment(full.first_tick, full.ticks, closed))
         self._open = Segment(tick, 0, following)
+        self._sure_ticks = 0
         self._index()
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
@@ -249,6 +266,7 @@ class Segments:
         if self._open.ticks > _REPLAYED_TICKS:
             self._roll(tick + 1)
             return
+        self._sure_ticks = 0
         old = self._open.parts[field]
         self._open.parts[field] = self._new_part(field, replayed_ticks=self._open.ticks)
         held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
@@ -289,7 +307,8 @@ class Segments:
 class _WindowSearches:
     """Which fields are looked at for windows, and when again; ever more seldom in vain."""
 
-    def __init__(self) -> None:
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
         self._scouts: dict[int, WindowScout] = {}
         self._in_vain: dict[int, int] = {}
         self._rest: dict[int, int] = {}  # segments to pass before the next search
@@ -305,10 +324,15 @@ class _WindowSearches:
         if self._rest[field] <= 0:
             self.begin(field, leaf)
 
-    def look(self, obs: list[Bytes], next_obs: list[Bytes]) -> list[int]:
+    @property
+    def under_way(self) -> bool:
+        """Whether any field is looked at."""
+        return bool(self._scouts)
+
+    def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
         """Show a tick to the scouts; return the fields whose search is over."""
         for field, scout in self._scouts.items():
-            scout.look(obs[field], next_obs[field])
+            scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
         return [field for field, scout in self._scouts.items() if scout.done]
 
     def end(self, field: int) -> Window | None:

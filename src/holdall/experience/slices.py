@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import sys
 from abc import ABC, abstractmethod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,6 +41,12 @@ def reserve(nbytes: int) -> Bytes:
     if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
         block.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(block, np.uint8)[:nbytes]
+
+
+def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
+    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
+    contiguous: NDArray[Any] = np.ascontiguousarray(array)
+    return contiguous.reshape(lanes, -1).view(np.uint8)
 
 
 class SliceBlock(ABC):

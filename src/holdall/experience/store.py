@@ -9,16 +9,18 @@ those in between start in a ring and move if a window is found in their first st
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import Places
-from holdall.experience.ring import ObservationRing, QuickTick, as_bytes, new_ring
+from holdall.experience.quick import QuickDictTick, QuickRows, QuickTick
+from holdall.experience.ring import ObservationRing, new_ring
 from holdall.experience.segment import Segments
+from holdall.experience.slices import as_bytes
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
@@ -30,8 +32,7 @@ _SMALL_BYTES = 4096
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 
 
-@dataclass(frozen=True, slots=True)
-class Tick:
+class Tick(NamedTuple):
     """One vectorised step, leaf by leaf; every array has a leading lane axis."""
 
     obs: list[Array]
@@ -44,8 +45,7 @@ class Tick:
     valid: Array | None
 
 
-@dataclass(frozen=True, slots=True)
-class Rows:
+class Rows(NamedTuple):
     """What was read under some ids: copies of the small fields, places of the large ones."""
 
     small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
@@ -64,7 +64,7 @@ class Store:
     def __init__(self, schema: Schema, capacity_ticks: int, kernels: Kernels) -> None:
         self.next_tick = 0
         self.reward_dtype: np.dtype[Any] | None = None
-        self.quick: QuickTick | None = None
+        self.quick: QuickTick | QuickDictTick | None = None
         self._schema = schema
         self._lanes = schema.num_envs
         self._capacity_ticks = capacity_ticks
@@ -105,11 +105,8 @@ class Store:
         for i, ring in self._small.items():
             ring.write(now, tick.obs[i], tick.next_obs[i])
         if self._large:
-            self._segments.append(
-                now,
-                [as_bytes(tick.obs[i], self._lanes) for i in self._large],
-                [as_bytes(tick.next_obs[i], self._lanes) for i in self._large],
-            )
+            large = self._large
+            self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
         for row, value in zip(self._action, tick.action, strict=True):
             row[slot] = value
         for row, value in zip(self._extras, tick.extras, strict=True):
@@ -123,8 +120,6 @@ class Store:
         if tick.valid is not None or self._invalid is not None:
             self._mark_valid(slot, tick.valid)
         self.next_tick = now + 1
-        if self._large and self.next_tick > self._capacity_ticks:
-            self._segments.evict_before(self.first_tick)
         if self._scouts:
             self._scout(tick)
         self.quick = self._quick_tick()
@@ -248,15 +243,38 @@ class Store:
         cursors = touched * self._segments.cursor_bytes
         return FieldReport(name, slices, log + cursors, 0, plain, self._segments.describe(field))
 
-    def _quick_tick(self) -> QuickTick | None:
-        """Offer the short way to write a tick, if one flat observation and action are all."""
-        flat = len(self._small) == len(self._action) == 1 and not self._large and not self._scouts
-        if not flat or self._extras or self._reward is None or self._invalid is not None:
-            return None
+    def _quick_tick(self) -> QuickTick | QuickDictTick | None:
+        """Offer the short way to write a tick, unless fields are there that it does not know."""
         if self.quick is not None:
-            return self.quick
-        (observation,) = self._small.values()
-        return QuickTick(observation, self._action[0], self._reward, self._terminated, self._truncated)
+            return None if self._invalid is not None else self.quick
+        known = len(self._action) == 1 and not self._extras and self._invalid is None
+        if not known or self._scouts or self._reward is None:
+            return None
+        rows = QuickRows(self._action[0], self._reward, self._terminated, self._truncated)
+        tree = self._schema.observation
+        fields = {i: ((self._lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
+        if isinstance(tree.structure, int):
+            write = self._small[0].write if self._small else self._write_one_large
+            return QuickTick(rows, *fields[0], write)
+        keys = tree.keys
+        if keys is None:
+            return None
+        return QuickDictTick(
+            rows,
+            [(keys[i], *field) for i, field in fields.items()],
+            [(keys[i], ring.write) for i, ring in self._small.items()],
+            [keys[i] for i in self._large],
+            self._write_large,
+        )
+
+    def _write_large(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
+        """Write the large fields, and drop the segments that leave with the oldest tick."""
+        self._segments.append(tick, obs, next_obs)
+        if tick >= self._capacity_ticks:
+            self._segments.evict_before(tick + 1 - self._capacity_ticks)
+
+    def _write_one_large(self, tick: int, obs: Array, next_obs: Array) -> None:
+        self._write_large(tick, [obs], [next_obs])
 
     def _mark_valid(self, slot: int, valid: Array | None) -> None:
         """Keep count of the lanes that made no transition."""
@@ -287,8 +305,7 @@ class Store:
         for tick in range(self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, self._slots(ids), self._slots(ids, 1))
-            rows = as_bytes(obs, self._lanes), as_bytes(next_obs, self._lanes)
-            self._segments.replay(field, tick, *rows)
+            self._segments.replay(field, tick, obs, next_obs)
 
     def _ring(self, leaf: Leaf) -> Array:
         return new_ring(self._ring_ticks, self._lanes, leaf)
