@@ -90,14 +90,16 @@ class _LeafWorld:
         self.now = self._fresh_rows(self.lanes)
         self.reset(np.ones(self.lanes, np.bool_))
 
-    def advance(self, moving: NDArray[np.bool_]) -> None:
-        """Let one step pass in the lanes that are `moving`."""
-        plan = self.plan
-        if plan.later is not None and self._tick >= plan.later_from:
-            self.plan = plan.later
+    def begin_tick(self) -> None:
+        """Change the plan if its time is over."""
+        if self.plan.later is not None and self._tick >= self.plan.later_from:
+            self.plan = self.plan.later
             self._begin()
         self._tick += 1
-        moving = moving & (self.generator.random(self.lanes) >= self.plan.repeats)
+
+    def advance(self, lanes: NDArray[np.bool_]) -> None:
+        """Let one step pass in the given lanes."""
+        moving = lanes & (self.generator.random(self.lanes) >= self.plan.repeats)
         for lane in np.flatnonzero(moving):
             self.now[lane] = self._slid(self.now[lane], int(lane))
 
@@ -220,6 +222,7 @@ class Stream:
         obs = [world.now.copy() for world in self._worlds]
         everywhere = np.ones(lanes, np.bool_)
         for world in self._worlds:
+            world.begin_tick()
             world.advance(everywhere)
         next_obs = [world.now.copy() for world in self._worlds]
         for world, rows in zip(self._worlds, next_obs, strict=True):

@@ -1,0 +1,163 @@
+"""Streams do what their plans say, and reach every way that a memory has of storing a field."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+
+from holdall import ReplayMemory
+from holdall.experience import ring, segment
+from holdall.schema import Leaf, Tree
+from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits, random_rows
+from holdall.testing.strategies import DTYPES, any_space, box, streams
+
+QUIET = Mishaps(ends=0.0)
+
+
+def stream_of(shape: tuple[int, ...], plan: LeafPlan, mishaps: Mishaps = QUIET, **options: Any) -> Stream:
+    return Stream(box(shape, "u1"), spaces.Discrete(2), plans=[plan], mishaps=mishaps, **options)
+
+
+def test_one_seed_gives_one_stream() -> None:
+    """A failure can be run again."""
+    plan, mishaps = LeafPlan(axis=0, repeats=0.2), Mishaps(0.1, 0.1, 0.1, 0.1)
+    one, same, other = (stream_of((4, 5), plan, mishaps, seed=seed).ticks(30).arguments() for seed in (1, 1, 2))
+    assert_same_bits(one, same)
+    with pytest.raises(AssertionError):
+        assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(("axis", "step"), [(0, 1), (1, 1), (2, 3), (0, 2)])
+def test_a_sliding_leaf_slides_along_its_axis(axis: int, step: int) -> None:
+    """What next_obs shows is obs, moved by the step; what is new is at the end."""
+    steps = stream_of((4, 5, 6), LeafPlan(axis=axis, step=step)).ticks(20)
+    old = np.moveaxis(steps.obs, axis + 2, 0)[step:]
+    new = np.moveaxis(steps.next_obs, axis + 2, 0)
+    assert np.array_equal(old, new[:-step])
+    assert not np.array_equal(new[-step:], old[-step:])
+
+
+def test_without_mishaps_next_obs_is_the_next_obs() -> None:
+    """As in an environment that goes on and on."""
+    steps = stream_of((7,), LeafPlan()).ticks(20)
+    assert np.array_equal(steps.obs[1:], steps.next_obs[:-1])
+    assert not steps.terminated.any()
+    assert not steps.truncated.any()
+
+
+def test_an_episodes_end_is_flagged_and_followed_by_a_reset() -> None:
+    """Both kinds of ending come; after each, the next obs is another one."""
+    steps = stream_of((7,), LeafPlan(), Mishaps(ends=0.3)).ticks(100)
+    ended = (steps.terminated | steps.truncated)[:-1, 0]
+    differs = (steps.obs[1:] != steps.next_obs[:-1]).any(axis=(1, 2))
+    assert np.array_equal(ended, differs)
+    assert steps.terminated.any()
+    assert steps.truncated.any()
+    assert not (steps.terminated & steps.truncated).any()
+
+
+@pytest.mark.parametrize(
+    "mishaps",
+    [Mishaps(0.0, silent_resets=0.3), Mishaps(0.0, skipped_steps=0.3), Mishaps(0.0, foreign_next=0.3)],
+    ids=["silent resets", "skipped steps", "foreign next"],
+)
+def test_mishaps_break_the_stream_without_a_flag(mishaps: Mishaps) -> None:
+    """No flag tells of them: only the bytes do."""
+    steps = stream_of((7,), LeafPlan(), mishaps).ticks(100)
+    assert not (steps.terminated | steps.truncated).any()
+    broken = (steps.obs[1:] != steps.next_obs[:-1]).any(axis=(1, 2))
+    assert 10 < np.count_nonzero(broken) < 60
+
+
+@pytest.mark.parametrize(
+    ("padding", "kept"), [("zero", lambda obs: (obs[:-1] == 0).all()), ("first", lambda obs: (obs == obs[-1]).all())]
+)
+def test_a_reset_pads_as_the_plan_says(padding: Any, kept: Any) -> None:
+    """Zeros before the first frame, or the first frame repeated."""
+    assert kept(stream_of((4, 50), LeafPlan(axis=0, padding=padding)).tick().obs[0])
+
+
+def test_a_table_repeats_its_rows_and_a_constant_never_changes() -> None:
+    """Market days come again in every episode; a static screen stays."""
+    table = stream_of((30, 8), LeafPlan(axis=0, content="table", padding="fresh"), Mishaps(ends=0.1)).ticks(200).obs
+    assert len(np.unique(table.reshape(-1, 8), axis=0)) <= 40
+    constant = stream_of((30, 8), LeafPlan(content="constant")).ticks(50).obs
+    assert len(np.unique(constant.reshape(50, -1), axis=0)) == 1
+
+
+def test_a_wrapper_changes_its_mind_when_the_plan_says() -> None:
+    """Before, the stack is on one axis; from then on, on another."""
+    steps = stream_of((4, 9, 4), LeafPlan(axis=0, later=LeafPlan(axis=2), later_from=10)).ticks(20)
+    first = (steps.obs[:, 0, 1:] == steps.next_obs[:, 0, :-1]).all(axis=(1, 2, 3))
+    last = (steps.obs[:, 0, ..., 1:] == steps.next_obs[:, 0, ..., :-1]).all(axis=(1, 2, 3))
+    assert first.tolist() == [True] * 10 + [False] * 10
+    assert last.tolist() == [False] * 10 + [True] * 10
+
+
+@pytest.mark.parametrize("dtype", [dtype for dtype in DTYPES if dtype.kind == "f"], ids=str)
+def test_random_floats_have_payloads_and_negative_zeros(dtype: np.dtype[Any]) -> None:
+    """What a cast or an arithmetic copy would lose is in every batch of rows."""
+    rows = random_rows(Leaf("", (1000,), dtype), (1,), np.random.default_rng(0))[0]
+    assert np.count_nonzero((rows == 0) & np.signbit(rows)) > 20
+    assert np.count_nonzero(np.isnan(rows)) > 20
+    assert len(np.unique(rows.view(f"u{dtype.itemsize}"))) > 500
+
+
+def test_random_flags_are_flags() -> None:
+    """A boolean is one of two bytes."""
+    rows = random_rows(Leaf("", (1000,), np.dtype("?")), (2,), np.random.default_rng(0))
+    assert set(np.unique(rows.view(np.uint8))) == {0, 1}
+
+
+@given(space=any_space)
+def test_spaces_of_every_kind_are_drawn_and_can_be_taken_apart(space: spaces.Space[Any]) -> None:
+    """What the strategies draw is what a memory takes."""
+    assert Tree.of(space, "space").leaves
+
+
+@given(stream=streams())
+def test_a_drawn_stream_fits_its_own_spaces(stream: Stream) -> None:
+    """A tick of it is taken by a memory of its spaces."""
+    lanes = stream.num_envs
+    memory = ReplayMemory(stream.observation_space, stream.action_space, 3 * lanes, lanes, extras=stream.extras)
+    memory.add(**stream.tick().arguments())
+    assert len(memory) == lanes
+    assert "seed=" in repr(stream)
+
+
+REACHED = {
+    # shape, dtype, plan, mishaps, ticks: what the report has to say
+    "a window in segments": ((4, 36, 36), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
+    "a window that moved from a ring": ((4, 12, 12), LeafPlan(axis=0), QUIET, "window of 4 along axis 0"),
+    "slices in the log": ((500, 12), LeafPlan(axis=0, step=1), QUIET, "window of 500 along axis 0"),
+    "whole observations": ((36, 36, 4), LeafPlan(), QUIET, "whole observations"),
+    "a shared ring": ((7,), LeafPlan(), QUIET, "100.0 % of next observations shared"),
+    "a paired ring": ((7,), LeafPlan(), Mishaps(foreign_next=0.9), "next observations seldom shared"),
+    "a ring between the sizes": ((20, 20), LeafPlan(), QUIET, "100.0 % of next observations shared"),
+}
+
+
+@pytest.mark.parametrize(("shape", "plan", "mishaps", "finding"), REACHED.values(), ids=REACHED)
+def test_streams_reach_every_way_of_storing_a_field(
+    monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], plan: LeafPlan, mishaps: Mishaps, finding: str
+) -> None:
+    """A suite that never finds a window would prove nothing about windows."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(ring, "_UNSHARED_BEFORE_PAIRING", 4)
+    stream = stream_of(shape, plan, mishaps)
+    memory = ReplayMemory(stream.observation_space, stream.action_space, 200)
+    memory.extend(**stream.ticks(60).arguments())
+    assert finding in memory.report().fields[0].finding
+
+
+def test_hypothesis_is_needed_for_the_strategies_alone() -> None:
+    """Who only wants the oracle need not install it."""
+    program = "import sys, holdall.testing; print('hypothesis' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
