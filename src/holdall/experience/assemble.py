@@ -16,6 +16,7 @@ import numpy as np
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import Kernels
+from holdall.experience.native import address
 from holdall.experience.part import Places
 from holdall.experience.slices import Bytes
 from holdall.schema import Array, Leaf
@@ -23,6 +24,9 @@ from holdall.schema import Array, Leaf
 if TYPE_CHECKING:
     import torch
 
+ALIGNMENT_BYTES = 64
+"""Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another
+order, so that the last bits differ."""
 _POOLED_BYTES = 1 << 16
 """Arrays below this are cheap to allocate; above, fresh pages cost more than the copy."""
 _POOLED_ARRAYS = 4
@@ -39,9 +43,9 @@ class Staging:
         self._lock = threading.Lock()
 
     def take(self, nbytes: int) -> Bytes:
-        """Return `nbytes` bytes that nobody else can see."""
+        """Return `nbytes` bytes that nobody else can see, from an aligned address on."""
         if nbytes < _POOLED_BYTES:
-            return np.empty(nbytes, np.uint8)
+            return _aligned(np.empty(nbytes + ALIGNMENT_BYTES, np.uint8), nbytes)
         with self._lock:
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
@@ -49,11 +53,11 @@ class Staging:
             for position in range(len(blocks)):
                 # One reference by the list, one by the call: no view and no tensor is left.
                 if sys.getrefcount(blocks[position]) <= 2:
-                    return blocks[position].view()
-            block = np.empty(nbytes, np.uint8)
+                    return _aligned(blocks[position], nbytes)
+            block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
             if len(blocks) < _POOLED_ARRAYS:
                 blocks.append(block)
-            return block.view()
+            return _aligned(block, nbytes)
 
     @property
     def nbytes(self) -> int:
@@ -73,10 +77,20 @@ class ObservationAssembler:
     def assemble(self, places: Places, field: int, leaf: Leaf) -> tuple[Array, Array]:
         """Build both observations of one field for every place."""
         rows = len(places.segment)
-        both = self.staging.take(2 * rows * leaf.nbytes).reshape(2, rows, leaf.nbytes)
-        self._kernels.gather(places, field, both[0], both[1], self.crew)
-        shaped = both.view(leaf.dtype).reshape(2, rows, *leaf.shape)
-        return shaped[0], shaped[1]
+        nbytes = rows * leaf.nbytes
+        second = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        both = self.staging.take(second + nbytes)
+        obs, next_obs = both[:nbytes], both[second:]
+        as_rows = (rows, leaf.nbytes)
+        self._kernels.gather(places, field, obs.reshape(as_rows), next_obs.reshape(as_rows), self.crew)
+        shape = (rows, *leaf.shape)
+        return obs.view(leaf.dtype).reshape(shape), next_obs.view(leaf.dtype).reshape(shape)
+
+
+def _aligned(block: Bytes, nbytes: int) -> Bytes:
+    """View `nbytes` bytes of a block from its first aligned address on."""
+    start = -address(block) % ALIGNMENT_BYTES
+    return block[start : start + nbytes]
 
 
 class Delivery:

@@ -58,7 +58,7 @@ typedef struct {
     slice_block *block; /* NULL: slices lie in log order, in `direct` */
     uint8_t *direct;
     uint32_t *log;
-    uint8_t *last;     /* the newest observation of each lane */
+    uint8_t *last;     /* the newest observation of each lane, where its slices cannot be compared */
     uint8_t *last_raw; /* the same as it was handed in, if that was in another layout */
     uint8_t *packed;   /* room for two ticks: observations and next observations as they are stored */
     const struct layout *last_layout;
@@ -78,7 +78,7 @@ typedef struct {
 
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 
-EXPORT int64_t holdall_kernels_version(void) { return 2; }
+EXPORT int64_t holdall_kernels_version(void) { return 3; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;
@@ -200,6 +200,19 @@ static uint8_t *pack(uint8_t *to, const uint8_t *from, const layout *l, int64_t 
     return to + length * l->run_bytes;
 }
 
+/* Whether `obs` is the newest observation of its lane. */
+static int is_newest(const open_part *p, int64_t lane, const uint8_t *obs) {
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes;
+    if (p->steps == 0) return 0;
+    if (!p->block || p->outer > 1) return memcmp(obs, p->last + lane * obs_bytes, (size_t)obs_bytes) == 0;
+    for (int64_t w = 0; w < p->window; w++) {
+        const int64_t number = p->log[(p->end[lane] - p->window + w) * p->lanes + lane];
+        if (memcmp(obs + w * p->run_bytes, p->block->arena + number * p->run_bytes, (size_t)p->run_bytes) != 0)
+            return 0;
+    }
+    return 1;
+}
+
 /* Write one lane's observation and next observation; return the cursor to them. */
 static uint32_t append_lane(open_part *p, int64_t lane, int is_known, const uint8_t *obs, const uint8_t *next_obs) {
     if (!is_known) push(p, obs, lane, p->window);
@@ -224,8 +237,8 @@ EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *n
     if (l && (!p->packed || !p->last_raw)) return -1;
     /* Most often a tick's observations are the next observations of the tick before: then one
      * comparison of all lanes, as they were handed in, says so. */
-    const uint8_t *const before = l ? p->last_raw : p->last;
-    const int all_known = p->steps > 0 && p->last_layout == l && memcmp(obs, before, (size_t)tick_bytes) == 0;
+    const int all_known =
+        l && p->steps > 0 && p->last_layout == l && memcmp(obs, p->last_raw, (size_t)tick_bytes) == 0;
     const uint8_t *now = obs, *next = next_obs;
     if (l) {
         if (!all_known) pack(p->packed, obs, l, 0);
@@ -235,11 +248,11 @@ EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *n
     }
     for (int64_t lane = 0; lane < p->lanes; lane++) {
         const int64_t start = lane * obs_bytes;
-        const int is_known =
-            all_known || (p->steps > 0 && memcmp(now + start, p->last + start, (size_t)obs_bytes) == 0);
+        const int is_known = all_known || is_newest(p, lane, now + start);
         cursor[lane] = append_lane(p, lane, is_known, now + start, next + start);
     }
-    memcpy(p->last, next, (size_t)tick_bytes);
+    /* Slices in one piece are compared where they stand; for all else the newest tick is kept. */
+    if (l || !p->block || p->outer > 1) memcpy(p->last, next, (size_t)tick_bytes);
     if (l) memcpy(p->last_raw, next_obs, (size_t)tick_bytes);
     p->last_layout = l;
     p->steps += p->lanes;

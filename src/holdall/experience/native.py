@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.crew import Crew
 from holdall.experience.part import Cursors, OpenPart, Places
-from holdall.experience.slices import Bytes, SliceBlock
+from holdall.experience.slices import Bytes, SliceBlock, release_tail
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 2
+_VERSION = 3
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
 _MOST_DIMENSIONS = 8
@@ -147,6 +147,7 @@ class NativeBlock(SliceBlock):
         """Drop the index: nothing more will be added."""
         self.struct.capacity = self.struct.used
         self._index = ()
+        release_tail(self.arena, self.used_bytes)
 
 
 class NativePart(OpenPart):

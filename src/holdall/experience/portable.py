@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.crew import Crew
 from holdall.experience.part import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
-from holdall.experience.slices import Bytes, SliceBlock, as_bytes
+from holdall.experience.slices import Bytes, SliceBlock, as_bytes, release_tail
 from holdall.experience.window import Window
 from holdall.schema import Array
 
@@ -68,6 +68,7 @@ class PortableBlock(SliceBlock):
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
         self._number_by_hash = {}
+        release_tail(self.arena, self.used_bytes)
 
     def intern(self, slices: Bytes) -> NDArray[np.uint32]:
         """Number each row of `slices`, keeping those not seen before."""

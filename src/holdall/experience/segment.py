@@ -90,8 +90,19 @@ class Segments:
             if window != self._windows[field]:
                 self._apply(field, window, tick)
 
+    def append_one(self, tick: int, obs: Array, next_obs: Array) -> None:
+        """Write one tick where there is one field only."""
+        if self._sure_ticks == 0 or self._searches.under_way:
+            self.append(tick, [obs], [next_obs])
+            return
+        self._sure_ticks -= 1
+        self._append_field(0, tick, obs, next_obs)
+        self._open.ticks += 1
+
     def evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
+        if not self._closed or self._closed[0].first_tick + self._closed[0].ticks > tick:
+            return
         stale = 0
         for segment in self._closed:
             if segment.first_tick + segment.ticks > tick:

@@ -43,6 +43,21 @@ def reserve(nbytes: int) -> Bytes:
     return np.frombuffer(block, np.uint8)[:nbytes]
 
 
+def release_tail(array: Bytes, used_bytes: int) -> None:
+    """Give back the pages of a reserved array behind its first `used_bytes`, where that can be done.
+
+    A large page is taken whole when its first byte is written; this returns the rest of it.
+    """
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    start = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and start < len(owner):
+        owner.madvise(mmap.MADV_DONTNEED, start, len(owner) - start)
+
+
 def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
     """See an array with a leading lane axis as rows of bytes, copying only if it must."""
     contiguous: NDArray[Any] = np.ascontiguousarray(array)

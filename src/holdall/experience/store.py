@@ -274,7 +274,10 @@ class Store:
             self._segments.evict_before(tick + 1 - self._capacity_ticks)
 
     def _write_one_large(self, tick: int, obs: Array, next_obs: Array) -> None:
-        self._write_large(tick, [obs], [next_obs])
+        """Do the same where there is one large field only."""
+        self._segments.append_one(tick, obs, next_obs)
+        if tick >= self._capacity_ticks:
+            self._segments.evict_before(tick + 1 - self._capacity_ticks)
 
     def _mark_valid(self, slot: int, valid: Array | None) -> None:
         """Keep count of the lanes that made no transition."""
