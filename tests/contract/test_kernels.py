@@ -303,6 +303,87 @@ def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) ->
     assert_reads_back(written, ticks[-50:])
 
 
+# ---------------------------------------------------------------- layouts
+
+
+def in_order(array: NDArray[Any], axes: tuple[int, ...]) -> NDArray[Any]:
+    """Copy an array so that its memory runs through the axes in the given order."""
+    return np.ascontiguousarray(array.transpose(axes)).transpose(np.argsort(axes))
+
+
+def append_all(kernels: Kernels, window: Window, ticks: list[tuple[NDArray[Any], NDArray[Any]]]) -> Written:
+    """Write ticks as arrays of any dtype and layout."""
+    written = Written(kernels, window, [(rows_of(obs), rows_of(later)) for obs, later in ticks][:1])
+    written.part = kernels.new_part(
+        window, written.lanes, None if lies_direct(window) else kernels.new_block(window.slice_bytes, ROOMY), ROOMY
+    )
+    written.cursors = np.zeros((len(ticks), written.lanes), np.uint32)
+    for (obs, later), cursors in zip(ticks, written.cursors, strict=True):
+        written.part.append(obs, later, cursors)
+    return written
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("dtype", ["u1", "f4"])
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize(("shape", "axis"), [((4, 6, 5), 0), ((6, 5, 4), 2), ((3, 6, 5), 0), ((8, 9), 0)], ids=str)
+def test_ticks_in_any_layout_are_stored_alike(
+    kernels: Kernels, shape: tuple[int, ...], axis: int, lanes: int, dtype: str
+) -> None:
+    """However the axes lie in the caller's memory, tick by tick, cursors and bytes are the same."""
+    layout = Layout(shape, axis, dtype=dtype)
+    space = box(shape, dtype)
+    stream = Stream(space, spaces.Discrete(2), lanes, plans=[LeafPlan(axis=axis)], mishaps=MISHAPS["everything"])
+    steps = [stream.tick() for _ in range(60)]
+    plain = append_all(kernels, layout.window, [(step.obs, step.next_obs) for step in steps])
+    generator = np.random.default_rng(0)
+    orders = [tuple(generator.permutation(len(shape) + 1).tolist()) for _ in range(12)]
+    for same_for_both in (True, False):
+        ticks = []
+        for number, step in enumerate(steps):
+            first = orders[number // 4 % len(orders)]
+            second = first if same_for_both else orders[number % len(orders)]
+            ticks.append((in_order(step.obs, first), in_order(step.next_obs, second)))
+        written = append_all(kernels, layout.window, ticks)
+        assert written.cursors.tobytes() == plain.cursors.tobytes()
+        assert written.counts == plain.counts
+        assert_reads_back(written, [(rows_of(step.obs), rows_of(step.next_obs)) for step in steps])
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_images_with_interleaved_channels_are_parted_right(kernels: Kernels, lanes: int) -> None:
+    """Three channels pixel by pixel, as cameras give them: every number of pixels, and not a byte beyond."""
+    generator = np.random.default_rng(0)
+    for pixels in [*range(1, 70), 255, 256, 257]:
+        memory = generator.integers(0, 256, (2, lanes, pixels, 3), np.uint8)
+        obs, later = (np.moveaxis(tick, -1, 1) for tick in memory)
+        window = Window.whole(Leaf("", (3, pixels), np.dtype("u1")))
+        written = append_all(kernels, window, [(obs, later), (later, obs)])
+        assert_reads_back(written, [(rows_of(obs), rows_of(later)), (rows_of(later), rows_of(obs))])
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize(
+    "lay_out",
+    [
+        lambda array: np.repeat(array, 2, axis=2)[:, :, ::2],
+        lambda array: array[:, ::-1].copy()[:, ::-1],
+        lambda array: np.frombuffer(b"x" + array.tobytes(), array.dtype, offset=1).reshape(array.shape),
+        lambda array: np.broadcast_to(array[:, :1], array.shape),
+    ],
+    ids=["every second", "backwards", "not aligned", "broadcast"],
+)
+def test_arrays_that_do_not_fill_their_memory_are_stored_alike(kernels: Kernels, lay_out: Any) -> None:
+    """Strides of any kind, none and negative ones too, and arrays that cannot be written to."""
+    generator = np.random.default_rng(0)
+    window = Window.along(Leaf("", (4, 50), np.dtype("f4")), 0, 1)
+    values = generator.random((9, 2, 4, 50), np.float32)
+    ticks = [(lay_out(values[t]), lay_out(values[t + 1])) for t in range(8)]
+    written = append_all(kernels, window, ticks)
+    assert_reads_back(written, [(rows_of(obs), rows_of(later)) for obs, later in ticks])
+
+
 # ---------------------------------------------------------------- damage
 
 
