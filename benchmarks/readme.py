@@ -23,6 +23,16 @@ NAMES = {
     "vector16": "17 floats, 16 environments",
 }
 
+COLUMNS = (
+    "a transition takes",
+    "SB3",
+    "holdall",
+    "less by",
+    "`sample(256)`, of SB3's time",
+    "`add`, of SB3's time",
+    "wrong rows",
+)
+
 
 def row(result: dict[str, Any]) -> str:
     """Write one case as a row of the table."""
@@ -46,8 +56,8 @@ def main() -> None:
     """Rewrite the README's table."""
     results = [json.loads(line) for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines()]
     lines = [
-        "| a transition takes | SB3 | holdall | less by | `sample(256)`, of SB3's time | `add`, of SB3's time | wrong rows |",
-        "|---|---|---|---|---|---|---|",
+        "| " + " | ".join(COLUMNS) + " |",
+        "|---" * len(COLUMNS) + "|",
         *(row(result) for result in results),
     ]
     text = README.read_text(encoding="utf-8")
