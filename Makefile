@@ -6,7 +6,7 @@ SHELL := /bin/sh
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
-KERNELS := $(wildcard src/holdall/experience/*.c)
+KERNELS := $(wildcard src/holdall/experience/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH

@@ -1,6 +1,6 @@
 """Build hook: compile the C loops into a shared library beside the Python code.
 
-In:  src/holdall/experience/kernels.c and whatever C compiler the machine has.
+In:  the C files in src/holdall/experience and whatever C compiler the machine has.
 Out: _kernels.so (.dylib, .dll) and a wheel tagged for this platform; without a compiler, a warning and a pure wheel.
 The library does not touch Python's C API, so one build serves every Python version.
 """
@@ -21,9 +21,10 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-SOURCE = Path("src/holdall/experience/kernels.c")
+FOLDER = Path("src/holdall/experience")
+SOURCES = [FOLDER / "kernels.c", FOLDER / "codec.c"]
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
-LIBRARY = SOURCE.with_name(f"_kernels{SUFFIX}")
+LIBRARY = FOLDER / f"_kernels{SUFFIX}"
 FLAGS = ["-O3", "-std=c11", "-shared"]
 if sys.platform != "win32":
     FLAGS.append("-fPIC")  # Windows code is always position independent, and some compilers refuse the flag there
@@ -34,14 +35,14 @@ PROBE = "#include <stdint.h>\n#include <string.h>\nuint8_t probe(uint8_t *p) { m
 ZIG_MACHINES = {"x86_64", "amd64", "aarch64", "arm64"}
 
 
-def compile_shared(command: list[str], source: Path, library: Path) -> str | None:
-    """Compile `source` to `library`; return what went wrong, or None."""
+def compile_shared(command: list[str], sources: list[Path], library: Path) -> str | None:
+    """Compile `sources` to `library`; return what went wrong, or None."""
     library.parent.mkdir(parents=True, exist_ok=True)
     # Renamed into place: a process that has the old library mapped keeps it whole.
     scratch = library.with_name(f"{library.stem}.{os.getpid()}{library.suffix}")
     try:
         done = subprocess.run(
-            [*command, *FLAGS, str(source), "-o", str(scratch)], capture_output=True, text=True, check=False
+            [*command, *FLAGS, *map(str, sources), "-o", str(scratch)], capture_output=True, text=True, check=False
         )
         if done.returncode == 0:
             scratch.replace(library)
@@ -59,7 +60,7 @@ def compiler_works(command: list[str]) -> bool:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch, "probe.c")
         source.write_text(PROBE)
-        return compile_shared(command, source, Path(scratch, f"probe{SUFFIX}")) is None
+        return compile_shared(command, [source], Path(scratch, f"probe{SUFFIX}")) is None
 
 
 def system_compiler() -> list[str] | None:
@@ -106,13 +107,16 @@ class KernelBuildHook(BuildHookInterface[Any]):
         Path(self.root, LIBRARY).unlink(missing_ok=True)
 
     def _wants_kernels(self) -> bool:
-        return Path(self.root, SOURCE).exists() and os.environ.get("HOLDALL_BUILD_PORTABLE", "0") in {"", "0"}
+        return all(Path(self.root, source).exists() for source in SOURCES) and os.environ.get(
+            "HOLDALL_BUILD_PORTABLE", "0"
+        ) in {"", "0"}
 
     def _compile(self) -> str | None:
         command = system_compiler() or zig_compiler()
         if command is None:
             return "no C compiler: tried $CC, cc, gcc, clang and the package ziglang"
-        return compile_shared(command, Path(self.root, SOURCE), Path(self.root, LIBRARY))
+        sources = [Path(self.root, source) for source in SOURCES]
+        return compile_shared(command, sources, Path(self.root, LIBRARY))
 
 
 def platform_tag() -> str:

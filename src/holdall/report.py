@@ -38,6 +38,8 @@ class MemoryReport:
     fields: tuple[FieldReport, ...]
     staging_bytes: int  # memory of batches, kept for the next ones
     segments: int
+    backlog: int = 0  # blocks that wait to be compressed, or are being
+    failure: str = ""  # what went wrong when a block was compressed; it then stays raw
 
     @property
     def total_bytes(self) -> int:
@@ -81,4 +83,8 @@ class MemoryReport:
             f"  of {format_bytes(self.plain_bytes):>10} plain  "
             f"{self.transitions} transitions, {self.ratio:.1f} times smaller"
         )
+        if self.backlog:
+            lines.append(f"{self.backlog} blocks wait to be compressed")
+        if self.failure:
+            lines.append(f"compression failed last with {self.failure}; what it concerns stays raw")
         return "\n".join(lines)

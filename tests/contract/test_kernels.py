@@ -14,11 +14,11 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, DamageError
 from holdall.experience import native
+from holdall.experience.arena import Bytes, reserve
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import Kernels, chosen_kernels
 from holdall.experience.part import RECORD_FIELDS, ClosedPart, OpenPart, Places, lies_direct
 from holdall.experience.portable import PortableKernels
-from holdall.experience.slices import Bytes
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 from holdall.testing import LeafPlan, Mishaps, Stream
@@ -98,7 +98,7 @@ class Written:
         self.kernels = kernels
         self.lanes = len(ticks[0][0])
         if block is None and not lies_direct(window):
-            block = kernels.new_block(window.slice_bytes, ROOMY)
+            block = kernels.new_block(window.slice_bytes, reserve(ROOMY))
         self.part = kernels.new_part(window, self.lanes, block, ROOMY)
         self.cursors = np.zeros((len(ticks), self.lanes), np.uint32)
         for tick, (obs, next_obs) in enumerate(ticks):
@@ -114,7 +114,7 @@ class Written:
             cursors=[self.cursors.reshape(-1).copy()],
             lane=lane,
             lanes=self.lanes,
-            held=(part.log, part.slices),
+            held=(part.held,),
         )
 
     def read(self, places: Places | None = None, crew: Crew | None = None) -> tuple[Bytes, Bytes]:
@@ -221,7 +221,7 @@ def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layo
         cursors=[everywhere[chosen]],
         lane=(chosen % 3).astype(np.int32),
         lanes=3,
-        held=(closed, newer.part),
+        held=(closed.held, newer.part.held),
     )
     obs, next_obs = newer.read(places)
     assert obs.tobytes() == np.concatenate([obs for obs, _ in ticks])[chosen].tobytes()
@@ -315,7 +315,10 @@ def append_all(kernels: Kernels, window: Window, ticks: list[tuple[NDArray[Any],
     """Write ticks as arrays of any dtype and layout."""
     written = Written(kernels, window, [(rows_of(obs), rows_of(later)) for obs, later in ticks][:1])
     written.part = kernels.new_part(
-        window, written.lanes, None if lies_direct(window) else kernels.new_block(window.slice_bytes, ROOMY), ROOMY
+        window,
+        written.lanes,
+        None if lies_direct(window) else kernels.new_block(window.slice_bytes, reserve(ROOMY)),
+        ROOMY,
     )
     written.cursors = np.zeros((len(ticks), written.lanes), np.uint32)
     for (obs, later), cursors in zip(ticks, written.cursors, strict=True):
@@ -460,7 +463,7 @@ def test_a_full_part_refuses_a_tick_and_stays_as_it_was(kernels: Kernels, layout
     window = layout.window
     ticks = ticks_of(layout, 2, 60, 0, MISHAPS["nothing shared"], LeafPlan(padding="fresh"))
     room = 20 * 2 * 2 * layout.leaf.nbytes
-    block = None if lies_direct(window) else kernels.new_block(window.slice_bytes, room)
+    block = None if lies_direct(window) else kernels.new_block(window.slice_bytes, reserve(room))
     part = kernels.new_part(window, 2, block, room)
     cursors = np.zeros((60, 2), np.uint32)
     taken = 0

@@ -23,9 +23,10 @@ def hatch_build() -> ModuleType:
 
 @pytest.fixture
 def hook(hatch_build: ModuleType, tmp_path: Path) -> Any:
-    source = tmp_path / hatch_build.SOURCE
-    source.parent.mkdir(parents=True)
-    source.write_text("int answer(void) { return 42; }\n")
+    for number, source in enumerate(hatch_build.SOURCES):
+        path = tmp_path / source
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"int answer_{number}(void) {{ return {number}; }}\n")
     return hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
 
 
@@ -38,7 +39,9 @@ def test_the_c_loops_compile_without_a_warning(hatch_build: ModuleType, tmp_path
     if compiler is None:
         pytest.skip("needs a C compiler, and this machine has none")
     strict = [*compiler, "-Wall", "-Wextra", "-Werror", "-pedantic"]
-    problem = hatch_build.compile_shared(strict, ROOT / hatch_build.SOURCE, tmp_path / "strict.so")
+    problem = hatch_build.compile_shared(
+        strict, [ROOT / source for source in hatch_build.SOURCES], tmp_path / "strict.so"
+    )
     assert problem is None
 
 
@@ -48,11 +51,13 @@ def test_the_library_is_built_and_shipped_for_this_platform(hatch_build: ModuleT
     build = empty_build()
     hook.initialize("standard", build)
     library = Path(hook.root, hatch_build.LIBRARY)
-    assert ctypes.CDLL(str(library)).answer() == 42
+    built = ctypes.CDLL(str(library))
+    assert [built[f"answer_{number}"]() for number in range(len(hatch_build.SOURCES))] == [0, 1]
     assert build["artifacts"] == [hatch_build.LIBRARY.as_posix()]
     assert build["pure_python"] is False
     assert build["tag"].startswith("py3-none-")
-    assert sorted(library.parent.iterdir()) == sorted([library, library.with_name("kernels.c")])
+    sources = [Path(hook.root, source) for source in hatch_build.SOURCES]
+    assert sorted(library.parent.iterdir()) == sorted([library, *sources])
     assert hook.dependencies() == []
 
 
@@ -83,7 +88,7 @@ def test_without_any_compiler_the_wheel_is_pure_and_says_so(
 def test_a_source_that_does_not_compile_is_a_warning(
     hatch_build: ModuleType, hook: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path(hook.root, hatch_build.SOURCE).write_text("not C")
+    Path(hook.root, hatch_build.SOURCES[0]).write_text("not C")
     build = empty_build()
     hook.initialize("standard", build)
     assert build == empty_build()

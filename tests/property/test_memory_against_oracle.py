@@ -40,6 +40,8 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         replayed_ticks=st.sampled_from([4, 64]),
         unshared_before_pairing=st.sampled_from([4, 1024]),
         ticks_before=st.sampled_from([0, 8, 20, 50, 100]),
+        budget=st.sampled_from(["auto", None]),
+        prefer=st.sampled_from(["speed", "balanced", "memory"]),
         seed=seeds,
     )
     def begin(
@@ -53,6 +55,8 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         replayed_ticks: int,
         unshared_before_pairing: int,
         ticks_before: int,
+        budget: str | None,
+        prefer: str,
         seed: int,
     ) -> None:
         # Small limits make segments roll, blocks go on and rings pair within a few ticks.
@@ -66,7 +70,14 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         lanes = stream.num_envs
         capacity = capacity_ticks * lanes + remainder % lanes
         self.memory = ReplayMemory(
-            stream.observation_space, stream.action_space, capacity, lanes, seed=seed, extras=stream.extras
+            stream.observation_space,
+            stream.action_space,
+            capacity,
+            lanes,
+            budget=budget,
+            prefer=prefer,
+            seed=seed,
+            extras=stream.extras,
         )
         self.oracle = OracleMemory(capacity, lanes)
         self.kept: list[tuple[Batch, Batch]] = []
@@ -171,6 +182,10 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         assert min(map(min, kinds)) >= 0
         assert report.total_bytes == sum(sum(kind[:3]) for kind in kinds)
         assert " -" not in str(report), "no share of anything is negative"
+
+    @rule()
+    def let_sealing_finish(self) -> None:
+        self.memory.drain()
 
     @rule()
     def pickle_and_go_on(self) -> None:

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.experience.arena import Bytes, address
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import Kernels
-from holdall.experience.native import address
 from holdall.experience.part import Places
-from holdall.experience.slices import Bytes
 from holdall.schema import Array, Leaf
 
 if TYPE_CHECKING:

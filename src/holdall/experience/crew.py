@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 
+from holdall.errors import ArgumentError
+
 _BYTES_PER_HAND = 1 << 20
 """A thread is woken only for at least this much to move; waking it costs some 50 us."""
 _PIECE_BYTES = 1 << 18
@@ -71,6 +73,11 @@ class Crew:
 
 
 def _usable_cores() -> int:
+    wish = os.environ.get("HOLDALL_THREADS", "")
+    if wish:
+        if not wish.isdecimal() or int(wish) < 1:
+            raise ArgumentError(f"HOLDALL_THREADS ({wish}) must be a whole number of at least 1; correct or unset it")
+        return int(wish)
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

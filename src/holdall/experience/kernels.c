@@ -5,6 +5,8 @@
  * log or a table is checked before it is used; a bad one ends the call with the
  * number of the row that held it, and nothing outside the given blocks is read.
  */
+#include "codec.h"
+
 #include <stdint.h>
 #include <string.h>
 
@@ -30,6 +32,7 @@ typedef struct {
     int64_t run_bytes;   /* bytes of a run, contiguous in slice and observation */
     int64_t window;      /* slices of an observation */
     int64_t shift;       /* slices by which a shifted next observation starts later */
+    int64_t sealed;      /* address of a sealed_block that holds the slices instead, or 0 */
 } part;
 
 /* A block of unique slices and the open-addressing table that finds them by their bytes;
@@ -78,7 +81,7 @@ typedef struct {
 
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 
-EXPORT int64_t holdall_kernels_version(void) { return 3; }
+EXPORT int64_t holdall_kernels_version(void) { return 4; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;
@@ -259,49 +262,111 @@ EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *n
     return 0;
 }
 
+/* The slice number at `position` of a lane's log; -1 if it is none of the part's. */
+static int64_t number_at(const part *p, int64_t position, int64_t lane, int64_t lanes) {
+    const int64_t entry = position * lanes + lane;
+    int64_t number = entry;
+    if (p->log_width == 2) number = ((const uint16_t *)(intptr_t)p->log)[entry];
+    else if (p->log_width == 4) number = ((const uint32_t *)(intptr_t)p->log)[entry];
+    return number < p->slice_count ? number : -1;
+}
+
+/* Put slice `w` of an observation where it belongs. */
+static void place(const part *p, const uint8_t *slice, int64_t w, uint8_t *out) {
+    const int64_t stretch = p->window * p->run_bytes;
+    out += w * p->run_bytes;
+    if (p->run_bytes == 1)
+        for (int64_t o = 0; o < p->outer; o++) out[o * stretch] = slice[o];
+    else
+        for (int64_t o = 0; o < p->outer; o++)
+            memcpy(out + o * stretch, slice + o * p->run_bytes, (size_t)p->run_bytes);
+}
+
 /* Copy the observation that starts at `position` of a lane's log; 0 if an index is off. */
 static int copy_window(const part *p, int64_t position, int64_t lane, int64_t lanes, uint8_t *out) {
     if (position < 0 || position + p->window > p->log_rows) return 0;
-    const int64_t slice_bytes = p->outer * p->run_bytes;
     const uint8_t *const slices = (const uint8_t *)(intptr_t)p->slices;
     for (int64_t w = 0; w < p->window; w++) {
-        const int64_t entry = (position + w) * lanes + lane;
-        int64_t number = entry;
-        if (p->log != 0) {
-            if (p->log_width == 2) number = ((const uint16_t *)(intptr_t)p->log)[entry];
-            else number = ((const uint32_t *)(intptr_t)p->log)[entry];
-        }
-        if (number >= p->slice_count) return 0;
-        const uint8_t *from = slices + number * slice_bytes;
+        const int64_t number = number_at(p, position + w, lane, lanes);
+        if (number < 0) return 0;
+        place(p, slices + number * p->outer * p->run_bytes, w, out);
+    }
+    return 1;
+}
+
+/* Where slices that were decoded for this batch stand already, by this thread; mirrored by
+ * _Reuse in native.py. A place is overwritten by whoever comes next: a miss only costs time. */
+typedef struct {
+    uint64_t batch; /* entries of other batches are void */
+    int64_t places; /* a power of two */
+    struct reuse_entry {
+        uint64_t batch;
+        int64_t sealed, number;
+        const uint8_t *slice;
+    } *entries;
+} reuse;
+
+/* Bring one slice of a sealed block to `out`, from where it stands already if it does. */
+static int fetch(const decoder *d, reuse *known, const part *p, int64_t number, uint8_t *out) {
+    const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
+    const uint64_t hash = ((uint64_t)number ^ ((uint64_t)p->sealed >> 4)) * UINT64_C(0x9E3779B97F4A7C15);
+    struct reuse_entry *const entry = &known->entries[(hash >> 32) & (uint64_t)(known->places - 1)];
+    if (entry->batch == known->batch && entry->sealed == p->sealed && entry->number == number) {
+        memcpy(out, entry->slice, (size_t)block->form.slice_bytes);
+        return 1;
+    }
+    if (!decode_slice(d, block, number, out)) return 0;
+    *entry = (struct reuse_entry){known->batch, p->sealed, number, out};
+    return 1;
+}
+
+/* Decode an observation and the next one. What the two share is decoded once. */
+static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t start, int whole, int64_t lane,
+                          int64_t lanes, uint8_t *obs, uint8_t *next_obs) {
+    const int64_t slice_bytes = p->outer * p->run_bytes;
+    const int64_t step = whole ? p->window : p->shift;
+    if (((const sealed_block *)(intptr_t)p->sealed)->form.slice_bytes != slice_bytes) return 0;
+    if (start < 0 || start + step + p->window > p->log_rows) return 0;
+    for (int64_t w = 0; w < step + p->window; w++) {
+        const int64_t number = number_at(p, start + w, lane, lanes);
+        if (number < 0) return 0;
+        const int in_obs = w < p->window, in_next = w >= step;
         if (p->outer == 1) {
-            memcpy(out + w * p->run_bytes, from, (size_t)p->run_bytes);
-        } else if (p->run_bytes == 1) {
-            for (int64_t o = 0; o < p->outer; o++) out[o * p->window + w] = from[o];
+            uint8_t *const to = in_obs ? obs + w * slice_bytes : next_obs + (w - step) * slice_bytes;
+            if (!fetch(d, known, p, number, to)) return 0;
+            if (in_obs && in_next) memcpy(next_obs + (w - step) * slice_bytes, to, (size_t)slice_bytes);
         } else {
-            const int64_t stride = p->window * p->run_bytes;
-            for (int64_t o = 0; o < p->outer; o++)
-                memcpy(out + o * stride + w * p->run_bytes, from + o * p->run_bytes,
-                       (size_t)p->run_bytes);
+            uint8_t *const slice = d->scratch + 2 * coded_bytes(&((const sealed_block *)(intptr_t)p->sealed)->form);
+            if (d->scratch_bytes < slice - d->scratch + slice_bytes) return 0;
+            if (!decode_slice(d, (const sealed_block *)(intptr_t)p->sealed, number, slice)) return 0;
+            if (in_obs) place(p, slice, w, obs);
+            if (in_next) place(p, slice, w - step, next_obs);
         }
     }
     return 1;
 }
 
 /* Rows [from, to) of a batch: observation and next observation of one field.
- * Returns -1, or the first row whose place is not inside its segment. */
+ * Returns -1, or the first row whose place is not inside its segment or cannot be decoded. */
 EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment,
                               const uint32_t *cursor, const int32_t *lane, int64_t lanes,
                               int64_t from, int64_t to, int64_t obs_bytes, uint8_t *obs,
-                              uint8_t *next_obs) {
+                              uint8_t *next_obs, const decoder *d, reuse *known) {
     for (int64_t i = from; i < to; i++) {
         if (segment[i] < 0 || segment[i] >= part_count) return i;
         if (lane[i] < 0 || lane[i] >= lanes) return i;
         const part *const p = &parts[segment[i]];
-        const int64_t start = (int64_t)(cursor[i] & ~NEXT_IS_WHOLE);
-        const int64_t next = start + (cursor[i] & NEXT_IS_WHOLE ? p->window : p->shift);
         if (p->outer * p->run_bytes * p->window != obs_bytes) return i;
-        if (!copy_window(p, start, lane[i], lanes, obs + i * obs_bytes)) return i;
-        if (!copy_window(p, next, lane[i], lanes, next_obs + i * obs_bytes)) return i;
+        const int64_t start = (int64_t)(cursor[i] & ~NEXT_IS_WHOLE);
+        const int whole = (cursor[i] & NEXT_IS_WHOLE) != 0;
+        uint8_t *const now = obs + i * obs_bytes, *const after = next_obs + i * obs_bytes;
+        if (p->sealed != 0) {
+            if (!d || !known) return i;
+            if (!decode_windows(d, known, p, start, whole, lane[i], lanes, now, after)) return i;
+            continue;
+        }
+        if (!copy_window(p, start, lane[i], lanes, now)) return i;
+        if (!copy_window(p, start + (whole ? p->window : p->shift), lane[i], lanes, after)) return i;
     }
     return -1;
 }

@@ -9,11 +9,13 @@ import os
 from typing import Protocol
 
 from holdall.errors import ArgumentError
+from holdall.experience.arena import Bytes
 from holdall.experience.crew import Crew
 from holdall.experience.native import native_kernels
 from holdall.experience.part import OpenPart, Places
 from holdall.experience.portable import PortableKernels
-from holdall.experience.slices import Bytes, SliceBlock
+from holdall.experience.portable_codec import Coder
+from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 
 
@@ -21,9 +23,10 @@ class Kernels(Protocol):
     """Batches in, batches out; the caller never handles a row alone."""
 
     name: str
+    coder: Coder
 
-    def new_block(self, slice_bytes: int, arena_bytes: int) -> SliceBlock:
-        """Make an empty block of unique slices."""
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block of unique slices in `arena`."""
 
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""

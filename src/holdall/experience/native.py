@@ -15,15 +15,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
+from holdall.experience.arena import Bytes, address, release_tail
 from holdall.experience.crew import Crew
-from holdall.experience.part import Cursors, OpenPart, Places
-from holdall.experience.slices import Bytes, SliceBlock, release_tail
+from holdall.experience.libraries import system_libraries
+from holdall.experience.native_codec import NativeCoder
+from holdall.experience.part import RECORD_FIELDS, Cursors, OpenPart, Places
+from holdall.experience.portable import PortableKernels
+from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 3
+_VERSION = 4
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
+_SEALED = RECORD_FIELDS.index("sealed")
 _MOST_DIMENSIONS = 8
 _MOST_LAYOUTS = 8
 """Layouts that a part remembers; a caller has one or two."""
@@ -86,13 +92,15 @@ class NativeKernels:
         self.append_tick.restype = number
         self._gather = library.holdall_gather
         self._gather.argtypes = [
-            pointer, number, pointer, pointer, pointer, *[number] * 4, pointer, pointer,
+            pointer, number, pointer, pointer, pointer, *[number] * 4, *[pointer] * 4,
         ]  # fmt: skip
         self._gather.restype = number
+        libraries = system_libraries()
+        self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
 
-    def new_block(self, slice_bytes: int, arena_bytes: int) -> SliceBlock:
-        """Make an empty block."""
-        return NativeBlock(slice_bytes, arena_bytes)
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block in `arena`."""
+        return NativeBlock(slice_bytes, arena)
 
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
@@ -101,18 +109,28 @@ class NativeKernels:
     def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
         records = places.records[field]
+        coder = self.coder
+        if not isinstance(coder, NativeCoder) and records[:, _SEALED].any():
+            PortableKernels().gather(places, field, obs, next_obs, crew)
+            return
         before = (
             address(records), len(records), address(places.segment),
             address(places.cursors[field]), address(places.lane), places.lanes,
         )  # fmt: skip
         after = (obs.shape[1], address(obs), address(next_obs))
+        # Two coded slices and a decoded one: an observation is at least as large as its slices.
+        scratch_bytes = 3 * obs.shape[1]
+        batch = coder.next_batch() if isinstance(coder, NativeCoder) else 0
 
         def fill(first: int, end: int) -> None:
-            failed = self._gather(*before, first, end, *after)
+            reading = (0, 0)
+            if isinstance(coder, NativeCoder):
+                reading = coder.reading(scratch_bytes, batch)
+            failed = self._gather(*before, first, end, *after, *reading)
             if failed >= 0:
                 raise DamageError(
-                    f"row {failed} of the batch points outside its segment; nothing of the batch "
-                    "is returned. Load the last checkpoint, and report this"
+                    f"row {failed} of the batch points outside its segment, or its bytes are "
+                    "damaged; nothing of the batch is returned. Load the last checkpoint, and report this"
                 )
 
         crew.share(fill, len(places.segment), 2 * obs.size)
@@ -121,8 +139,8 @@ class NativeKernels:
 class NativeBlock(SliceBlock):
     """Unique slices behind an open-addressing table."""
 
-    def __init__(self, slice_bytes: int, arena_bytes: int) -> None:
-        super().__init__(slice_bytes, arena_bytes)
+    def __init__(self, slice_bytes: int, arena: Bytes) -> None:
+        super().__init__(slice_bytes, arena)
         slots = 1 << max(4, (2 * self.capacity).bit_length())
         self._index: tuple[NDArray[Any], ...] = (
             np.empty(self.capacity, np.uint64),
@@ -269,16 +287,6 @@ class _DenseLayout:
         numbers = ctypes.c_int64 * _MOST_DIMENSIONS
         self._struct = _Layout(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
         self.address = ctypes.addressof(self._struct)
-
-
-def address(array: NDArray[Any]) -> int:
-    """Return where a contiguous array's first byte lies; the caller keeps the array alive."""
-    try:
-        # A third of the cost of array.ctypes.
-        buffer: Any = array
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
-    except (TypeError, ValueError):  # read-only or empty
-        return int(array.ctypes.data)
 
 
 @functools.cache

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.experience.slices import Bytes, SliceBlock, reserve
+from holdall.experience.arena import reserve
+from holdall.experience.slices import KeptBlock, SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
@@ -28,6 +28,7 @@ NEXT_IS_WHOLE = np.uint32(1 << 31)
 
 RECORD_FIELDS = (
     "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
+    "sealed",
 )  # fmt: skip
 """Columns of a table of records, in the order of `part` in kernels.c."""
 
@@ -132,18 +133,23 @@ class OpenPart(ABC):
     def closed(self) -> ClosedPart:
         """Return the part as it stands, with a log as narrow as its numbers."""
         rows = self.longest
-        log: Log | None = None
-        count = rows * self.lanes
-        if self.log is not None and self.block is not None:
-            count = self.block.used
-            used = self.log[:rows]
-            log = used.astype(np.uint16) if count <= 1 << 16 else used.copy()
-        return ClosedPart(self.window, log, rows, self.slices, count, self.steps, self.new_slices)
+        if self.log is None or self.block is None:
+            used = rows * self.lanes
+            block = self.block or KeptBlock(self.window.slice_bytes, used, self.slices)
+            return ClosedPart(self.window, None, rows, block, used, self.steps, self.new_slices)
+        count = self.block.used
+        log = self.log[:rows].astype(np.uint16) if count <= 1 << 16 else self.log[:rows].copy()
+        return ClosedPart(self.window, log, rows, self.block, count, self.steps, self.new_slices)
 
     def record(self) -> list[int]:
         """Describe the part to the kernels by the bounds of its memory, which rarely change."""
         count = self.slices.size // self.window.slice_bytes
-        return _record(self.window, self.log, self.log_rows, self.slices, count)
+        return _record(self.window, self.log, self.log_rows, self.slices.ctypes.data, count, 0)
+
+    @property
+    def held(self) -> tuple[object, ...]:
+        """Return what the record points into."""
+        return (self.log, self.slices)
 
     @property
     def log_bytes(self) -> int:
@@ -176,15 +182,15 @@ class ClosedPart:
     window: Window
     log: Log | None
     log_rows: int
-    slices: Bytes
-    slice_count: int
+    block: SliceBlock
+    slice_count: int  # slices that stood in the block when the part was closed
     steps: int
     new_slices: int  # slices that this part brought to its block
 
     @property
-    def used_bytes(self) -> int:
-        """Bytes of slices in the part's block when it was closed."""
-        return self.slice_count * self.window.slice_bytes
+    def held(self) -> tuple[object, ...]:
+        """Return what the record points into."""
+        return (self.log, self.block.held)
 
     @property
     def log_bytes(self) -> int:
@@ -193,14 +199,16 @@ class ClosedPart:
 
     def record(self) -> list[int]:
         """Describe the part to the kernels."""
-        return _record(self.window, self.log, self.log_rows, self.slices, self.slice_count)
+        sealed = 0 if self.block.sealed is None else self.block.sealed.address
+        start = self.block.arena.ctypes.data
+        return _record(self.window, self.log, self.log_rows, start, self.slice_count, sealed)
 
 
-def _record(window: Window, log: Log | None, log_rows: int, slices: Bytes, slice_count: int) -> list[int]:
+def _record(window: Window, log: Log | None, log_rows: int, slices: int, slice_count: int, sealed: int) -> list[int]:
     start, width = (0, 0) if log is None else (log.ctypes.data, log.itemsize)
     return [
-        start, log_rows, width, slices.ctypes.data, slice_count,
-        window.outer, window.run_bytes, window.count, window.shift,
+        start, log_rows, width, slices, slice_count,
+        window.outer, window.run_bytes, window.count, window.shift, sealed,
     ]  # fmt: skip
 
 
@@ -213,4 +221,4 @@ class Places:
     cursors: list[Cursors]  # per field: (batch,)
     lane: NDArray[np.int32]  # (batch,)
     lanes: int
-    held: tuple[Any, ...]  # what the addresses in `records` point into
+    held: tuple[tuple[object, ...], ...]  # per part: what the addresses in `records` point into

@@ -12,9 +12,12 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
+from holdall.experience.arena import Bytes, as_bytes, release_tail
 from holdall.experience.crew import Crew
 from holdall.experience.part import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
-from holdall.experience.slices import Bytes, SliceBlock, as_bytes, release_tail
+from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.sealed import SealedSlices
+from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
@@ -24,9 +27,12 @@ class PortableKernels:
 
     name = "portable"
 
-    def new_block(self, slice_bytes: int, arena_bytes: int) -> SliceBlock:
-        """Make an empty block."""
-        return PortableBlock(slice_bytes, arena_bytes)
+    def __init__(self) -> None:
+        self.coder: Coder = PortableCoder()
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block in `arena`."""
+        return PortableBlock(slice_bytes, arena)
 
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
@@ -35,6 +41,9 @@ class PortableKernels:
     def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, _crew: Crew) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
         cursors = places.cursors[field]
+        sealed = {
+            content.address: content for held in places.held for content in held if isinstance(content, SealedSlices)
+        }
         for number in np.unique(places.segment).tolist():
             rows = np.flatnonzero(places.segment == number)
             if not 0 <= number < len(places.records[field]):
@@ -47,16 +56,17 @@ class PortableKernels:
             start = (cursors[rows] & ~NEXT_IS_WHOLE).astype(np.int64)
             whole = (cursors[rows] & NEXT_IS_WHOLE) != 0
             after = start + np.where(whole, record["window"], record["shift"])
-            obs[rows] = _windows(record, start, lane, places.lanes, rows)
-            next_obs[rows] = _windows(record, after, lane, places.lanes, rows)
+            content = sealed.get(record["sealed"])
+            obs[rows] = _windows(record, start, lane, places.lanes, rows, content)
+            next_obs[rows] = _windows(record, after, lane, places.lanes, rows, content)
 
 
 class PortableBlock(SliceBlock):
     """Unique slices behind a dict from hash to number; a hit is compared byte for byte."""
 
-    def __init__(self, slice_bytes: int, arena_bytes: int) -> None:
-        super().__init__(slice_bytes, arena_bytes)
-        self._slices = self.arena.reshape(self.capacity, slice_bytes)
+    def __init__(self, slice_bytes: int, arena: Bytes) -> None:
+        super().__init__(slice_bytes, arena)
+        self._slices = arena[: self.capacity * slice_bytes].reshape(self.capacity, slice_bytes)
         self._number_by_hash: dict[int, int] = {}
         self._used = 0
 
@@ -68,6 +78,7 @@ class PortableBlock(SliceBlock):
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
         self._number_by_hash = {}
+        self._slices = self._slices[:0].copy()  # a view would keep the arena from being freed
         release_tail(self.arena, self.used_bytes)
 
     def intern(self, slices: Bytes) -> NDArray[np.uint32]:
@@ -162,6 +173,7 @@ def _windows(
     lane: NDArray[np.int32],
     lanes: int,
     rows: NDArray[np.int64],
+    sealed: SealedSlices | None,
 ) -> Bytes:
     """Copy the observations that begin at `start` of their lanes' logs."""
     if start.min() < 0 or start.max() + record["window"] > record["log_rows"]:
@@ -174,7 +186,13 @@ def _windows(
     if number.max() >= record["slice_count"]:
         raise _outside(rows)
     outer, run_bytes = record["outer"], record["run_bytes"]
-    slices = _memory(record["slices"], record["slice_count"] * outer * run_bytes)
+    if sealed is None:
+        slices = _memory(record["slices"], record["slice_count"] * outer * run_bytes)
+    else:
+        wanted, number = np.unique(number, return_inverse=True)
+        slices = np.empty((len(wanted), outer * run_bytes), np.uint8)
+        PortableCoder().decode(sealed, wanted, slices)
+        number = number.reshape(entry.shape)
     cut = slices.reshape(-1, outer, run_bytes)[number]  # (rows, window, outer, run_bytes)
     return np.asarray(cut.transpose(0, 2, 1, 3).reshape(len(start), -1), np.uint8)
 

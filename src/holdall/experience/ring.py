@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.experience.slices import as_bytes, reserve
+from holdall.experience.arena import as_bytes, reserve
 from holdall.schema import Array, Leaf
 
 _UNSHARED_BEFORE_PAIRING = 1024

@@ -7,12 +7,13 @@ Invariant: a tick is in exactly one segment, and a segment stays until its last 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.experience.arena import ArenaPool, Bytes, as_bytes, reserve
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import (
@@ -23,7 +24,10 @@ from holdall.experience.part import (
     Places,
     lies_direct,
 )
-from holdall.experience.slices import Bytes, SliceBlock, as_bytes, reserve
+from holdall.experience.seal import FrozenBlock
+from holdall.experience.sealed import SealedSlices
+from holdall.experience.slices import SliceBlock
+from holdall.experience.tier import Tiers
 from holdall.experience.window import Window, WindowScout
 from holdall.schema import Array, Leaf
 
@@ -56,9 +60,18 @@ class Segments:
 
     cursor_bytes = 4
 
-    def __init__(self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int) -> None:
+    def __init__(
+        self,
+        kernels: Kernels,
+        leaves: list[Leaf],
+        lanes: int,
+        capacity_ticks: int,
+        tiers: Tiers | None = None,
+    ) -> None:
         self._kernels = kernels
         self._lanes = lanes
+        self._tiers = tiers
+        self._arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
@@ -109,8 +122,16 @@ class Segments:
                 break
             stale += 1
         if stale:
+            evicted = [part.block for segment in self._closed[:stale] for part in segment.parts]
             del self._closed[:stale]
             self._index()
+            kept = {id(part.block) for segment in self._closed for part in segment.parts}
+            kept |= {id(part.block) for part in self._open.parts}
+            for block in evicted:
+                if id(block) not in kept:
+                    self._arenas.give_up(block.arena)
+            if self._tiers is not None:
+                self._tiers.forget(evicted)
 
     def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
         """Find the observations of the given ticks and lanes."""
@@ -147,12 +168,21 @@ class Segments:
 
     def field_bytes(self, field: int) -> tuple[int, int]:
         """Return the bytes of one field's unique slices, each block once, and of its logs."""
-        parts = self._parts(field)
-        by_block = {id(part.slices): part.used_bytes for part in parts}
-        return sum(by_block.values()), sum(part.log_bytes for part in parts)
+        closed = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
+        part = self._open.parts[field]
+        slices = sum(block.used_bytes for key, block in closed.items() if key != id(part.block))
+        return slices + part.used_bytes, sum(part.log_bytes for part in self._parts(field))
 
     def describe(self, field: int) -> str:
         """Say what was found about a field, for people."""
+        found = self._describe_window(field)
+        sealed = [p.block.sealed for s in self._closed if (p := s.parts[field]).block.sealed is not None]
+        if not sealed:
+            return found
+        kinds = sorted({s.codec.describe() for s in sealed})
+        return f"{found}; {len(sealed)} of {len(self._closed)} segments sealed by {', '.join(kinds)}"
+
+    def _describe_window(self, field: int) -> str:
         window = self._windows[field]
         fitting = [part for part in self._parts(field) if part.window == window]
         steps = sum(part.steps for part in fitting)
@@ -166,23 +196,10 @@ class Segments:
         """Return all that is held, as plain arrays that share memory with the segments."""
         open_parts = [part.closed() for part in self._open.parts]
         segments = [*self._closed, Segment(self._open.first_tick, self._open.ticks, open_parts)]
-        longest: dict[int, Bytes] = {}
-        for part in (part for segment in segments for part in segment.parts):
-            used = part.slices[: part.used_bytes]
-            if used.size >= longest.get(id(part.slices), used).size:
-                longest[id(part.slices)] = used
         return {
             "windows": self._windows,
             "cursors": [cursors[: self._touched_ticks] for cursors in self._cursors],
-            "segments": [
-                Segment(
-                    segment.first_tick,
-                    segment.ticks,
-                    [replace(part, slices=longest[id(part.slices)]) for part in segment.parts],
-                )
-                for segment in segments
-                if segment.ticks
-            ],
+            "segments": [segment for segment in segments if segment.ticks],
         }
 
     def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
@@ -223,7 +240,7 @@ class Segments:
         most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
         arena_bytes = self._limit_bytes + (2 + replayed_ticks) * most_in_a_tick
         if block is None and not lies_direct(window):
-            block = self._kernels.new_block(window.slice_bytes, arena_bytes)
+            block = self._kernels.new_block(window.slice_bytes, self._arenas.take(arena_bytes))
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
     def _is_full(self) -> bool:
@@ -269,7 +286,16 @@ class Segments:
                 block = None
         if block is None and part.block is not None:
             part.block.freeze()
+            if self._tiers is not None:
+                leaf = self._leaves[field]
+                self._tiers.keep(FrozenBlock(field, leaf, part.window, part.block))
         return self._new_part(field, block)
+
+    def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
+        """Change over to a block's sealed form; places that were handed out keep the raw one."""
+        arena = block.replace_by(sealed)
+        self._index()
+        self._arenas.give_up(arena)
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
         """Cut a field in a new way: from now on, or from the open segment's first tick on."""
@@ -295,7 +321,7 @@ class Segments:
             cursors=[self._cursors[field][tick % self._ring_ticks].copy()],
             lane=np.arange(self._lanes, dtype=np.int32),
             lanes=self._lanes,
-            held=(part,),
+            held=(part.held,),
         )
         self._kernels.gather(places, 0, obs, next_obs, _ALONE)
         return obs, next_obs
@@ -312,7 +338,7 @@ class Segments:
         self._records = [
             np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
         ]
-        self._held = tuple((part.log, part.slices) for parts in fields for part in parts)
+        self._held = tuple(part.held for parts in fields for part in parts)
 
 
 class _WindowSearches:

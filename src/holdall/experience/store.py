@@ -9,18 +9,24 @@ those in between start in a ring and move if a window is found in their first st
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.experience.arena import as_bytes
+from holdall.experience.budget import Budget
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import Places
 from holdall.experience.quick import QuickDictTick, QuickRows, QuickTick
 from holdall.experience.ring import ObservationRing, new_ring
+from holdall.experience.seal import Sealer
+from holdall.experience.sealed import SealedSlices
 from holdall.experience.segment import Segments
-from holdall.experience.slices import as_bytes
+from holdall.experience.slices import SliceBlock
+from holdall.experience.tier import Tiers
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
@@ -61,7 +67,14 @@ class Rows(NamedTuple):
 class Store:
     """All fields of a memory. Not locked: the memory that owns it is."""
 
-    def __init__(self, schema: Schema, capacity_ticks: int, kernels: Kernels) -> None:
+    def __init__(
+        self,
+        schema: Schema,
+        capacity_ticks: int,
+        kernels: Kernels,
+        lock: threading.Lock,
+        budget: Budget,
+    ) -> None:
         self.next_tick = 0
         self.reward_dtype: np.dtype[Any] | None = None
         self.quick: QuickTick | QuickDictTick | None = None
@@ -79,7 +92,10 @@ class Store:
             i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small and leaf.nbytes > _TINY_BYTES
         }
         self._large = [i for i in observed if i not in self._small]
-        self._segments = Segments(kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks)
+        self._lock = lock
+        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._seal)
+        tiers = Tiers(self.sealer, budget.raw_bytes)
+        self._segments = Segments(kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks, tiers)
         self._action = [self._ring(leaf) for leaf in schema.action.leaves]
         self._extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward: Array | None = None
@@ -242,6 +258,11 @@ class Store:
         slices, log = self._segments.field_bytes(field)
         cursors = touched * self._segments.cursor_bytes
         return FieldReport(name, slices, log + cursors, 0, plain, self._segments.describe(field))
+
+    def _seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
+        """Take over a sealed block; called by the sealer's thread."""
+        with self._lock:
+            self._segments.seal(block, sealed)
 
     def _quick_tick(self) -> QuickTick | QuickDictTick | None:
         """Offer the short way to write a tick, unless fields are there that it does not know."""

@@ -15,7 +15,7 @@ from math import gcd, prod
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.experience.slices import Bytes
+from holdall.experience.arena import Bytes
 from holdall.schema import Leaf
 
 _ENOUGH = 8

@@ -43,6 +43,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: Accepted and without effect: observations are always shared, and
             truncation is right all the same.
         handle_timeout_termination: As in Stable-Baselines3.
+        budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
+        prefer: The same.
     """
 
     def __init__(
@@ -54,11 +56,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
         n_envs: int = 1,
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
+        *,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
     ) -> None:
         # Past its parent, whose constructor allocates everything that this class is here to spare.
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
+        self._budget, self._prefer = budget, prefer
         self.handle_timeout_termination = handle_timeout_termination
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -183,6 +189,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
             _box((self.action_dim,), self._action_dtype),
             capacity=self.buffer_size * self.n_envs,
             num_envs=self.n_envs,
+            budget=self._budget,
+            prefer=self._prefer,
         )
 
     def _specs_of(self, space: spaces.Space[Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from holdall.experience.slices import as_bytes, reserve
+from holdall.experience.arena import as_bytes, reserve
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5 * 2**20])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall.experience.slices import Bytes
+from holdall.experience.arena import Bytes
 from holdall.experience.window import Window, WindowScout
 from holdall.schema import Leaf
 from holdall.testing import LeafPlan, Mishaps, Stream

@@ -1,0 +1,344 @@
+/* Coding and decoding of slices: palettes, predictors, byte shuffle, LZ4 and Zstandard.
+ *
+ * What is read from a block is treated as if a stranger had written it: offsets are checked
+ * against the block, and a slice that does not decode to exactly its size is an error.
+ */
+#include "codec.h"
+
+#include <string.h>
+
+#if defined(__x86_64__) || defined(_M_X64)
+#include <immintrin.h>
+#define HAVE_X86 1
+#endif
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+int64_t coded_bytes(const transform *form) {
+    return form->word_bytes > 0 ? form->slice_bytes / form->word_bytes : form->slice_bytes;
+}
+
+/* ---- differences ------------------------------------------------------------------- */
+
+#ifdef HAVE_X86
+/* Running sums of 16 bytes in four shifted additions, on top of what the byte before summed to. */
+static inline __m128i running_sum(__m128i v, uint8_t before) {
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 1));
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 2));
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 4));
+    v = _mm_add_epi8(v, _mm_slli_si128(v, 8));
+    return _mm_add_epi8(v, _mm_set1_epi8((char)before));
+}
+#endif
+
+/* Sum up `rows` neighbouring rows from their first bytes on; side by side, since each addition
+ * waits for the one before in its own row only. */
+static void undo_left_rows(uint8_t *first, int64_t columns, int64_t rows) {
+    int64_t x = 1;
+#ifdef HAVE_X86
+    if (rows == 4) {
+        uint8_t *const a = first, *const b = a + columns, *const c = b + columns, *const d = c + columns;
+        for (; x + 16 <= columns; x += 16) {
+            const __m128i va = running_sum(_mm_loadu_si128((const __m128i *)(a + x)), a[x - 1]);
+            const __m128i vb = running_sum(_mm_loadu_si128((const __m128i *)(b + x)), b[x - 1]);
+            const __m128i vc = running_sum(_mm_loadu_si128((const __m128i *)(c + x)), c[x - 1]);
+            const __m128i vd = running_sum(_mm_loadu_si128((const __m128i *)(d + x)), d[x - 1]);
+            _mm_storeu_si128((__m128i *)(a + x), va);
+            _mm_storeu_si128((__m128i *)(b + x), vb);
+            _mm_storeu_si128((__m128i *)(c + x), vc);
+            _mm_storeu_si128((__m128i *)(d + x), vd);
+        }
+    }
+#endif
+    for (int64_t y = 0; y < rows; y++) {
+        uint8_t *const row = first + y * columns;
+        for (int64_t i = x; i < columns; i++) row[i] = (uint8_t)(row[i] + row[i - 1]);
+    }
+}
+
+static void add_row(uint8_t *restrict row, const uint8_t *restrict above, int64_t columns) {
+    for (int64_t x = 0; x < columns; x++) row[x] = (uint8_t)(row[x] + above[x]);
+}
+
+/* Turn planes of differences back into planes of values, in place. */
+static void undo_differences(const transform *form, uint8_t *planes) {
+    const int64_t columns = form->columns, plane = form->rows * columns;
+    for (int64_t p = 0; p < form->planes; p++) {
+        uint8_t *const first = planes + p * plane;
+        if (form->predictor == PREDICT_LEFT) {
+            for (int64_t y = 1; y < form->rows; y++)
+                first[y * columns] = (uint8_t)(first[y * columns] + first[(y - 1) * columns]);
+            int64_t y = 0;
+            for (; y + 4 <= form->rows; y += 4) undo_left_rows(first + y * columns, columns, 4);
+            for (; y < form->rows; y++) undo_left_rows(first + y * columns, columns, 1);
+        } else {
+            for (int64_t y = 1; y < form->rows; y++)
+                add_row(first + y * columns, first + (y - 1) * columns, columns);
+        }
+    }
+    if (form->green) {
+        add_row(planes, planes + plane, plane);
+        add_row(planes + 2 * plane, planes + plane, plane);
+    }
+}
+
+#ifdef HAVE_X86
+__attribute__((target("ssse3"))) static int64_t interleave_fast(const uint8_t *planes, int64_t plane,
+                                                                 uint8_t *out) {
+    const __m128i r0 = _mm_setr_epi8(0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1, 5);
+    const __m128i g0 = _mm_setr_epi8(-1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1, -1);
+    const __m128i b0 = _mm_setr_epi8(-1, -1, 0, -1, -1, 1, -1, -1, 2, -1, -1, 3, -1, -1, 4, -1);
+    const __m128i r1 = _mm_setr_epi8(-1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10, -1);
+    const __m128i g1 = _mm_setr_epi8(5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1, 10);
+    const __m128i b1 = _mm_setr_epi8(-1, 5, -1, -1, 6, -1, -1, 7, -1, -1, 8, -1, -1, 9, -1, -1);
+    const __m128i r2 = _mm_setr_epi8(-1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1, -1);
+    const __m128i g2 = _mm_setr_epi8(-1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15, -1);
+    const __m128i b2 = _mm_setr_epi8(10, -1, -1, 11, -1, -1, 12, -1, -1, 13, -1, -1, 14, -1, -1, 15);
+    int64_t i = 0;
+    for (; i + 16 <= plane; i += 16) {
+        const __m128i r = _mm_loadu_si128((const __m128i *)(planes + i));
+        const __m128i g = _mm_loadu_si128((const __m128i *)(planes + plane + i));
+        const __m128i b = _mm_loadu_si128((const __m128i *)(planes + 2 * plane + i));
+        __m128i *const to = (__m128i *)(out + 3 * i);
+        _mm_storeu_si128(to, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r0), _mm_shuffle_epi8(g, g0)),
+                                          _mm_shuffle_epi8(b, b0)));
+        _mm_storeu_si128(to + 1, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r1), _mm_shuffle_epi8(g, g1)),
+                                              _mm_shuffle_epi8(b, b1)));
+        _mm_storeu_si128(to + 2, _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(r, r2), _mm_shuffle_epi8(g, g2)),
+                                              _mm_shuffle_epi8(b, b2)));
+    }
+    return i;
+}
+#endif
+
+static void interleave(const transform *form, const uint8_t *planes, uint8_t *out) {
+    const int64_t plane = form->rows * form->columns;
+    int64_t i = 0;
+#ifdef HAVE_X86
+    if (form->planes == 3 && __builtin_cpu_supports("ssse3")) i = interleave_fast(planes, plane, out);
+#endif
+    for (; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) out[i * form->planes + p] = planes[p * plane + i];
+}
+
+static void deinterleave(const transform *form, const uint8_t *in, uint8_t *planes) {
+    const int64_t plane = form->rows * form->columns;
+    for (int64_t i = 0; i < plane; i++)
+        for (int64_t p = 0; p < form->planes; p++) planes[p * plane + i] = in[i * form->planes + p];
+}
+
+/* Turn planes of values into planes of differences, in place. */
+static void take_differences(const transform *form, uint8_t *planes) {
+    const int64_t columns = form->columns, plane = form->rows * columns;
+    if (form->green)
+        for (int64_t i = 0; i < plane; i++) {
+            planes[i] = (uint8_t)(planes[i] - planes[plane + i]);
+            planes[2 * plane + i] = (uint8_t)(planes[2 * plane + i] - planes[plane + i]);
+        }
+    for (int64_t p = 0; p < form->planes; p++) {
+        uint8_t *const first = planes + p * plane;
+        for (int64_t y = form->rows - 1; y >= 0; y--) {
+            uint8_t *const row = first + y * columns;
+            if (form->predictor == PREDICT_LEFT) {
+                for (int64_t x = columns - 1; x > 0; x--) row[x] = (uint8_t)(row[x] - row[x - 1]);
+                if (y > 0) row[0] = (uint8_t)(row[0] - row[-columns]);
+            } else if (y > 0) {
+                for (int64_t x = 0; x < columns; x++) row[x] = (uint8_t)(row[x] - row[x - columns]);
+            }
+        }
+    }
+}
+
+/* ---- words ------------------------------------------------------------------------- */
+
+static void shuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out) {
+    const int64_t words = bytes / word;
+    for (int64_t b = 0; b < word; b++)
+        for (int64_t i = 0; i < words; i++) out[b * words + i] = in[i * word + b];
+    memcpy(out + words * word, in + words * word, (size_t)(bytes - words * word));
+}
+
+static void unshuffle(int64_t word, int64_t bytes, const uint8_t *in, uint8_t *out) {
+    const int64_t words = bytes / word;
+    if (word == 4) {
+        for (int64_t i = 0; i < words; i++) {
+            out[4 * i] = in[i];
+            out[4 * i + 1] = in[words + i];
+            out[4 * i + 2] = in[2 * words + i];
+            out[4 * i + 3] = in[3 * words + i];
+        }
+    } else {
+        for (int64_t b = 0; b < word; b++)
+            for (int64_t i = 0; i < words; i++) out[i * word + b] = in[b * words + i];
+    }
+    memcpy(out + words * word, in + words * word, (size_t)(bytes - words * word));
+}
+
+static void look_up_words(const transform *form, const uint8_t *palette, const uint8_t *in, uint8_t *out) {
+    const int64_t words = form->slice_bytes / form->word_bytes;
+    if (form->word_bytes == 4) {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 4 * i, palette + 4 * in[i], 4);
+    } else if (form->word_bytes == 8) {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 8 * i, palette + 8 * in[i], 8);
+    } else {
+        for (int64_t i = 0; i < words; i++) memcpy(out + 2 * i, palette + 2 * in[i], 2);
+    }
+}
+
+/* ---- one slice --------------------------------------------------------------------- */
+
+static int decompress(const decoder *d, const sealed_block *b, const uint8_t *from, int64_t length,
+                      uint8_t *to, int64_t expected) {
+    if (length == expected) { /* did not shrink, so it was stored */
+        memcpy(to, from, (size_t)length);
+        return 1;
+    }
+    if (b->method == METHOD_LZ4)
+        return d->lz4_decompress_safe((const char *)from, (char *)to, (int)length, (int)expected) == (int)expected;
+    if (b->method == METHOD_ZSTD)
+        return d->zstd_decompress_using_ddict(d->dctx, to, (size_t)expected, from, (size_t)length, b->ddict) ==
+               (size_t)expected;
+    return 0;
+}
+
+/* Decode a slice to `out`; 0 if the block does not hold it or its bytes are damaged. */
+int decode_slice(const decoder *d, const sealed_block *b, int64_t number, uint8_t *out) {
+    const transform *const form = &b->form;
+    const int64_t coded = coded_bytes(form);
+    if (number < 0 || number >= b->slice_count || 2 * coded > d->scratch_bytes) return 0;
+    const int64_t start = b->offsets[number], end = b->offsets[number + 1];
+    if (start > end || end > b->data_bytes) return 0;
+    const int last_is_words = form->word_bytes > 0;
+    const int moves = form->shuffle > 0 || (form->predictor && form->interleaved);
+    uint8_t *stage = last_is_words || moves ? d->scratch : out;
+    if (!decompress(d, b, b->data + start, end - start, stage, coded)) return 0;
+    if (form->predictor) undo_differences(form, stage);
+    if (moves) {
+        uint8_t *const to = last_is_words ? d->scratch + coded : out;
+        if (form->shuffle > 0) unshuffle(form->shuffle, coded, stage, to);
+        else interleave(form, stage, to);
+        stage = to;
+    }
+    if (last_is_words) look_up_words(form, b->palette, stage, out);
+    return 1;
+}
+
+/* ---- a whole block, by the sealer -------------------------------------------------- */
+
+/* The compressors' functions and one thread's memory; mirrored by _Encoder in native.py. */
+typedef struct {
+    int (*lz4_compress_default)(const char *, char *, int, int);
+    int (*lz4_compress_hc)(const char *, char *, int, int, int);
+    size_t (*zstd_compress2)(void *, void *, size_t, const void *, size_t);
+    unsigned (*zstd_is_error)(size_t);
+    void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
+    uint8_t *scratch; /* two coded slices and one compressed */
+    int64_t scratch_bytes;
+    int64_t method;
+    int64_t level; /* of LZ4: 0 the fast one, above 0 the high compression */
+} encoder;
+
+static uint64_t read_word(const uint8_t *p, int64_t bytes) {
+    uint64_t word = 0;
+    memcpy(&word, p, (size_t)bytes);
+    return word;
+}
+
+/* Number the words of a slice; `slots` maps hash places to palette index + 1.
+ * Returns the new size of the palette, or -1 if it would need more than 256 words. */
+static int64_t number_words(const transform *form, const uint8_t *slice, uint8_t *palette,
+                            int64_t known, uint16_t *slots, uint8_t *out) {
+    const int64_t words = form->slice_bytes / form->word_bytes;
+    for (int64_t i = 0; i < words; i++) {
+        const uint64_t word = read_word(slice + i * form->word_bytes, form->word_bytes);
+        uint64_t place = (word * UINT64_C(0x9E3779B97F4A7C15)) >> 54; /* 1024 places */
+        while (slots[place] != 0 &&
+               read_word(palette + (slots[place] - 1) * form->word_bytes, form->word_bytes) != word)
+            place = (place + 1) & 1023;
+        if (slots[place] == 0) {
+            if (known == 256) return -1;
+            memcpy(palette + known * form->word_bytes, &word, (size_t)form->word_bytes);
+            slots[place] = (uint16_t)(++known);
+        }
+        out[i] = (uint8_t)(slots[place] - 1);
+    }
+    return known;
+}
+
+static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
+    if (e->method == METHOD_LZ4) {
+        const int length = e->level > 0
+                               ? e->lz4_compress_hc((const char *)in, (char *)out, (int)bytes, (int)room, (int)e->level)
+                               : e->lz4_compress_default((const char *)in, (char *)out, (int)bytes, (int)room);
+        return length > 0 ? length : bytes;
+    }
+    if (e->method == METHOD_ZSTD) {
+        const size_t length = e->zstd_compress2(e->cctx, out, (size_t)room, in, (size_t)bytes);
+        return e->zstd_is_error(length) ? bytes : (int64_t)length;
+    }
+    return bytes;
+}
+
+/* Code `count` slices from `slices` on into `data`, writing the ends behind offsets[0] = 0.
+ * `palette` and `slots` carry over from call to call, so a block can be coded piece by piece.
+ * Returns the bytes written; -1: the palette is too small; -2: `room` is. */
+EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, int64_t count,
+                              uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette,
+                              uint16_t *slots, int64_t *palette_size) {
+    const int64_t coded = coded_bytes(form);
+    uint8_t *const a = e->scratch, *const b = a + coded, *const packed = b + coded;
+    const int64_t packed_room = e->scratch_bytes - 2 * coded;
+    int64_t used = offsets[0];
+    if (packed_room < coded) return -2;
+    for (int64_t i = 0; i < count; i++) {
+        const uint8_t *stage = slices + i * form->slice_bytes;
+        if (form->word_bytes > 0) {
+            *palette_size = number_words(form, stage, palette, *palette_size, slots, a);
+            if (*palette_size < 0) return -1;
+            stage = a;
+        }
+        if (form->predictor) {
+            if (form->interleaved) deinterleave(form, stage, b);
+            else memcpy(b, stage, (size_t)coded);
+            take_differences(form, b);
+            stage = b;
+        }
+        if (form->shuffle > 0) {
+            uint8_t *const to = stage == b ? a : b;
+            shuffle(form->shuffle, coded, stage, to);
+            stage = to;
+        }
+        int64_t length = compress(e, stage, coded, packed, packed_room);
+        if (length >= coded) length = coded;
+        if (used + length > room || used + length > UINT32_MAX) return -2;
+        memcpy(data + used, length == coded ? stage : packed, (size_t)length);
+        used += length;
+        offsets[i + 1] = (uint32_t)used;
+    }
+    return used;
+}
+
+/* Decode slices [first, end) of a block one after another; returns -1 or the first bad one. */
+EXPORT int64_t holdall_decode(const decoder *d, const sealed_block *b, const int64_t *numbers, int64_t count,
+                              uint8_t *out) {
+    for (int64_t i = 0; i < count; i++)
+        if (!decode_slice(d, b, numbers[i], out + i * b->form.slice_bytes)) return i;
+    return -1;
+}
+
+/* Push a range out of the processor's caches, so that what is measured next comes from memory.
+ * Returns 0 where the processor offers no such thing. */
+EXPORT int64_t holdall_chill(const uint8_t *from, int64_t bytes) {
+#ifdef HAVE_X86
+    for (int64_t i = 0; i < bytes; i += 64) _mm_clflush(from + i);
+    _mm_mfence();
+    return 1;
+#else
+    (void)from, (void)bytes;
+    return 0;
+#endif
+}

@@ -1,0 +1,49 @@
+/* Compressed slices: how they were coded, and the calls that undo it. */
+#ifndef HOLDALL_CODEC_H
+#define HOLDALL_CODEC_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+enum { METHOD_STORED = 0, METHOD_LZ4 = 1, METHOD_ZSTD = 2 };
+enum { PREDICT_NOTHING = 0, PREDICT_LEFT = 1, PREDICT_UP = 2 };
+
+/* What is done to a slice before it is compressed; mirrored by _Transform in native.py.
+ * In this order: words -> palette indices, bytes -> planes of differences, bytes -> shuffled. */
+typedef struct {
+    int64_t slice_bytes;
+    int64_t word_bytes;  /* size of the words that the palette numbers; 0: no palette */
+    int64_t predictor;
+    int64_t planes;      /* of the image that is predicted */
+    int64_t rows;
+    int64_t columns;
+    int64_t interleaved; /* planes lie pixel by pixel */
+    int64_t green;       /* planes 0 and 2 hold differences to plane 1 */
+    int64_t shuffle;     /* size of the words whose bytes are sorted by place; 0: none */
+} transform;
+
+/* A sealed block; mirrored by _Sealed in native.py. */
+typedef struct {
+    const uint8_t *data;
+    const uint32_t *offsets; /* slice i lies in data[offsets[i], offsets[i + 1]) */
+    const uint8_t *palette;  /* 256 words */
+    const void *ddict;       /* ZSTD_DDict *, or NULL */
+    int64_t data_bytes;
+    int64_t slice_count;
+    int64_t method;
+    transform form;
+} sealed_block;
+
+/* The libraries' functions, found by Python, and one thread's memory; mirrored by _Decoder. */
+typedef struct {
+    int (*lz4_decompress_safe)(const char *, char *, int, int);
+    size_t (*zstd_decompress_using_ddict)(void *, void *, size_t, const void *, size_t, const void *);
+    void *dctx;       /* ZSTD_DCtx * */
+    uint8_t *scratch; /* two coded slices */
+    int64_t scratch_bytes;
+} decoder;
+
+int64_t coded_bytes(const transform *form);
+int decode_slice(const decoder *d, const sealed_block *b, int64_t number, uint8_t *out);
+
+#endif

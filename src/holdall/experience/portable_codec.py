@@ -1,0 +1,202 @@
+"""Coding and decoding with NumPy and the zstandard and lz4 packages.
+
+In:  blocks of slices.  Out: sealed slices, byte for byte readable by codec.c and the other way
+round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import lz4.block
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.experience.arena import Bytes
+from holdall.experience.codec import Codec, Method, Predictor, Transform
+from holdall.experience.sealed import SealedSlices
+
+
+class Coder(Protocol):
+    """Seals blocks of slices and reads them."""
+
+    def adopt(self, codec: Codec, data: Bytes, offsets: NDArray[np.uint32], palette: Bytes) -> SealedSlices:
+        """Make sealed slices readable that were sealed elsewhere."""
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """Code all rows of `slices`; None if a palette does not hold their words."""
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """Decode slices into the rows of `out`."""
+
+    def chill(self, block: Bytes) -> None:
+        """Push a block out of the caches, if that can be done, before its reading is timed."""
+
+
+class PortableSealed(SealedSlices):
+    """Sealed slices that Python reads."""
+
+    @property
+    def address(self) -> int:
+        """A number of its own; the places that name it hold on to it."""
+        return id(self)
+
+
+class PortableCoder:
+    """Seals and reads blocks slice by slice."""
+
+    def adopt(self, codec: Codec, data: Bytes, offsets: NDArray[np.uint32], palette: Bytes) -> SealedSlices:
+        """See `Coder.adopt`."""
+        return PortableSealed(codec, data, offsets, palette)
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """See `Coder.seal`."""
+        transform = codec.transform
+        staged, palette = slices, np.zeros(0, np.uint8)
+        if transform.word_bytes:
+            words = slices.view(f"u{transform.word_bytes}")
+            kinds, numbers = np.unique(words, return_inverse=True)
+            if len(kinds) > 256:
+                return None
+            palette = np.zeros(256 * transform.word_bytes, np.uint8)
+            palette[: kinds.nbytes] = kinds.view(np.uint8)
+            staged = numbers.reshape(words.shape).astype(np.uint8)
+        compress = _compressor(codec)
+        pieces = []
+        for row in _shuffled(_differences(staged, transform), transform):
+            coded = row.tobytes()
+            packed = compress(coded)
+            pieces.append(packed if len(packed) < len(coded) else coded)
+        offsets = np.zeros(len(pieces) + 1, np.uint32)
+        np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
+        data = np.frombuffer(b"".join(pieces), np.uint8).copy()
+        return self.adopt(codec, data, offsets, palette)
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """See `Coder.decode`."""
+        transform = sealed.codec.transform
+        coded = transform.coded_bytes
+        staged = np.empty((len(numbers), coded), np.uint8)
+        decompress = _decompressor(sealed.codec, coded)
+        for row, number in enumerate(numbers.tolist()):
+            if not 0 <= number < sealed.count:
+                raise DamageError(f"slice {number} is not in its block; nothing of it is returned")
+            start, end = int(sealed.offsets[number]), int(sealed.offsets[number + 1])
+            if not start <= end <= sealed.data.size:
+                raise DamageError(f"slice {number} is damaged; nothing of it is returned")
+            piece = sealed.data[start:end].tobytes()
+            whole = piece if len(piece) == coded else decompress(piece)
+            if len(whole) != coded:
+                raise DamageError(f"slice {number} is damaged; nothing of it is returned")
+            staged[row] = np.frombuffer(whole, np.uint8)
+        values = _sums(_unshuffled(staged, transform), transform)
+        if transform.word_bytes:
+            words = sealed.palette.view(f"u{transform.word_bytes}")[values]
+            values = words.view(np.uint8).reshape(len(numbers), -1)
+        out[:] = values
+
+    def chill(self, block: Bytes) -> None:
+        """Do nothing: Python cannot tell the caches."""
+
+
+def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
+    if codec.method is Method.ZSTD:
+        content = codec.dictionary
+        data = None if content is None else zstandard.ZstdCompressionDict(content.content)
+        return zstandard.ZstdCompressor(
+            level=codec.level,
+            dict_data=data,
+            write_content_size=False,
+            write_checksum=False,
+            write_dict_id=False,
+        ).compress
+    if codec.method is Method.LZ4 and codec.level:
+        return lambda piece: lz4.block.compress(
+            piece, mode="high_compression", compression=codec.level, store_size=False
+        )
+    if codec.method is Method.LZ4:
+        return lambda piece: lz4.block.compress(piece, store_size=False)
+    return bytes
+
+
+def _decompressor(codec: Codec, coded: int) -> Callable[[bytes], bytes]:
+    def zstd(piece: bytes) -> bytes:
+        return decompressor.decompress(piece, max_output_size=coded)
+
+    def lz(piece: bytes) -> bytes:
+        return bytes(lz4.block.decompress(piece, uncompressed_size=coded))
+
+    def damaged(_piece: bytes) -> bytes:
+        return b""
+
+    content = codec.dictionary
+    data = None if content is None else zstandard.ZstdCompressionDict(content.content)
+    decompressor = zstandard.ZstdDecompressor(dict_data=data)
+    inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: damaged}[codec.method]
+
+    def checked(piece: bytes) -> bytes:
+        try:
+            return inner(piece)
+        except (zstandard.ZstdError, lz4.block.LZ4BlockError):
+            return b""
+
+    return checked
+
+
+def _planes(rows: Bytes, transform: Transform) -> Bytes:
+    """See rows of bytes as (rows, planes, height, width)."""
+    height, width = transform.rows, transform.columns
+    if transform.interleaved:
+        return rows.reshape(len(rows), height, width, transform.planes).transpose(0, 3, 1, 2)
+    return rows.reshape(len(rows), transform.planes, height, width)
+
+
+def _differences(rows: Bytes, transform: Transform) -> Bytes:
+    if transform.predictor is Predictor.NOTHING:
+        return rows
+    planes = _planes(rows, transform).copy()
+    if transform.green:
+        planes[:, 0] -= planes[:, 1]
+        planes[:, 2] -= planes[:, 1]
+    told = planes.copy()
+    if transform.predictor is Predictor.LEFT:
+        told[..., 1:] -= planes[..., :-1]
+        told[..., 1:, 0] -= planes[..., :-1, 0]
+    else:
+        told[..., 1:, :] -= planes[..., :-1, :]
+    return told.reshape(len(rows), -1)
+
+
+def _sums(rows: Bytes, transform: Transform) -> Bytes:
+    if transform.predictor is Predictor.NOTHING:
+        return rows
+    shape = (len(rows), transform.planes, transform.rows, transform.columns)
+    planes = rows.reshape(shape).copy()
+    if transform.predictor is Predictor.LEFT:
+        planes[..., 0] = np.cumsum(planes[..., 0], axis=-1, dtype=np.uint8)
+        planes = np.cumsum(planes, axis=-1, dtype=np.uint8)
+    else:
+        planes = np.cumsum(planes, axis=-2, dtype=np.uint8)
+    if transform.green:
+        planes[:, 0] += planes[:, 1]
+        planes[:, 2] += planes[:, 1]
+    if transform.interleaved:
+        planes = planes.transpose(0, 2, 3, 1)
+    return planes.reshape(len(rows), -1)
+
+
+def _shuffled(rows: Bytes, transform: Transform) -> Bytes:
+    if not transform.shuffle:
+        return rows
+    words = rows.reshape(len(rows), -1, transform.shuffle)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(len(rows), -1)
+
+
+def _unshuffled(rows: Bytes, transform: Transform) -> Bytes:
+    if not transform.shuffle:
+        return rows
+    words = rows.reshape(len(rows), transform.shuffle, -1)
+    return np.ascontiguousarray(words.transpose(0, 2, 1)).reshape(len(rows), -1)
