@@ -1,0 +1,269 @@
+"""Every codec, by either coder: what was sealed comes back bit for bit, whoever reads it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from holdall.experience.arena import Bytes
+from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.experience.native import native_kernels
+from holdall.experience.native_codec import NativeCoder
+from holdall.experience.portable_codec import Coder, PortableCoder
+
+COUNT = 9
+SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]
+"""Rows and columns: one-pixel rows and columns, and widths on both sides of what 16 divides."""
+
+
+def native_coder() -> NativeCoder | None:
+    """Return the compiled coder, if it was built and finds the system's libraries."""
+    kernels = native_kernels()
+    coder = None if kernels is None else kernels.coder
+    return coder if isinstance(coder, NativeCoder) else None
+
+
+NATIVE, PORTABLE = native_coder(), PortableCoder()
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops, libzstd or liblz4 are missing here")
+BOTH: list[Any] = [
+    pytest.param(NATIVE, id="native", marks=needs_native),
+    pytest.param(PORTABLE, id="portable"),
+]
+PAIRS: list[Any] = [
+    pytest.param(NATIVE, NATIVE, id="native", marks=needs_native),
+    pytest.param(NATIVE, PORTABLE, id="native to portable", marks=needs_native),
+    pytest.param(PORTABLE, NATIVE, id="portable to native", marks=needs_native),
+    pytest.param(PORTABLE, PORTABLE, id="portable"),
+]
+
+
+# ---------------------------------------------------------------- what is coded
+
+
+def trained_dictionary() -> Dictionary:
+    generator = np.random.default_rng(0)
+    words = [generator.bytes(24) for _ in range(40)]
+    samples: list[Any] = [b"".join(words[i] for i in generator.integers(0, 40, 20)) for _ in range(300)]
+    return Dictionary(zstandard.train_dictionary(4096, samples).as_bytes())
+
+
+METHODS = {
+    "stored": (Method.STORED, 0, None),
+    "lz4": (Method.LZ4, 0, None),
+    "lz4hc": (Method.LZ4, 5, None),
+    "zstd": (Method.ZSTD, 3, None),
+    "zstd and dictionary": (Method.ZSTD, 3, trained_dictionary()),
+    "zstd and any bytes": (Method.ZSTD, 1, Dictionary(b"frames of a film " * 30)),
+}
+
+
+def images(predictor: Predictor, word_bytes: int = 0) -> Iterator[Transform]:
+    """Name every image that is predicted: channels first and last, with and without green."""
+    for planes, (rows, columns), interleaved in product(range(1, 5), SIZES, (False, True)):
+        whole = Transform(planes * rows * columns * max(word_bytes, 1), word_bytes, predictor)
+        image = replace(whole, planes=planes, rows=rows, columns=columns, interleaved=interleaved)
+        yield image
+        if planes >= 3:
+            yield replace(image, green=True)
+
+
+FAMILIES: dict[str, Callable[[], Iterator[Transform]]] = {
+    "nothing": lambda: map(Transform, (1, 2, 15, 16, 17, 1000, 7056)),
+    "palette": lambda: (Transform(words * size, size) for size in (2, 4, 8) for words in (1, 5, 16, 333)),
+    "left": lambda: images(Predictor.LEFT),
+    "up": lambda: images(Predictor.UP),
+    "palette and left": lambda: images(Predictor.LEFT, 4),
+    "palette and up": lambda: images(Predictor.UP, 8),
+    "shuffle": lambda: (
+        Transform(words * size, shuffle=size) for size in (2, 4, 8) for words in (1, 3, 15, 16, 17, 333)
+    ),
+}
+
+
+def contents(form: Transform, seed: int = 0) -> Iterator[tuple[str, Bytes]]:
+    """Draw slices that shrink well, a little and not at all; with a palette, of at most 256 words."""
+    generator = np.random.default_rng(seed)
+    size = form.slice_bytes
+    if form.word_bytes:
+        for name, kinds in (("one word", 1), ("three words", 3), ("256 words", 256)):
+            words = rare_words(form.word_bytes, kinds, generator)
+            rows = words[generator.integers(0, kinds, (COUNT, size // form.word_bytes))]
+            yield name, rows.view(np.uint8).reshape(COUNT, size)
+        return
+    yield "zeros", np.zeros((COUNT, size), np.uint8)
+    yield "equal", np.full((COUNT, size), 255, np.uint8)
+    steps = generator.integers(0, 3, (COUNT, size)).cumsum(axis=1)
+    yield "smooth", steps.astype(np.uint8)
+    yield "noise", generator.integers(0, 256, (COUNT, size), np.uint8)
+
+
+def rare_words(word_bytes: int, kinds: int, generator: np.random.Generator) -> NDArray[Any]:
+    """Draw different words; among them negative zeros and NaNs with payloads, as floats of that size."""
+    top = 1 << (8 * word_bytes - 1)
+    exponent = {2: 0x7C00, 4: 0x7F800000, 8: 0x7FF0000000000000}[word_bytes]
+    rare = {top, 0, exponent + 1, exponent + top + 5, exponent + top}
+    drawn = generator.integers(0, top, 4 * kinds, np.uint64).tolist()
+    words = [*rare, *(word for word in dict.fromkeys(drawn) if word not in rare)]
+    return np.array(words[:kinds], f"u{word_bytes}")
+
+
+def decoded(coder: Coder, sealed: Any, numbers: NDArray[np.int64]) -> Bytes:
+    out = np.full((len(numbers), sealed.codec.transform.slice_bytes), 7, np.uint8)
+    coder.decode(sealed, numbers, out)
+    return out
+
+
+def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec) -> Any:
+    """Seal with one coder what another is to read."""
+    sealed = sealer.seal(slices, codec)
+    assert sealed is not None, codec
+    return sealed if reader is sealer else reader.adopt(codec, sealed.data, sealed.offsets, sealed.palette)
+
+
+# ---------------------------------------------------------------- the rules
+
+
+@pytest.mark.parametrize(("sealer", "reader"), PAIRS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_codec_gives_the_same_bits_back(family: str, method: str, sealer: Coder, reader: Coder) -> None:
+    """Every transform with every method; slices may be asked for in any order, and more than once."""
+    kind, level, dictionary = METHODS[method]
+    order = np.array([*range(COUNT), 0, 8, 3, 3, 0], np.int64)
+    for form in FAMILIES[family]():
+        for name, slices in contents(form):
+            sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, dictionary))
+            assert decoded(reader, sealed, order).tobytes() == slices[order].tobytes(), (form, name)
+
+
+@pytest.mark.parametrize(("sealer", "reader"), PAIRS)
+@given(data=st.data())
+def test_any_size_of_slice_comes_back(sealer: Coder, reader: Coder, data: st.DataObject) -> None:
+    """Widths, heights, planes and contents that nobody thought of."""
+    planes, rows, columns = data.draw(st.tuples(st.integers(1, 5), st.integers(1, 20), st.integers(1, 70)))
+    word_bytes = data.draw(st.sampled_from([0, 2, 4, 8]))
+    shuffle = 0 if word_bytes else data.draw(st.sampled_from([0, 0, 2, 4, 8]))
+    size = planes * rows * columns * (word_bytes or shuffle or 1)
+    form = Transform(size, word_bytes, shuffle=shuffle)
+    if not shuffle and data.draw(st.booleans()):
+        form = replace(
+            form,
+            predictor=data.draw(st.sampled_from([Predictor.LEFT, Predictor.UP])),
+            planes=planes,
+            rows=rows,
+            columns=columns,
+            interleaved=data.draw(st.booleans()),
+            green=planes >= 3 and data.draw(st.booleans()),
+        )
+    kind, level, dictionary = METHODS[data.draw(st.sampled_from(sorted(METHODS)))]
+    drawn = dict(contents(form, seed=data.draw(st.integers(0, 1000))))
+    slices = drawn[data.draw(st.sampled_from(sorted(drawn)))]
+    sealed = handed_over(sealer, reader, slices, Codec(kind, level, form, dictionary))
+    assert decoded(reader, sealed, np.arange(COUNT)).tobytes() == slices.tobytes()
+
+
+@pytest.mark.parametrize(("sealer", "reader"), PAIRS)
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("change", ["palette", "shuffle", "nothing"])
+def test_payloads_of_nans_and_signs_of_zeros_come_back(change: str, dtype: str, sealer: Coder, reader: Coder) -> None:
+    """Floats are bits: nothing compares them as numbers, for which 0.0 and -0.0 would be one word."""
+    size = np.dtype(dtype).itemsize
+    words = rare_words(size, 5, np.random.default_rng(0)).view(dtype)
+    assert np.isnan(words).sum() == 2
+    assert (words == 0).sum() == 2
+    slices = np.tile(words, (COUNT, 40)).view(np.uint8)
+    whole = Transform(slices.shape[1])
+    form = {"palette": replace(whole, word_bytes=size), "shuffle": replace(whole, shuffle=size)}.get(change, whole)
+    sealed = handed_over(sealer, reader, slices, Codec(Method.ZSTD, 3, form))
+    assert decoded(reader, sealed, np.arange(COUNT)).tobytes() == slices.tobytes()
+    assert sealed.data.nbytes < slices.nbytes
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("word_bytes", [2, 4, 8])
+@pytest.mark.parametrize("where", ["in the first slice", "in the last slice"])
+def test_a_palette_holds_256_words_and_refuses_the_257th(where: str, word_bytes: int, coder: Coder) -> None:
+    """Then nothing is sealed, rather than a word that is not numbered."""
+    words = rare_words(word_bytes, 257, np.random.default_rng(1))
+    rows = np.tile(words[:256], (3, 2))
+    codec = Codec(Method.LZ4, 0, Transform(rows[0].nbytes, word_bytes))
+    sealed = coder.seal(rows.view(np.uint8), codec)
+    assert sealed is not None
+    assert decoded(coder, sealed, np.arange(3)).tobytes() == rows.tobytes()
+    rows[0 if where == "in the first slice" else -1, -1] = words[256]
+    assert coder.seal(rows.view(np.uint8), codec) is None
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_slice_that_does_not_shrink_costs_its_own_bytes(method: str, coder: Coder) -> None:
+    """Noise is stored as it is, byte for byte, whatever a compressor would have made of it."""
+    kind, level, dictionary = METHODS[method]
+    slices = np.random.default_rng(99).integers(0, 256, (20, 600), np.uint8)
+    sealed = coder.seal(slices, Codec(kind, level, Transform(600), dictionary))
+    assert sealed is not None
+    assert sealed.data.tobytes() == slices.tobytes()
+    assert sealed.offsets.tolist() == list(range(0, 20 * 600 + 1, 600))
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_what_is_told_of_a_block_is_what_it_takes(coder: Coder) -> None:
+    """Slices, offsets and palette are counted; the offsets lead from the first byte to the last."""
+    slices = np.tile(np.arange(50, dtype="f4"), (COUNT, 3)).view(np.uint8)
+    sealed = coder.seal(slices, Codec(Method.ZSTD, 3, Transform(600, 4)))
+    assert sealed is not None
+    assert sealed.count == COUNT
+    assert sealed.nbytes == sealed.data.nbytes + 4 * (COUNT + 1) + 256 * 4
+    assert sealed.offsets[0] == 0
+    assert sealed.offsets[-1] == sealed.data.size
+    assert (np.diff(sealed.offsets.astype(np.int64)) > 0).all()
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_a_dictionary_spares_what_slices_have_in_common(coder: Coder) -> None:
+    """Each slice alone is noise; only the dictionary knows it."""
+    generator = np.random.default_rng(0)
+    common = generator.bytes(400)
+    slices = np.frombuffer(b"".join(common + generator.bytes(8) for _ in range(20)), np.uint8).reshape(20, 408)
+    alone = coder.seal(slices, Codec(Method.ZSTD, 3, Transform(408)))
+    told = coder.seal(slices, Codec(Method.ZSTD, 3, Transform(408), Dictionary(common)))
+    assert alone is not None
+    assert told is not None
+    assert told.data.nbytes < alone.data.nbytes / 5
+    assert decoded(coder, told, np.arange(20)).tobytes() == slices.tobytes()
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_threads_decode_beside_each_other(coder: Coder) -> None:
+    """Every thread has a context and scratch memory of its own, also when slices grow from block to block."""
+    blocks = []
+    for size in (64, 4096, 300):
+        form = Transform(size * 3, 0, Predictor.LEFT, 3, 2, size // 2, interleaved=True, green=True)
+        slices = dict(contents(form))["smooth"]
+        sealed = coder.seal(slices, Codec(Method.ZSTD, 3, form))
+        assert sealed is not None
+        blocks.append((sealed, slices.tobytes()))
+    wrong: list[int] = []
+
+    def read(seed: int) -> None:
+        for number in np.random.default_rng(seed).integers(0, len(blocks), 60):
+            sealed, expected = blocks[number]
+            if decoded(coder, sealed, np.arange(COUNT)).tobytes() != expected:
+                wrong.append(int(number))
+
+    threads = [threading.Thread(target=read, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
