@@ -165,7 +165,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         given = (self.stream.ticks(3) if extending else self.stream.tick()).arguments()
         if field == "reward" and fault == "dtype" and self.oracle.next_id == 0:
             return  # the first add sets the dtype
-        bad = _spoilt(given[field], fault, 1 if extending else 0)
+        bad = _spoilt(given.get(field, {}), fault, 1 if extending else 0)
         if bad is None:
             return
         given[field] = bad

@@ -460,7 +460,6 @@ def test_the_layout_of_an_array_does_not_matter(space: spaces.Space[Any], lay_ou
     for _ in range(12):
         given = stream.tick().arguments()
         oracle.add(**given)
-        given.pop("extras")
         memory.add(**map_leaves(lay_out, given))
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 

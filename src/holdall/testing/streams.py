@@ -167,8 +167,8 @@ class Step:
     extras: dict[str, Any]
 
     def arguments(self) -> dict[str, Any]:
-        """Return the arguments of `add`, by name."""
-        return {name: getattr(self, name) for name in self.__slots__}
+        """Return the arguments of `add`, by name; extras only where there are any."""
+        return {name: getattr(self, name) for name in self.__slots__ if name != "extras" or self.extras}
 
 
 class Stream:
