@@ -141,7 +141,8 @@ class ReplayMemory:
             now = store.next_tick
             quick.write(now, obs, action, reward, next_obs, terminated, truncated)
             store.next_tick = now + 1
-        store.sealer.wait_for_room()
+        if quick.fills_blocks:
+            store.sealer.wait_for_room()
         return True
 
     def extend(

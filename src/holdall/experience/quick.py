@@ -59,9 +59,18 @@ class QuickTick:
 
     Args:
         shape: Of a tick's observations, lanes first.
+        fills_blocks: Whether they lie in segments, which may have to wait for being sealed.
     """
 
-    def __init__(self, rows: QuickRows, shape: tuple[int, ...], dtype: np.dtype[Any], write: WriteObservation) -> None:
+    def __init__(
+        self,
+        rows: QuickRows,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        write: WriteObservation,
+        fills_blocks: bool,
+    ) -> None:
+        self.fills_blocks = fills_blocks
         self._rows = rows
         self._shape = shape
         self._dtype = dtype
@@ -109,6 +118,7 @@ class QuickDictTick:
         large: list[str],
         write_large: Callable[[int, list[Array], list[Array]], None],
     ) -> None:
+        self.fills_blocks = bool(large)
         self._rows = rows
         self._fields = fields
         self._small = small

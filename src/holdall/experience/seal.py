@@ -106,9 +106,14 @@ class Sealer:
         """What went wrong last, if anything."""
         return self._queue.failure
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many blocks are queued that no more should come."""
+        return len(self._queue.blocks) >= _WAIT_FROM
+
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued; not to be called under the memory's lock."""
-        if len(self._queue.blocks) < _WAIT_FROM:
+        if not self.is_crowded:
             return
         with self._queue.changed:
             self._queue.changed.wait_for(lambda: len(self._queue.blocks) < _WAIT_FROM or self._queue.stopped)

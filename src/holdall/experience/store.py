@@ -276,7 +276,7 @@ class Store:
         fields = {i: ((self._lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
         if isinstance(tree.structure, int):
             write = self._small[0].write if self._small else self._write_one_large
-            return QuickTick(rows, *fields[0], write)
+            return QuickTick(rows, *fields[0], write, fills_blocks=not self._small)
         keys = tree.keys
         if keys is None:
             return None
