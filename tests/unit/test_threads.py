@@ -170,12 +170,15 @@ def users_of(space: spaces.Space[Any], capacity_ticks: int = 60, **options: Any)
     return users
 
 
-@pytest.mark.parametrize("device", [None, "cpu"])
+OPTIONS: dict[str, dict[str, Any]] = {"raw": {}, "tensors": {"device": "cpu"}, "sealing": {"budget": None}}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.usefixtures("kernels")
-def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, device: str | None) -> None:
-    """Adding evicts, closes segments and grows logs under the readers; no row suffers from it."""
-    users, crowd = users_of(SPACES[name], device=device), Crowd()
+def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, options: dict[str, Any]) -> None:
+    """Adding evicts, closes and seals segments and grows logs under the readers; no row suffers from it."""
+    users, crowd = users_of(SPACES[name], **options), Crowd()
     for work in (users.add, users.sample, users.sample, users.gather, users.report, users.count):
         crowd.repeat(f"{work.__name__} {len(crowd._threads)}", work)
     crowd.run(SECONDS / 2)
@@ -184,10 +187,11 @@ def test_rows_drawn_while_others_are_added_are_whole_and_right(name: str, device
     users.memory.close()
 
 
+@pytest.mark.parametrize("budget", ["auto", None])
 @pytest.mark.usefixtures("kernels")
-def test_batches_shared_out_to_a_crew_are_whole_and_right() -> None:
+def test_batches_shared_out_to_a_crew_are_whole_and_right(budget: str | None) -> None:
     """Large batches are filled by several threads each, in several threads at once."""
-    users, crowd = users_of(SPACES["stack"], capacity_ticks=400), Crowd()
+    users, crowd = users_of(SPACES["stack"], capacity_ticks=400, budget=budget), Crowd()
 
     def large() -> None:
         assert_consistent(users.memory.sample(300), users.space)
@@ -205,7 +209,7 @@ def test_batches_shared_out_to_a_crew_are_whole_and_right() -> None:
 def test_closing_beside_all_others_ends_them_and_nothing_else(name: str) -> None:
     """Whoever comes after close is told so; batches on their way arrive, and no thread hangs."""
     for number in range(6):
-        users, crowd = users_of(SPACES[name], capacity_ticks=200), Crowd()
+        users, crowd = users_of(SPACES[name], capacity_ticks=200, budget=("auto", None)[number % 2]), Crowd()
 
         def large(users: Users = users) -> None:
             assert_consistent(users.memory.sample(250), users.space)
