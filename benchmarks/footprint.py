@@ -23,7 +23,7 @@ _WARM_UP = 1_000  # steps of the source before memory is counted
 _SAME = 0.01  # two slopes are the same up to this share
 
 
-def measure(case_name: str, side_name: Any, quick: bool, trace: Path | None) -> dict[str, Any]:
+def measure(case_name: str, side_name: Any, quick: bool, trace: Path | None, prefer: str | None) -> dict[str, Any]:
     """Fill one side and fit a line through what the process holds."""
     case = CASES[case_name]
     first, last, every = case.sizes(quick).readings_of(side_name)
@@ -34,7 +34,7 @@ def measure(case_name: str, side_name: Any, quick: bool, trace: Path | None) -> 
     for _ in itertools.islice(stream.steps, _WARM_UP):
         pass
     start = held_bytes()
-    side = Side(side_name, stream, last)
+    side = Side(side_name, stream, last, prefer)
     readings: list[tuple[int, Held]] = []
     count = 0
     for step in itertools.islice(stream.steps, last // stream.lanes):
@@ -76,8 +76,9 @@ def main() -> None:
     parser.add_argument("--side", choices=SIDES, required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compressed", metavar="PREFER")
     wanted = parser.parse_args()
-    emit({"result": measure(wanted.case, wanted.side, wanted.quick, wanted.trace)})
+    emit({"result": measure(wanted.case, wanted.side, wanted.quick, wanted.trace, wanted.compressed)})
 
 
 if __name__ == "__main__":

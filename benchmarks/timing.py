@@ -42,17 +42,20 @@ class Clock:
         return {act: _summarise(sides) for act, sides in self.seconds.items()}
 
 
-def measure(case_name: str, quick: bool, trace: Path | None) -> dict[str, Any]:
+def measure(case_name: str, quick: bool, trace: Path | None, prefer: str | None) -> dict[str, Any]:
     """Fill all sides, draw from them, wrap them around, and compare what they hold."""
     case = CASES[case_name]
     sizes = case.sizes(quick)
     stream = case.stream(trace)
     sb3_held = sb3_capacity(stream, sizes.held)
-    sides = [Side(name, stream, sb3_held if name == "sb3" else sizes.held) for name in SIDES]
+    sides = [Side(name, stream, sb3_held if name == "sb3" else sizes.held, prefer) for name in SIDES]
     clock, turns = Clock(), _turns(sides)
     total = sizes.held + sizes.wrapped + sizes.batches
     held = _add(stream, sides, turns, clock, sizes.held, sizes.block, ("add", "add_further"), (0, total))
     held += _add(stream, sides, turns, clock, sizes.wrapped, sizes.block, ("add_wrapped", ""), (held, total))
+    for side in sides:
+        if side.name != "sb3":
+            side.memory.drain()
     _sample(turns, clock, sizes, (held, total))
     return {
         "times": clock.summary(),
@@ -179,8 +182,9 @@ def main() -> None:
     parser.add_argument("--case", choices=CASES, required=True)
     parser.add_argument("--trace", type=Path)
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--compressed", metavar="PREFER")
     wanted = parser.parse_args()
-    emit({"result": measure(wanted.case, wanted.quick, wanted.trace)})
+    emit({"result": measure(wanted.case, wanted.quick, wanted.trace, wanted.compressed)})
 
 
 if __name__ == "__main__":
