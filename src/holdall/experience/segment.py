@@ -131,7 +131,7 @@ class Segments:
                 if id(block) not in kept:
                     self._arenas.give_up(block.arena)
             if self._tiers is not None:
-                self._tiers.forget(evicted)
+                self._tiers.forget(block for block in evicted if id(block) not in kept)
 
     def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
         """Find the observations of the given ticks and lanes."""
