@@ -71,7 +71,8 @@ class Libraries:
         handle = self._call(create, *sized)
         if not handle:
             raise MemoryError(f"{create} found no memory")
-        weakref.finalize(owner, self._call, free, ctypes.c_void_p(handle))
+        # Not when the interpreter ends: a worker may be in the middle of a call with it.
+        weakref.finalize(owner, self._call, free, ctypes.c_void_p(handle)).atexit = False
         return int(handle)
 
     def _call(self, name: str, *arguments: Any) -> Any:

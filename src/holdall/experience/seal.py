@@ -181,13 +181,12 @@ def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
             take = keep()
             if sealed is not None and take is not None:
                 take(frozen.block, sealed)
-            del take
         except Exception as error:  # the block stays raw, and training goes on
             queue.failure = f"{type(error).__name__}: {error}"
             _LOG.warning("a block could not be compressed and stays raw (%s)", queue.failure, exc_info=error)
         finally:
             del frozen
-            sealed = None
+            sealed = take = None
             with queue.changed:
                 queue.at_work = 0
                 queue.changed.notify_all()
