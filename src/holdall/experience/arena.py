@@ -58,7 +58,7 @@ class ArenaPool:
     else refers to it.
     """
 
-    def __init__(self, most: int = 2) -> None:
+    def __init__(self, most: int = 1) -> None:
         self._most = most
         self._spare: list[Bytes] = []
 

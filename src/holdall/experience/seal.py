@@ -24,10 +24,9 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 
-_HURRY_FROM = 2
-"""Blocks waiting from which on the compressor's fastest level is used."""
-_WAIT_FROM = 4
-"""Blocks waiting from which on `add` waits, so that memory stays bounded."""
+_WAIT_FROM = 1
+"""Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
+one being sealed and the open one."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
@@ -170,12 +169,14 @@ class _Work:
 def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
     while True:
         with queue.changed:
+            # A block that is there already means that the worker falls behind.
+            hurry = bool(queue.blocks)
             queue.changed.wait_for(lambda: queue.blocks or queue.stopped)
             if queue.stopped:
                 return
             frozen = queue.blocks.popleft()
             queue.at_work = 1
-            hurry = len(queue.blocks) >= _HURRY_FROM
+            queue.changed.notify_all()
         try:
             sealed = work.seal(frozen, hurry)
             take = keep()

@@ -293,9 +293,8 @@ class Segments:
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's sealed form; places that were handed out keep the raw one."""
-        arena = block.replace_by(sealed)
+        block.replace_by(sealed)
         self._index()
-        self._arenas.give_up(arena)
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
         """Cut a field in a new way: from now on, or from the open segment's first tick on."""

@@ -26,11 +26,10 @@ class SliceBlock(ABC):
         self.steps_before = 0  # transitions of the closed parts that name slices of the block
         self.sealed: SealedSlices | None = None
 
-    def replace_by(self, sealed: SealedSlices) -> Bytes:
-        """Keep the slices in their sealed form alone, and return the arena that held them raw."""
-        arena, self.arena = self.arena, np.empty(0, np.uint8)
+    def replace_by(self, sealed: SealedSlices) -> None:
+        """Keep the slices in their sealed form alone; readers of the raw form hold on to it."""
         self.sealed = sealed
-        return arena
+        self.arena = np.empty(0, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
         content = self.sealed or self.arena[: self.used * self.slice_bytes]
