@@ -2,7 +2,8 @@
 
     python benchmarks/readme.py benchmarks/results/replay.jsonl
 
-Reads the JSON lines of replay.py and rewrites what stands between the README's two markers.
+Reads the JSON lines of replay.py and rewrites what stands between two markers of the README: one place for the memory
+as it is by default, one for `--compressed`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 README = Path(__file__).parents[1] / "README.md"
-MARKERS = re.compile(r"(<!-- measured: .*? -->\n).*?(<!-- end of measured -->)", re.DOTALL)
+MARKERS = r"(<!-- {0}: .*? -->\n).*?(<!-- end of {0} -->)"
 NAMES = {
     "atari": "Atari Seaquest, stack of 4 frames",
     "camera": "camera 84x84x3 and 31 floats, Dict",
@@ -40,8 +41,11 @@ def row(result: dict[str, Any]) -> str:
     times = result["times"]
     add, sample = (times[act]["holdall"]["median_us"] / times[act]["sb3"]["median_us"] for act in ("add", "sample"))
     wrong = sum(result["rows"]["wrong"].values())
+    name = NAMES[result["case"]]
+    if result.get("compressed"):
+        name += f', `prefer="{result.get("compressed")}"`'
     cells = (
-        NAMES[result["case"]],
+        name,
         f"{theirs:,.0f} B",
         f"**{ours:,.0f} B**",
         f"{theirs / ours:,.1f} x",
@@ -62,9 +66,11 @@ def main() -> None:
     ]
     text = README.read_text(encoding="utf-8")
     table = "\n".join(lines) + "\n"
-    changed, found = MARKERS.subn(lambda marks: marks[1] + table + marks[2], text)
+    place = "compressed" if results[0].get("compressed") else "measured"
+    pattern = re.compile(MARKERS.format(place), re.DOTALL)
+    changed, found = pattern.subn(lambda marks: marks[1] + table + marks[2], text)
     if found != 1:
-        sys.exit("README.md has no place marked for the measured table")
+        sys.exit(f"README.md has no place marked '{place}'")
     README.write_text(changed, encoding="utf-8")
 
 
