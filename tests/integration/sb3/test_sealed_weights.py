@@ -1,0 +1,83 @@
+"""Training from compressed memory ends in the very weights of Stable-Baselines3's own buffer."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
+
+from holdall.experience import segment
+from holdall.experience.choice import COST_CAPS
+from holdall.sb3 import ReplayBuffer
+
+from .comparison import Task, assert_same_learning, learn, trained
+from .environments import ARM, FRAME_PX, STACK, Stacked, Wander, dict_space
+
+pytestmark = pytest.mark.filterwarnings("ignore:The last trajectory in the replay buffer:UserWarning")
+
+
+class Film(Stacked):
+    """The same as `Stacked`, with frames that can be compressed: each is striped in shades of its own."""
+
+    def _look(self) -> NDArray[np.uint8]:
+        stripes = self.np_random.integers(0, 256, (FRAME_PX, 1, 1), np.uint8)
+        newest = np.repeat(stripes, FRAME_PX, axis=1)
+        if self._steps == 0:
+            self._frames = np.repeat(newest, STACK, axis=-1)
+        else:
+            self._frames = np.concatenate([self._frames[..., 1:], newest], axis=-1)
+        return self._frames
+
+
+@pytest.fixture(autouse=True)
+def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments of a few ticks, and any cost: what is sealed must not depend on how busy a machine is."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
+    monkeypatch.setitem(COST_CAPS, "memory", 1e9)
+
+
+def assert_same_from_sealed(task: Task, field: str) -> ReplayBuffer:
+    """Train with either buffer; the second half of ours draws from segments that were sealed."""
+    sealed: list[str] = []
+
+    def seal_all(model: OffPolicyAlgorithm) -> None:
+        if isinstance(model.replay_buffer, ReplayBuffer):
+            model.replay_buffer.memory.drain()
+            findings = {found.name: found.finding for found in model.replay_buffer.report().fields}
+            sealed.append(findings[field])
+
+    acts = (learn(110), seal_all, learn(110, reset_num_timesteps=False), seal_all)
+    kept: dict[str, Any] = {"replay_buffer_kwargs": {"budget": None, "prefer": "memory"}}
+    plain = trained(task.model(None), *acts)
+    ours = trained(task.model(ReplayBuffer, **kept), *acts)
+    assert plain._n_updates > 50, "too short a training proves nothing"
+    assert all("segments sealed by" in finding for finding in sealed), sealed
+    assert_same_learning(plain, ours)
+    assert isinstance(ours.replay_buffer, ReplayBuffer)
+    return ours.replay_buffer
+
+
+def test_dqn_learns_the_same_from_sealed_frame_stacks() -> None:
+    """Stacks along the last axis that Stable-Baselines3 transposes."""
+    buffer = assert_same_from_sealed(Task(Film, "DQN", "CnnPolicy"), "obs")
+    report = buffer.report()
+    assert report.failure == ""
+    assert report.total_bytes < report.plain_bytes / 8
+
+
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_sac_learns_the_same_from_sealed_cameras(lanes: int) -> None:
+    """An image large enough for segments, a vector and a discrete key, in Dict observations."""
+    environment = partial(Wander, dict_space((40, 40, 3)), ARM)
+    task = Task(environment, "SAC", "MultiInputPolicy", lanes=lanes)
+    assert assert_same_from_sealed(task, "obs.camera").report().failure == ""
+
+
+def test_sac_learns_the_same_while_segments_are_sealed_and_evicted() -> None:
+    """A buffer that wraps around: whatever the worker is at, the rows are the same."""
+    environment = partial(Wander, dict_space((40, 40, 3)), ARM)
+    assert_same_from_sealed(Task(environment, "SAC", "MultiInputPolicy", buffer_size=70), "obs.camera")

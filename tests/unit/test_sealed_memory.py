@@ -1,0 +1,364 @@
+"""A memory that compresses all it can gives back, bit for bit, what was added: before, while and after sealing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import DamageError, ReplayMemory
+from holdall.experience import segment
+from holdall.experience.choice import COST_CAPS
+from holdall.experience.native import native_kernels
+from holdall.report import FieldReport
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.strategies import box
+
+KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+SPACE = spaces.Dict(
+    camera=box((36, 44, 3), "u1"),
+    scaled=box((36, 36), "f4"),
+    stack=box((36, 36, 4), "u1"),
+    state=box((6,), "f4"),
+    words=box((600,), "f8"),
+)
+ACTIONS = spaces.Discrete(3)
+LARGE = ("obs.camera", "obs.scaled", "obs.stack", "obs.words")
+RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0], np.uint64).view("f8")
+"""NaNs with payloads, and zeros of either sign."""
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small segments, either kind of loops, and any cost: what is chosen must not depend on how busy a machine is."""
+    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
+    monkeypatch.setitem(COST_CAPS, "memory", 1e9)
+    return str(request.param)
+
+
+def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Draw images whose pixels resemble their neighbours."""
+    return generator.integers(0, 3, shape, np.uint8).cumsum(axis=-1, dtype=np.uint8)
+
+
+def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> dict[str, Any]:
+    newest = smooth(generator, (lanes, 36, 36))[..., None]
+    frames = np.zeros((lanes, 36, 36, 4), np.uint8) if before is None else before["stack"]
+    return {
+        "camera": smooth(generator, (lanes, 36, 3, 44)).swapaxes(2, 3).copy(),
+        "scaled": smooth(generator, (lanes, 36, 36)) / np.float32(255),
+        "stack": np.concatenate([frames[..., 1:], newest], axis=-1),
+        "state": generator.normal(size=(lanes, 6)).astype("f4"),
+        "words": RARE[generator.integers(0, 4, (lanes, 600))],
+    }
+
+
+def ticks_of(lanes: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Let steps pass in all lanes at once; every 17th ends an episode."""
+    generator = np.random.default_rng(seed)
+    obs = observed(generator, lanes)
+    for tick in range(1 << 30):
+        next_obs = observed(generator, lanes, obs)
+        ends = np.full(lanes, tick % 17 == 16)
+        yield {
+            "obs": obs,
+            "action": generator.integers(0, 3, lanes),
+            "reward": generator.normal(size=lanes).astype("f4"),
+            "next_obs": next_obs,
+            "terminated": ends,
+            "truncated": np.zeros(lanes, np.bool_),
+        }
+        obs = observed(generator, lanes) if ends[0] else next_obs
+
+
+class Pair:
+    """A memory that compresses all, and the oracle, fed with the same ticks."""
+
+    def __init__(self, capacity: int = 6_000, lanes: int = 1, prefer: str = "memory") -> None:
+        self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, budget=None, prefer=prefer, seed=0)
+        self.oracle = OracleMemory(capacity, lanes)
+        self._ticks = ticks_of(lanes)
+
+    def feed(self, count: int) -> None:
+        for _ in range(count):
+            tick = next(self._ticks)
+            self.memory.add(**tick)
+            self.oracle.add(**tick)
+
+    def check(self, count: int, seed: int = 0) -> None:
+        ids = np.random.default_rng(seed).choice(self.oracle.ids, count)
+        assert_same_bits(self.memory.gather(ids), self.oracle.gather(ids))
+
+    def check_all(self) -> None:
+        assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+
+
+def fields_of(memory: ReplayMemory) -> dict[str, FieldReport]:
+    return {field.name: field for field in memory.report().fields}
+
+
+def sealed_segments(memory: ReplayMemory, name: str) -> tuple[int, int]:
+    """Return how many segments of a field are sealed, out of how many closed ones."""
+    finding = fields_of(memory)[name].finding
+    if "sealed by" not in finding:
+        return 0, 0
+    words = finding.split("; ")[-1].split()
+    return int(words[0]), int(words[2])
+
+
+# ---------------------------------------------------------------- the same bits
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_batch_is_the_oracles_before_while_and_after_sealing(lanes: int) -> None:
+    """Palettes, predictors, dictionaries, raw blocks and those half way: no row tells them apart."""
+    pair = Pair(lanes=lanes)
+    with pair.memory:
+        for seed in range(12):
+            pair.feed(15)
+            pair.check(40, seed)
+        pair.check_all()
+        pair.memory.drain()
+        pair.check_all()
+        assert_same_bits(batch := pair.memory.sample(64), pair.oracle.gather(batch.ids))
+        for name in LARGE:
+            assert sealed_segments(pair.memory, name)[0] >= 2, name
+
+
+@pytest.mark.parametrize("prefer", ["speed", "balanced"])
+def test_a_batch_is_the_oracles_whatever_is_preferred(prefer: str) -> None:
+    """A preference moves bytes and time, and nothing else."""
+    pair = Pair(prefer=prefer)
+    with pair.memory:
+        pair.feed(150)
+        pair.memory.drain()
+        pair.check_all()
+
+
+def test_eviction_and_sealing_go_side_by_side() -> None:
+    """Blocks are sealed, wait, or are evicted while they wait; what is held is right, and the rest is gone."""
+    pair = Pair(capacity=90)
+    with pair.memory:
+        for seed in range(20):
+            pair.feed(20)
+            pair.check(60, seed)
+        pair.memory.drain()
+        pair.check_all()
+        assert pair.memory.first_id == pair.oracle.first_id == 310
+
+
+def test_batches_that_are_held_stay_as_they_were() -> None:
+    """Ten of them, while blocks are sealed and evicted under them and a hundred more are drawn."""
+    pair = Pair(capacity=120)
+    with pair.memory:
+        pair.feed(60)
+        held = []
+        for seed in range(10):
+            ids = np.random.default_rng(seed).choice(pair.oracle.ids, 24)
+            held.append((pair.memory.gather(ids), pair.oracle.gather(ids)))
+            pair.feed(5)
+        for _ in range(20):
+            pair.feed(8)
+            for _ in range(5):
+                pair.memory.sample(24)
+        pair.memory.drain()
+        pair.memory.sample(24)
+        for batch, expected in held:
+            assert_same_bits(batch, expected)
+    for batch, expected in held:
+        assert_same_bits(batch, expected)
+
+
+def test_threads_read_what_was_added_while_it_is_sealed() -> None:
+    """One adds, three gather, one draws: every row is the one that was added under its id."""
+    count = 220
+    steps = [tick for tick, _ in zip(ticks_of(1), range(count), strict=False)]
+    oracle = OracleMemory(count)
+    for step in steps:
+        oracle.add(**step)
+    memory = ReplayMemory(SPACE, ACTIONS, count, budget=None, prefer="memory")
+    errors: list[BaseException] = []
+    added = threading.Event()
+    memory.add(**steps[0])
+
+    def read(seed: int, draws: bool) -> None:
+        generator = np.random.default_rng(seed)
+        while not added.is_set():
+            held = memory.next_id
+            ids = generator.integers(0, held, 16)
+            batch = memory.sample(min(16, held)) if draws else memory.gather(ids)
+            assert_same_bits(batch, oracle.gather(batch.ids))
+
+    def guarded(seed: int, draws: bool) -> None:
+        try:
+            read(seed, draws)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=guarded, args=(seed, seed == 3)) for seed in range(4)]
+    with memory:
+        for thread in threads:
+            thread.start()
+        try:
+            for step in steps[1:]:
+                memory.add(**step)
+            memory.drain()
+        finally:
+            added.set()
+            for thread in threads:
+                thread.join(60)
+        assert not errors, errors[0]
+        assert sealed_segments(memory, "obs.camera")[0] >= 2
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+# ---------------------------------------------------------------- bytes and words
+
+
+def test_floats_that_are_scaled_bytes_take_a_quarter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrapper's habit: uint8 / 255 as float32. Noise, so that nothing but the palette shrinks it."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 400_000)
+    generator = np.random.default_rng(0)
+    memory = ReplayMemory(box((40, 40), "f4"), ACTIONS, 4_000, budget=None, prefer="memory")
+    oracle = OracleMemory(4_000)
+    images = generator.integers(0, 256, (501, 1, 40, 40), np.uint8) / np.float32(255)
+    flag = np.zeros(1, np.bool_)
+    with memory:
+        for obs, next_obs in pairwise(images):
+            for each in (memory, oracle):
+                each.add(obs, np.zeros(1, np.int64), np.zeros(1, np.float32), next_obs, flag, flag)
+        memory.drain()
+        sealed, closed = sealed_segments(memory, "obs")
+        assert sealed == closed >= 7
+        raw_bytes = closed * 400_000
+        field = fields_of(memory)["obs"]
+        left_open = images.nbytes - raw_bytes
+        assert 0.25 * raw_bytes < field.slice_bytes < 0.27 * raw_bytes + left_open
+        assert "palette" in field.finding
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+def test_the_report_says_what_was_chosen_and_what_it_gave() -> None:
+    """Codecs by name for each field that has one, fewer bytes than before, nothing left to do, nothing wrong."""
+    pair = Pair()
+    with pair.memory:
+        pair.feed(200)
+        pair.memory.drain()
+        report = pair.memory.report()
+        assert report.backlog == 0
+        assert report.failure == ""
+        for field in report.fields:
+            assert ("sealed by" in field.finding) == (field.name in LARGE), field
+        fields = fields_of(pair.memory)
+        assert "palette" in fields["obs.scaled"].finding
+        assert fields["obs.camera"].slice_bytes < 0.6 * 200 * 36 * 44 * 3
+        assert fields["obs.words"].slice_bytes < 0.25 * 200 * 4800
+        assert report.total_bytes == sum(field.total_bytes for field in report.fields)
+
+
+def test_what_fits_the_allowance_is_not_sealed() -> None:
+    """By default a quarter of what is available stays raw, and as fast as memory."""
+    memory = ReplayMemory(SPACE, ACTIONS, 2_000)
+    with memory:
+        for tick, _ in zip(ticks_of(1), range(100), strict=False):
+            memory.add(**tick)
+        memory.drain()
+        assert "sealed by" not in str(memory.report())
+
+
+def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
+    """Nothing of a damaged slice is returned; transitions in other blocks are as they were."""
+    pair = Pair()
+    with pair.memory:
+        pair.feed(150)
+        pair.memory.drain()
+        assert pair.memory._store is not None
+        segments = pair.memory._store._segments
+        first = segments._closed[0]
+        field = next(i for i, leaf in enumerate(segments._leaves) if leaf.name == "camera")
+        sealed = first.parts[field].block.sealed
+        assert sealed is not None
+        sealed.data[:] = 255
+        with pytest.raises(DamageError):
+            pair.memory.gather(np.arange(first.ticks))
+        later = np.arange(first.ticks, 150)
+        assert_same_bits(pair.memory.gather(later), pair.oracle.gather(later))
+
+
+# ---------------------------------------------------------------- pickling
+
+
+def test_a_pickled_memory_is_the_same_and_goes_on(request: pytest.FixtureRequest, kernels: str) -> None:
+    """Sealed blocks travel as they are; what comes after is sealed too."""
+    if kernels == "native":
+        request.applymarker(pytest.mark.xfail(strict=True, reason="addresses in C structures are pickled"))
+    pair = Pair()
+    pair.feed(120)
+    pair.memory.drain()
+    with pair.memory:
+        sealed, _ = sealed_segments(pair.memory, "obs.camera")
+        pickled = pickle.dumps(pair.memory, protocol=5)
+    pair.memory = pickle.loads(pickled)
+    with pair.memory:
+        assert sealed_segments(pair.memory, "obs.camera")[0] == sealed
+        pair.check_all()
+        pair.feed(100)
+        pair.memory.drain()
+        pair.check_all()
+        assert sealed_segments(pair.memory, "obs.camera")[0] > sealed
+
+
+LOAD = """
+import pickle, sys
+import numpy as np
+from pathlib import Path
+memory = pickle.loads(Path(sys.argv[1]).read_bytes())
+batch = memory.gather(np.arange(memory.next_id))
+sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["words"].tobytes())
+"""
+
+
+@pytest.mark.skipif(len(KERNELS) < 2, reason="the compiled loops were not built here")
+@pytest.mark.xfail(strict=True, reason="sealed blocks are not adopted when a memory is loaded")
+def test_a_memory_pickled_by_one_kind_of_loops_is_read_by_the_other(tmp_path: Path, kernels: str) -> None:
+    """A machine without a compiler reads what another one sealed, and the other way round."""
+    pair = Pair()
+    with pair.memory:
+        pair.feed(120)
+        pair.memory.drain()
+        (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
+    other = next(name for name in KERNELS if name != kernels)
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
+    environment = os.environ | {"HOLDALL_KERNELS": other}
+    done = subprocess.run(command, capture_output=True, check=False, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    expected = pair.oracle.gather(pair.oracle.ids)
+    assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["words"].tobytes()
+
+
+@pytest.mark.xfail(strict=True, reason="a loaded memory does not tell its tiers of raw blocks")
+def test_what_was_raw_when_it_was_pickled_is_sealed_later() -> None:
+    """A loaded memory keeps to its budget too."""
+    pair = Pair()
+    pair.feed(5)
+    with pair.memory:
+        pickled = pickle.dumps(pair.memory, protocol=5)
+    pair.memory = pickle.loads(pickled)
+    with pair.memory:
+        pair.feed(150)
+        pair.memory.drain()
+        sealed, closed = sealed_segments(pair.memory, "obs.camera")
+        assert sealed == closed
+        pair.check_all()
