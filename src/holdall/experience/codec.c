@@ -7,17 +7,6 @@
 
 #include <string.h>
 
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#define HAVE_X86 1
-#endif
-
-#ifdef _WIN32
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 int64_t coded_bytes(const transform *form) {
     return form->word_bytes > 0 ? form->slice_bytes / form->word_bytes : form->slice_bytes;
 }

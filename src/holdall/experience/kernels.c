@@ -10,17 +10,6 @@
 #include <stdint.h>
 #include <string.h>
 
-#if defined(__x86_64__) || defined(_M_X64)
-#include <immintrin.h>
-#define HAVE_X86 1
-#endif
-
-#ifdef _WIN32
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
 /* What one segment holds of one field; mirrored by RECORD_FIELDS in part.py. */
 typedef struct {
     int64_t log;         /* address of the slice numbers, 0: slices lie in log order */

@@ -89,7 +89,8 @@ class Sealer:
         with self._queue.changed:
             self._queue.blocks.append(frozen)
             self._queue.changed.notify_all()
-        if self._thread is None:
+        # A fork leaves its child with a thread that does not run.
+        if self._thread is None or not self._thread.is_alive():
             self._thread = threading.Thread(
                 target=_run, args=(self._queue, self._work, self._keep), name="holdall-sealer", daemon=True
             )
