@@ -282,6 +282,25 @@ def test_slices_that_differ_in_one_bit_are_both_kept(kernels: Kernels) -> None:
     assert_reads_back(written, ticks)
 
 
+def stirred(state: int, word: int) -> int:
+    """Mix as kernels.c does, so that slices can be made which its hash does not tell apart."""
+    mixed = (state ^ word) * 0x9E3779B97F4A7C15 % 2**64
+    return mixed ^ (mixed >> 29)
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+def test_slices_with_one_hash_are_told_apart(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slices made to collide, in either kind of loops, are kept side by side and come back as they were."""
+    monkeypatch.setattr("holdall.experience.portable.xxhash.xxh3_64_intdigest", lambda _slice: 7)
+    first = np.random.default_rng(0).integers(0, 2**63, 30).tolist()
+    pairs = [(word, stirred(16, word) ^ stirred(16, first[0]) ^ 0xFEED) for word in first]
+    assert len({stirred(stirred(16, one), other) for one, other in pairs}) == 1
+    slices = np.array(pairs, np.uint64).view(np.uint8)  # (30, 16)
+    ticks = [(slices[t : t + 1], slices[t + 1 : t + 2]) for t in range(29)] * 2
+    written = Written(kernels, Window.whole(Leaf("", (16,), np.dtype("u1"))), ticks)
+    assert_reads_back(written, ticks)
+
+
 @pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("count", [1 << 16, (1 << 16) + 1])
 def test_a_closed_log_is_as_wide_as_its_numbers(kernels: Kernels, count: int) -> None:
