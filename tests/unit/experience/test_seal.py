@@ -422,6 +422,25 @@ def test_adding_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
+@pytest.mark.xfail(strict=True, raises=AssertionError, reason="extend holds the lock throughout and never waits")
+def test_extending_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long trajectory is held up as its steps would be."""
+    coder = GatedCoder()
+    film = np.zeros((1_000, 1, 4, 24, 24), np.uint8)
+    film[:, 0, 0, 0, :2] = np.arange(1_000, dtype="<u2").view(np.uint8).reshape(-1, 2)
+    given = (film[:-1], np.zeros((999, 1), np.int64), np.zeros((999, 1), np.float32), film[1:])
+    flags = np.zeros((999, 1), np.bool_)
+    with memory_with(coder, monkeypatch) as memory:
+        extending = threading.Thread(target=memory.extend, args=(*given, flags, flags))
+        extending.start()
+        extending.join(0.5)
+        backlog = memory.report().backlog if extending.is_alive() else 1_000
+        coder.open()
+        extending.join(PATIENCE_S)
+        assert backlog <= seal._WAIT_FROM + 1
+
+
+@pytest.mark.usefixtures("small_segments")
 def test_closing_a_memory_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread is left behind."""
     memory = memory_with(None, monkeypatch)
