@@ -32,7 +32,8 @@ class SliceBlock(ABC):
         self.arena = np.empty(0, np.uint8)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        content = self.sealed or self.arena[: self.used * self.slice_bytes]
+        arena = self.arena  # looked at first: once it is empty, the sealed form is there
+        content = self.sealed or arena[: self.used * self.slice_bytes]
         return KeptBlock, (self.slice_bytes, self.used, content)
 
     @property
