@@ -164,19 +164,30 @@ class ReplayMemory:
         with self._lock:
             store = self._open()
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            for t in range(leading[0]):
-                store.write(
-                    Tick(
-                        obs=[array[t] for array in steps.obs],
-                        action=[array[t] for array in steps.action],
-                        reward=steps.reward[t],
-                        next_obs=[array[t] for array in steps.next_obs],
-                        terminated=steps.terminated[t],
-                        truncated=steps.truncated[t],
-                        extras=[array[t] for array in steps.extras],
-                        valid=None if steps.valid is None else steps.valid[t],
-                    )
+            written = self._write_steps(store, steps, 0)
+        while written < leading[0]:
+            store.sealer.wait_for_room()
+            with self._lock:
+                written = self._write_steps(self._open(), steps, written)
+
+    def _write_steps(self, store: Store, steps: Tick, first: int) -> int:
+        """Write steps from `first` on until blocks pile up; return the first that is left."""
+        for t in range(first, len(steps.reward)):
+            store.write(
+                Tick(
+                    obs=[array[t] for array in steps.obs],
+                    action=[array[t] for array in steps.action],
+                    reward=steps.reward[t],
+                    next_obs=[array[t] for array in steps.next_obs],
+                    terminated=steps.terminated[t],
+                    truncated=steps.truncated[t],
+                    extras=[array[t] for array in steps.extras],
+                    valid=None if steps.valid is None else steps.valid[t],
                 )
+            )
+            if store.sealer.is_crowded:
+                return t + 1
+        return len(steps.reward)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""

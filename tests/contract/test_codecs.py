@@ -216,12 +216,7 @@ def test_a_slice_that_does_not_shrink_costs_its_own_bytes(method: str, coder: Co
     assert sealed.offsets.tolist() == list(range(0, 20 * 600 + 1, 600))
 
 
-UNORDERED = pytest.mark.xfail(
-    strict=True, raises=AssertionError, reason="words are numbered as they are met, so neighbours lie far apart"
-)
-
-
-@pytest.mark.parametrize("coder", [pytest.param(NATIVE, id="native", marks=[needs_native, UNORDERED]), BOTH[1]])
+@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("predictor", [Predictor.LEFT, Predictor.UP])
 def test_a_scaled_image_shrinks_as_its_bytes_do(predictor: Predictor, coder: Coder) -> None:
     """Numbers of a palette are in the order of the values, so a predictor finds the same differences."""

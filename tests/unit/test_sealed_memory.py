@@ -300,10 +300,8 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
 # ---------------------------------------------------------------- pickling
 
 
-def test_a_pickled_memory_is_the_same_and_goes_on(request: pytest.FixtureRequest, kernels: str) -> None:
+def test_a_pickled_memory_is_the_same_and_goes_on(kernels: str) -> None:
     """Sealed blocks travel as they are; what comes after is sealed too."""
-    if kernels == "native":
-        request.applymarker(pytest.mark.xfail(strict=True, reason="addresses in C structures are pickled"))
     pair = Pair()
     pair.feed(120)
     pair.memory.drain()
@@ -331,7 +329,6 @@ sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["words"].
 
 
 @pytest.mark.skipif(len(KERNELS) < 2, reason="the compiled loops were not built here")
-@pytest.mark.xfail(strict=True, reason="sealed blocks are not adopted when a memory is loaded")
 def test_a_memory_pickled_by_one_kind_of_loops_is_read_by_the_other(tmp_path: Path, kernels: str) -> None:
     """A machine without a compiler reads what another one sealed, and the other way round."""
     pair = Pair()
@@ -348,7 +345,6 @@ def test_a_memory_pickled_by_one_kind_of_loops_is_read_by_the_other(tmp_path: Pa
     assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["words"].tobytes()
 
 
-@pytest.mark.xfail(strict=True, reason="a loaded memory does not tell its tiers of raw blocks")
 def test_what_was_raw_when_it_was_pickled_is_sealed_later() -> None:
     """A loaded memory keeps to its budget too."""
     pair = Pair()

@@ -194,13 +194,29 @@ static int decompress(const decoder *d, const sealed_block *b, const uint8_t *fr
     return 0;
 }
 
+/* Whether the numbers of a transform agree with each other: they may come from a file. */
+static int is_sound(const transform *form) {
+    const int64_t word = form->word_bytes;
+    if (form->slice_bytes <= 0 || form->slice_bytes > INT32_MAX || form->shuffle < 0) return 0;
+    if (word != 0 && word != 2 && word != 4 && word != 8) return 0;
+    if (word != 0 && form->slice_bytes % word != 0) return 0;
+    if (form->predictor == PREDICT_NOTHING) return 1;
+    if (form->predictor != PREDICT_LEFT && form->predictor != PREDICT_UP) return 0;
+    if (form->planes < 1 || form->rows < 1 || form->columns < 1 || (form->green && form->planes < 3)) return 0;
+    /* Each is at most the whole, so that the product cannot run over. */
+    const int64_t coded = coded_bytes(form);
+    if (form->planes > coded || form->rows > coded || form->columns > coded) return 0;
+    return form->shuffle == 0 && form->planes * form->rows <= coded && form->planes * form->rows * form->columns == coded;
+}
+
 /* Decode a slice to `out`; 0 if the block does not hold it or its bytes are damaged. */
 int decode_slice(const decoder *d, const sealed_block *b, int64_t number, uint8_t *out) {
     const transform *const form = &b->form;
+    if (!is_sound(form)) return 0;
     const int64_t coded = coded_bytes(form);
     if (number < 0 || number >= b->slice_count || 2 * coded > d->scratch_bytes) return 0;
     const int64_t start = b->offsets[number], end = b->offsets[number + 1];
-    if (start > end || end > b->data_bytes) return 0;
+    if (start > end || end > b->data_bytes || end - start > INT32_MAX) return 0;
     const int last_is_words = form->word_bytes > 0;
     const int moves = form->shuffle > 0 || (form->predictor && form->interleaved);
     uint8_t *stage = last_is_words || moves ? d->scratch : out;
@@ -237,25 +253,51 @@ static uint64_t read_word(const uint8_t *p, int64_t bytes) {
     return word;
 }
 
-/* Number the words of a slice; `slots` maps hash places to palette index + 1.
- * Returns the new size of the palette, or -1 if it would need more than 256 words. */
-static int64_t number_words(const transform *form, const uint8_t *slice, uint8_t *palette,
-                            int64_t known, uint16_t *slots, uint8_t *out) {
+/* Where a word stands in the table of 1024 slots, each a palette index + 1 or 0; or where it would. */
+static uint64_t slot_of(const transform *form, const uint8_t *palette, const uint16_t *slots, uint64_t word) {
+    uint64_t place = (word * UINT64_C(0x9E3779B97F4A7C15)) >> 54;
+    while (slots[place] != 0 &&
+           read_word(palette + (slots[place] - 1) * form->word_bytes, form->word_bytes) != word)
+        place = (place + 1) & 1023;
+    return place;
+}
+
+/* Collect the words of all slices into the palette; 0 if there are more than 256. They are put in
+ * order, so that words which are near to each other, as those of an image are, differ by little. */
+static int collect_words(const transform *form, const uint8_t *slices, int64_t count, uint8_t *palette,
+                         uint16_t *slots) {
+    const int64_t size = form->word_bytes, words = count * (form->slice_bytes / size);
+    int64_t known = 0;
+    for (int64_t i = 0; i < words; i++) {
+        const uint64_t word = read_word(slices + i * size, size);
+        const uint64_t place = slot_of(form, palette, slots, word);
+        if (slots[place] != 0) continue;
+        if (known == 256) return 0;
+        memcpy(palette + known * size, &word, (size_t)size);
+        slots[place] = (uint16_t)(++known);
+    }
+    uint64_t sorted[256];
+    for (int64_t i = 0; i < known; i++) {
+        const uint64_t word = read_word(palette + i * size, size);
+        int64_t at = i;
+        for (; at > 0 && sorted[at - 1] > word; at--) sorted[at] = sorted[at - 1];
+        sorted[at] = word;
+    }
+    memset(slots, 0, 1024 * sizeof *slots);
+    for (int64_t i = 0; i < known; i++) {
+        memcpy(palette + i * size, &sorted[i], (size_t)size);
+        slots[slot_of(form, palette, slots, sorted[i])] = (uint16_t)(i + 1);
+    }
+    return 1;
+}
+
+static void number_words(const transform *form, const uint8_t *slice, const uint8_t *palette, const uint16_t *slots,
+                         uint8_t *out) {
     const int64_t words = form->slice_bytes / form->word_bytes;
     for (int64_t i = 0; i < words; i++) {
         const uint64_t word = read_word(slice + i * form->word_bytes, form->word_bytes);
-        uint64_t place = (word * UINT64_C(0x9E3779B97F4A7C15)) >> 54; /* 1024 places */
-        while (slots[place] != 0 &&
-               read_word(palette + (slots[place] - 1) * form->word_bytes, form->word_bytes) != word)
-            place = (place + 1) & 1023;
-        if (slots[place] == 0) {
-            if (known == 256) return -1;
-            memcpy(palette + known * form->word_bytes, &word, (size_t)form->word_bytes);
-            slots[place] = (uint16_t)(++known);
-        }
-        out[i] = (uint8_t)(slots[place] - 1);
+        out[i] = (uint8_t)(slots[slot_of(form, palette, slots, word)] - 1);
     }
-    return known;
 }
 
 static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint8_t *out, int64_t room) {
@@ -272,22 +314,23 @@ static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint
     return bytes;
 }
 
-/* Code `count` slices from `slices` on into `data`, writing the ends behind offsets[0] = 0.
- * `palette` and `slots` carry over from call to call, so a block can be coded piece by piece.
- * Returns the bytes written; -1: the palette is too small; -2: `room` is. */
+/* Code `count` slices from `slices` on into `data`, and write where they end to `offsets`. `slots`
+ * is room for the palette's table, zeroed. Returns the bytes written; -1: the palette is too small;
+ * -2: `room` is. */
 EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, int64_t count,
                               uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette,
-                              uint16_t *slots, int64_t *palette_size) {
+                              uint16_t *slots) {
     const int64_t coded = coded_bytes(form);
     uint8_t *const a = e->scratch, *const b = a + coded, *const packed = b + coded;
     const int64_t packed_room = e->scratch_bytes - 2 * coded;
-    int64_t used = offsets[0];
+    int64_t used = 0;
+    offsets[0] = 0;
     if (packed_room < coded) return -2;
+    if (form->word_bytes > 0 && !collect_words(form, slices, count, palette, slots)) return -1;
     for (int64_t i = 0; i < count; i++) {
         const uint8_t *stage = slices + i * form->slice_bytes;
         if (form->word_bytes > 0) {
-            *palette_size = number_words(form, stage, palette, *palette_size, slots, a);
-            if (*palette_size < 0) return -1;
+            number_words(form, stage, palette, slots, a);
             stage = a;
         }
         if (form->predictor) {

@@ -54,6 +54,16 @@ class Transform:
         """Bytes of a slice that reach the compressor."""
         return self.slice_bytes // self.word_bytes if self.word_bytes else self.slice_bytes
 
+    def is_sound(self) -> bool:
+        """Whether the numbers agree with each other: they may come from a file. See codec.c."""
+        whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
+        if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
+            return False
+        if self.predictor == Predictor.NOTHING:
+            return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
+        image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
+        return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
+
 
 @dataclass(frozen=True, eq=False)
 class Dictionary:

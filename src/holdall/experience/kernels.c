@@ -70,7 +70,7 @@ typedef struct {
 
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 
-EXPORT int64_t holdall_kernels_version(void) { return 4; }
+EXPORT int64_t holdall_kernels_version(void) { return 5; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;

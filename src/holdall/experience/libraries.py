@@ -15,6 +15,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from holdall.errors import DamageError
+
 _ZSTD_LEVEL, _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 100, 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
 
@@ -60,7 +62,10 @@ class Libraries:
 
     def new_ddict(self, owner: object, content: bytes) -> int:
         """Make a dictionary for decompression that lives as long as `owner`."""
-        return self._owned(owner, "ZSTD_createDDict", "ZSTD_freeDDict", content, len(content))
+        try:
+            return self._owned(owner, "ZSTD_createDDict", "ZSTD_freeDDict", content, len(content))
+        except MemoryError as error:
+            raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it") from error
 
     def new_cdict(self, owner: object, content: bytes, level: int) -> int:
         """Make a dictionary for compression that lives as long as `owner`."""

@@ -26,7 +26,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 4
+_VERSION = 5
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
 _SEALED = RECORD_FIELDS.index("sealed")

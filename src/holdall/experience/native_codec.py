@@ -120,7 +120,7 @@ class NativeCoder:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._encode = library.holdall_encode
         self._encode.argtypes = [
-            pointer, pointer, pointer, number, pointer, number, *[pointer] * 4,
+            pointer, pointer, pointer, number, pointer, number, *[pointer] * 3,
         ]  # fmt: skip
         self._encode.restype = number
         self._decode = library.holdall_decode
@@ -153,7 +153,7 @@ class NativeCoder:
         data = reserve(room)
         offsets = np.zeros(count + 1, np.uint32)
         palette = np.zeros(256 * transform.word_bytes, np.uint8)
-        slots, palette_size = np.zeros(_PALETTE_SLOTS, np.uint16), np.zeros(1, np.int64)
+        slots = np.zeros(_PALETTE_SLOTS, np.uint16)
         function = self._libraries.address
         encoder = _Encoder(
             lz4_compress_default=function("LZ4_compress_default"),
@@ -170,7 +170,6 @@ class NativeCoder:
         used = self._encode(
             ctypes.addressof(encoder), ctypes.addressof(form), address(slices), count,
             address(data), room, address(offsets), address(palette), address(slots),
-            address(palette_size),
         )  # fmt: skip
         if used < 0:
             return None

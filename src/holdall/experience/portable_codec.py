@@ -133,8 +133,11 @@ def _decompressor(codec: Codec, coded: int) -> Callable[[bytes], bytes]:
         return b""
 
     content = codec.dictionary
-    data = None if content is None else zstandard.ZstdCompressionDict(content.content)
-    decompressor = zstandard.ZstdDecompressor(dict_data=data)
+    try:
+        data = None if content is None else zstandard.ZstdCompressionDict(content.content)
+        decompressor = zstandard.ZstdDecompressor(dict_data=data)
+    except (zstandard.ZstdError, ValueError) as error:
+        raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
     inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: damaged}[codec.method]
 
     def checked(piece: bytes) -> bytes:

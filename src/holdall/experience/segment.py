@@ -212,7 +212,24 @@ class Segments:
             self._admit(leaf, state["windows"][field])
             past = state["cursors"][field]
             self._cursors[field][: len(past)] = past
+        self._take_over_blocks()
         self._index()
+
+    def _take_over_blocks(self) -> None:
+        """Make the blocks of a loaded memory readable here, and subject to its budget."""
+        known: set[int] = set()
+        for segment in self._closed:
+            for field, part in enumerate(segment.parts):
+                block = part.block
+                if id(block) in known:
+                    continue
+                known.add(id(block))
+                if block.sealed is not None:
+                    carried = block.sealed
+                    adopt = self._kernels.coder.adopt
+                    block.sealed = adopt(carried.codec, carried.data, carried.offsets, carried.palette)
+                elif self._tiers is not None and part.log is not None:
+                    self._tiers.keep(FrozenBlock(field, self._leaves[field], part.window, block))
 
     @property
     def _touched_ticks(self) -> int:

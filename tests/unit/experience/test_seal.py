@@ -423,7 +423,6 @@ def test_adding_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small_segments")
-@pytest.mark.xfail(strict=True, raises=AssertionError, reason="extend holds the lock throughout and never waits")
 def test_extending_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     """A long trajectory is held up as its steps would be."""
     coder = GatedCoder()
