@@ -303,7 +303,8 @@ class ReplayMemory:
         settings = (state[name] for name in ("schema", "capacity_ticks", "device", "budget", "prefer"))
         self._set_up(*settings)
         self._generator, self._sampler = state["generator"], state["sampler"]
-        self._open().restore(state["store"])
+        with self._lock:  # the sealer may be at the first block before all are taken over
+            self._open().restore(state["store"])
 
     def _fit(
         self,

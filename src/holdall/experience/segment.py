@@ -25,7 +25,7 @@ from holdall.experience.part import (
     lies_direct,
 )
 from holdall.experience.seal import FrozenBlock
-from holdall.experience.sealed import SealedSlices
+from holdall.experience.sealed import CarriedSlices, SealedSlices
 from holdall.experience.slices import SliceBlock
 from holdall.experience.tier import Tiers
 from holdall.experience.window import Window, WindowScout
@@ -213,23 +213,23 @@ class Segments:
             past = state["cursors"][field]
             self._cursors[field][: len(past)] = past
         self._take_over_blocks()
-        self._index()
 
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and subject to its budget."""
-        known: set[int] = set()
+        raw: dict[int, FrozenBlock] = {}
         for segment in self._closed:
             for field, part in enumerate(segment.parts):
-                block = part.block
-                if id(block) in known:
-                    continue
-                known.add(id(block))
-                if block.sealed is not None:
-                    carried = block.sealed
+                block, carried = part.block, part.block.sealed
+                if isinstance(carried, CarriedSlices):
                     adopt = self._kernels.coder.adopt
                     block.sealed = adopt(carried.codec, carried.data, carried.offsets, carried.palette)
-                elif self._tiers is not None and part.log is not None:
-                    self._tiers.keep(FrozenBlock(field, self._leaves[field], part.window, block))
+                elif carried is None and part.log is not None:
+                    raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block)
+        self._index()
+        # The sealer may be done with the first of them before the next one is handed over.
+        if self._tiers is not None:
+            for frozen in raw.values():
+                self._tiers.keep(frozen)
 
     @property
     def _touched_ticks(self) -> int:
