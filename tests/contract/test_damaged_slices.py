@@ -18,6 +18,7 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -220,6 +221,8 @@ CLAIMS: dict[str, Damage] = {
     "false dictionary": pretend_a_dictionary,
 }
 """What is wrong with a block before a slice of it is read."""
+WHOLE = "nothing"
+"""A child that is given this word also seals and reads blocks that are whole."""
 
 
 def guarded(array: NDArray[Any]) -> NDArray[Any]:
@@ -348,7 +351,7 @@ def last_lines(done: subprocess.CompletedProcess[str]) -> str:
 @needs_native
 def test_damaged_blocks_do_not_crash_a_process() -> None:
     """Thousands of them, in memory that ends where none may be read any more."""
-    done = run_child(sorted(DAMAGES), CASES_IN_A_CHILD)
+    done = run_child([WHOLE, *DAMAGES], CASES_IN_A_CHILD)
     assert done.returncode == 0, last_lines(done)
 
 
@@ -385,7 +388,8 @@ def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
         pytest.skip(f"this compiler has no sanitizers: {built.stderr[-200:]}")
     found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
     settings = {"ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1", "PYTHONMALLOC": "malloc"}
-    done = run_child(sorted(DAMAGES), CASES_IN_A_CHILD, str(library), LD_PRELOAD=found.stdout.strip(), **settings)
+    kinds = [WHOLE, *DAMAGES, *CLAIMS]
+    done = run_child(kinds, CASES_IN_A_CHILD, str(library), LD_PRELOAD=found.stdout.strip(), **settings)
     assert done.returncode == 0, last_lines(done)
 
 
@@ -396,12 +400,33 @@ def peek() -> None:
     ctypes.string_at(array.ctypes.data, 101)
 
 
+def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> None:
+    """Seal and read whole blocks of all kinds and many widths, in memory that is no larger than they are."""
+    for width, planes, word_bytes in product(range(1, 40), (1, 3, 4), (0, 2, 4, 8)):
+        plain = Transform(planes * 5 * width * max(word_bytes, 1), word_bytes)
+        image = replace(plain, predictor=Predictor.LEFT, planes=planes, rows=5, columns=width, green=planes >= 3)
+        forms = [plain, image, replace(image, predictor=Predictor.UP, interleaved=True)]
+        forms += [replace(image, interleaved=True), Transform(plain.slice_bytes, shuffle=word_bytes)]
+        words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
+        slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
+        rows = lay(slices.reshape(-1)).reshape(slices.shape)
+        for form, method in product(forms, (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain))):
+            sealed = coder.seal(rows, replace(method, transform=form))
+            assert sealed is not None
+            out = lay(np.zeros(slices.size, np.uint8)).reshape(slices.shape)
+            coder.decode(sealed, np.arange(3), out)
+            assert out.tobytes() == slices.tobytes(), form
+
+
 def main(kinds: list[str], cases: int, library: str) -> None:
     """Read damaged blocks with the compiled coder, one after another."""
     coder = native_coder(library)
     assert coder is not None, "nothing to test"
     lay = np.copy if library else guarded  # a sanitizer has guards of its own around what is allocated
     generator = np.random.default_rng(0)
+    if WHOLE in kinds:
+        kinds.remove(WHOLE)
+        seal_and_read(coder, generator, lay)
     for _ in range(cases):
         befalling = [kinds[int(i)] for i in generator.integers(0, len(kinds), generator.integers(1, 4))]
         number, seed = int(generator.integers(len(BLOCKS))), int(generator.integers(1 << 32))
