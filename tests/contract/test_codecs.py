@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdall.experience import libraries
 from holdall.experience.arena import Bytes
 from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.experience.native import native_kernels
@@ -283,3 +285,20 @@ def test_threads_decode_beside_each_other(coder: Coder) -> None:
     for thread in threads:
         thread.join(60)
     assert not wrong
+
+
+@pytest.mark.parametrize("lacking", ["zstd", "lz4", "ZSTD_CCtx_refCDict", "LZ4_compress_HC"])
+def test_a_library_that_lacks_a_function_counts_as_missing(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    """Then the packages do the work, rather than a call that leads nowhere."""
+
+    class Library(dict[str, Any]):
+        def __missing__(self, name: str) -> Any:
+            if name == lacking:
+                raise AttributeError(name)
+            return SimpleNamespace()
+
+    monkeypatch.setattr(libraries, "_load", lambda name: None if name == lacking else Library())
+    assert libraries.system_libraries.__wrapped__() is None
+    monkeypatch.setattr(libraries, "_load", lambda _name: Library())
+    lacking = ""
+    assert libraries.system_libraries.__wrapped__() is not None

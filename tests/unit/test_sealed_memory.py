@@ -224,6 +224,21 @@ def test_threads_read_what_was_added_while_it_is_sealed() -> None:
         assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
+@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here")
+def test_compiled_loops_do_without_the_systems_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where libzstd or liblz4 is missing, the packages seal, and what they sealed is read beside raw blocks."""
+    monkeypatch.setenv("HOLDALL_KERNELS", "native")
+    monkeypatch.setattr("holdall.experience.native.system_libraries", lambda: None)
+    monkeypatch.setattr("holdall.experience.kernels.native_kernels", native_kernels.__wrapped__)
+    pair = Pair(lanes=2)
+    with pair.memory:
+        pair.feed(60)
+        pair.check(40)
+        pair.memory.drain()
+        assert sealed_segments(pair.memory, "obs.camera")[0] >= 2
+        pair.check_all()
+
+
 # ---------------------------------------------------------------- bytes and words
 
 
