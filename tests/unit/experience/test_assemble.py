@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -98,6 +99,16 @@ def test_small_arrays_are_not_pooled() -> None:
     assert staging.nbytes == 0
 
 
+@pytest.fixture
+def eager_switching() -> Iterator[None]:
+    """Let threads change places after every few instructions."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("eager_switching")
 def test_staging_may_be_asked_while_others_take() -> None:
     """Counting what is kept is safe beside threads that take new sizes."""
     staging, failures = Staging(), list[Exception]()

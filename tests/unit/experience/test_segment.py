@@ -178,6 +178,15 @@ def test_a_wrapper_that_changes_its_mind_costs_memory_and_never_truth(
     assert pair.observed.finding.startswith("window of 4 along axis 2")
 
 
+@pytest.mark.parametrize("axis", [0, 1])
+def test_a_block_of_other_slices_is_not_gone_on_in(monkeypatch: pytest.MonkeyPatch, axis: int) -> None:
+    """When a field is cut anew, its next segment has a block of its own, however much the old one shared."""
+    monkeypatch.setattr(segment, "_REPLAYED_TICKS", 4)
+    plan = LeafPlan(axis=axis, repeats=0.7)  # observations shown several times make the block worth going on in
+    pair = Pair(stream_of((6, 40, 40), plan, QUIET), 1600).pass_ticks(100, compare_every=1)
+    assert pair.observed.finding.startswith(f"window of {(6, 40)[axis]} along axis {axis}")
+
+
 def test_a_window_that_stops_fitting_is_given_up() -> None:
     """A field that no longer slides is stored whole again, and the report says so."""
     plan = LeafPlan(axis=0, later=LeafPlan(), later_from=30)
