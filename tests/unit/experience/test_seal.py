@@ -127,8 +127,18 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.002)
 
 
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Leave aside the workers of memories that other tests dropped a moment ago."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
 def workers() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "holdall-sealer"]
+    return [thread for thread in threading.enumerate() if thread.name == "holdall-sealer" and thread not in OTHERS]
 
 
 # ---------------------------------------------------------------- the queue
