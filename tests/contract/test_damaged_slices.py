@@ -132,7 +132,7 @@ def _spoil(array: NDArray[Any], generator: np.random.Generator, kinds: int = 4) 
 def spoil_data(block: Block, generator: np.random.Generator) -> None:
     """Change compressed bytes, those of every slice's first few above all: headers stand there."""
     block.data = _spoil(block.data, generator)
-    for start in block.offsets[:-1]:
+    for start in block.offsets[:-1].tolist():
         behind_magic = 4 * int(generator.integers(2))
         header = block.data[start + behind_magic : start + behind_magic + 6]
         if generator.random() < 0.5:
