@@ -84,8 +84,9 @@ class Codec:
     @property
     def wants_dictionary(self) -> bool:
         """Whether a dictionary could help."""
-        small = self.transform.coded_bytes <= _DICTIONARY_UP_TO
-        return self.method is Method.ZSTD and self.transform.predictor is Predictor.NOTHING and small
+        transform = self.transform
+        plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
+        return self.method is Method.ZSTD and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""

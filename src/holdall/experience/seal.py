@@ -168,10 +168,9 @@ class _Work:
 
 
 def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
+    hurry = False
     while True:
         with queue.changed:
-            # A block that is there already means that the worker falls behind.
-            hurry = bool(queue.blocks)
             queue.changed.wait_for(lambda: queue.blocks or queue.stopped)
             if queue.stopped:
                 return
@@ -191,6 +190,7 @@ def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
             sealed = take = None
             with queue.changed:
                 queue.at_work = 0
+                hurry = bool(queue.blocks)  # one that is there already: the worker falls behind
                 queue.changed.notify_all()
 
 

@@ -193,7 +193,6 @@ def test_a_backlog_is_sealed_in_a_hurry(bench: Bench) -> None:
     assert len(bench.keeper.kept) == 7
 
 
-@pytest.mark.xfail(strict=True, reason="the first block is in the queue before the worker starts")
 def test_blocks_that_come_one_by_one_are_sealed_carefully(bench: Bench) -> None:
     """The first one too: nobody waited for it."""
     bench.coder.open()
