@@ -373,6 +373,23 @@ def test_ticks_in_any_layout_are_stored_alike(
 
 
 @pytest.mark.parametrize("kernels", BOTH)
+def test_one_memory_in_two_layouts_is_two_observations(kernels: Kernels) -> None:
+    """What was seen last is known by its values: equal bytes in another order, or of another tick, are not it."""
+    generator = np.random.default_rng(0)
+    one, two = generator.integers(0, 256, (2, 1, 6, 6), np.uint8)
+    values = [one, two, one.transpose(0, 2, 1).copy(), two.transpose(0, 2, 1).copy()]
+    orders = [(0, 1, 2), (0, 2, 1), (2, 0, 1)]
+    ticks = []
+    for _ in range(300):
+        obs, later = (values[number] for number in generator.integers(0, 4, 2))
+        order = orders[generator.integers(0, 3)]
+        ticks.append((in_order(obs, order), in_order(later, order)))
+    window = Window.along(Leaf("", (6, 6), np.dtype("u1")), 0, 1)
+    for cut in (window, Window.whole(Leaf("", (6, 6), np.dtype("u1")))):
+        assert_reads_back(append_all(kernels, cut, ticks), [(rows_of(obs), rows_of(later)) for obs, later in ticks])
+
+
+@pytest.mark.parametrize("kernels", BOTH)
 @pytest.mark.parametrize("lanes", [1, 2])
 def test_images_with_interleaved_channels_are_parted_right(kernels: Kernels, lanes: int) -> None:
     """Three channels pixel by pixel, as cameras give them: every number of pixels, and not a byte beyond."""
@@ -450,6 +467,19 @@ def test_a_damaged_index_is_refused_and_nothing_outside_is_read(kernels: Kernels
         return  # there are no numbers where slices lie in the log
     with pytest.raises(DamageError, match="points outside its segment"):
         written.read(damaged(written, what))
+
+
+@pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("number", [-1, 1])
+def test_records_beside_the_table_are_not_read(kernels: Kernels, number: int) -> None:
+    """A segment before the first or behind the last is refused, even if a record happens to lie there."""
+    written = Written(kernels, LAYOUTS[0].window, ticks_of(LAYOUTS[0], 2, 20, 0, MISHAPS["episodes"]))
+    places = written.places()
+    three = np.concatenate([places.records[0]] * 3)
+    beside = replace(places, records=[three[1:2]])
+    beside.segment[7] = number
+    with pytest.raises(DamageError, match="points outside its segment"):
+        written.read(beside)
 
 
 @pytest.mark.parametrize("kernels", BOTH)
