@@ -21,7 +21,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.errors import ArgumentError, ClosedError, TransitionIdError
+from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.budget import Budget
 from holdall.experience.kernels import chosen_kernels
@@ -288,6 +288,7 @@ class ReplayMemory:
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._lock:
+            store = self._open()
             return {
                 "schema": self._schema,
                 "capacity_ticks": self._capacity_ticks,
@@ -296,7 +297,8 @@ class ReplayMemory:
                 "prefer": self._prefer,
                 "generator": self._generator,
                 "sampler": self._sampler,
-                "store": self._open().state(),
+                "store": store.state(),
+                "unchanged": _Unchanged(store),  # last: it is written when all the rest was
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -378,6 +380,22 @@ class ReplayMemory:
                 f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
                 "made no transition in that tick; leave it out"
             )
+
+
+class _Unchanged:
+    """Refuses to be pickled once its store was added to: what was written before is torn then."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._next_tick = store.next_tick
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        if self._store.next_tick != self._next_tick:
+            raise HoldallError(
+                f"the memory was added to while it was pickled ({self._store.next_tick - self._next_tick} ticks), so "
+                "what was written is not one moment; throw it away, hold the adding threads, and save again"
+            )
+        return bool, ()
 
 
 def _require_count(argument: str, value: Any, least: int, reason: str = "") -> None:
