@@ -1,7 +1,21 @@
 """Bytes in words.
 
-In: a number of bytes.  Out: text for people, always in binary units and named as such.
+In: a number of bytes, or what a person wrote.  Out: text, always in binary units and named as such; or the number.
 """
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from holdall.errors import ArgumentError
+
+_FACTORS = {
+    "": 1, "b": 1,
+    "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
+    "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
+}  # fmt: skip
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def format_bytes(count: float) -> str:
@@ -12,3 +26,20 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def parse_bytes(size: Any, argument: str = "size") -> int:
+    """Read a size: a whole number of bytes, or text such as `"8GiB"`, `"500 MB"`, `"1.5gib"`.
+
+    Units are as written: GB is 10^9 bytes, GiB is 2^30. A bare "8G" is refused, since people mean either by it.
+    """
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
+        number, unit = found.groups()
+        if unit.lower() in _FACTORS:
+            return int(float(number) * _FACTORS[unit.lower()])
+    raise ArgumentError(
+        f"{argument} ({size!r}) is no size; write bytes as a whole number, or with a unit of kB, MB, GB, TB, "
+        'KiB, MiB, GiB or TiB, as in "8GiB"'
+    )

@@ -2,7 +2,8 @@
 
 import pytest
 
-from holdall.units import format_bytes
+from holdall.errors import ArgumentError
+from holdall.units import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -20,3 +21,30 @@ from holdall.units import format_bytes
 def test_bytes_are_written_with_binary_units(count: int, text: str) -> None:
     """A unit is named for what it is: 1024 of the one below."""
     assert format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    ("size", "count"),
+    [
+        (0, 0),
+        (4096, 4096),
+        ("4096", 4096),
+        ("12 B", 12),
+        ("8GiB", 8 * 2**30),
+        ("8 gib", 8 * 2**30),
+        ("1.5MiB", 1_572_864),
+        ("500 MB", 500_000_000),
+        ("2kB", 2_000),
+        ("1TiB", 2**40),
+    ],
+)
+def test_a_size_is_read_by_the_unit_that_it_names(size: str | int, count: int) -> None:
+    """GB and GiB differ by 7 per cent, and which one was written counts."""
+    assert parse_bytes(size) == count
+
+
+@pytest.mark.parametrize("size", ["", "GiB", "8G", "8 apples", "-1GiB", "1e3", -1, 1.5, True, None, "8GiB 4"])
+def test_what_is_no_size_is_refused_by_name(size: object) -> None:
+    """The message names the argument and what would be right."""
+    with pytest.raises(ArgumentError, match=r"budget \(.*8GiB"):
+        parse_bytes(size, "budget")
