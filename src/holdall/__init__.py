@@ -12,6 +12,10 @@ from holdall.errors import (
 )
 from holdall.replay import ReplayMemory
 from holdall.report import FieldReport, MemoryReport
+from holdall.sampling.hindsight import Hindsight
+from holdall.sampling.nstep import NStep
+from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
 
 __all__ = [
@@ -20,10 +24,14 @@ __all__ = [
     "ClosedError",
     "DamageError",
     "FieldReport",
+    "Hindsight",
     "HoldallError",
     "MemoryReport",
     "MissingPackageError",
+    "NStep",
+    "Prioritized",
     "ReplayMemory",
+    "Sequence",
     "SpaceError",
     "TransitionIdError",
     "Uniform",

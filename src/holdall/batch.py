@@ -1,15 +1,54 @@
-"""What sampling returns.
+"""What is drawn, and what sampling returns.
 
-In: nothing.  Out: a record that belongs to the caller; holdall never writes to it again.
+In: nothing.  Out: a recipe for a batch, which a sampler writes, and the batch, which belongs to
+the caller; holdall never writes to it again.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+
+class RewardFunction(Protocol):
+    """Rewards of transitions towards other goals, as Gymnasium's `compute_reward`; arrays in, an array out."""
+
+    def __call__(self, achieved_goal: Any, desired_goal: Any, info: dict[str, Any], /) -> Any:
+        """Return a reward per row; `info` holds the rows' extras."""
+
+
+@dataclass(frozen=True, slots=True)
+class Goals:
+    """Rows of a batch that are told anew, as if another goal had been pursued.
+
+    `desired_key` of `obs` and `next_obs` becomes what `achieved_key` of the next observation of
+    transition `ids` shows, and the reward is what `reward_fn` says.
+    """
+
+    rows: NDArray[np.int64]  # positions in the batch
+    ids: NDArray[np.int64]  # transitions whose outcome becomes the goal, one per row
+    achieved_key: str
+    desired_key: str
+    reward_fn: RewardFunction
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """The recipe of a batch: transition ids in its order, and what else is known of each row.
+
+    Whatever is None is read under `ids`. Two axes of ids, (batch, time), make a batch of sequences.
+    """
+
+    ids: NDArray[np.int64]  # (batch,) or (batch, time); all of them held
+    weights: NDArray[np.float32]  # (batch,)
+    last_ids: NDArray[np.int64] | None = None  # where next_obs, terminated and truncated are read
+    reward: NDArray[Any] | None = None
+    discount: NDArray[np.float32] | None = None
+    mask: NDArray[np.bool_] | None = None  # like ids; False where a row only fills up
+    goals: Goals | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +57,8 @@ class Batch:
 
     `obs`, `next_obs`, `action` and `extras` have the nesting of their spaces. Arrays are
     NumPy's, or torch tensors on the memory's device; `ids` are always NumPy's, since they
-    are handed back to the memory and not to a network.
+    are handed back to the memory and not to a network. In a batch of sequences time is the
+    second axis of everything but `weights`.
     """
 
     obs: Any
@@ -30,6 +70,8 @@ class Batch:
     extras: dict[str, Any]
     ids: NDArray[np.int64]  # (batch,)
     weights: Any  # (batch,) float32, importance weights; ones where all draws are equal
+    discount: Any = None  # (batch,) float32, of the value of next_obs; None where it is the agent's own gamma
+    mask: Any = None  # (batch, time) bool, False where a sequence only fills up; None where there are none
 
     def __len__(self) -> int:
         return len(self.ids)

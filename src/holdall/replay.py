@@ -3,7 +3,7 @@
 The flow, one stage a file:
 
     add    -> schema (check) -> store -> ring | window, segment, part (write)
-    sample -> sampling (ids) -> store -> ring | segment, part (copy) -> assemble (batch)
+    sample -> sampling (recipe) -> store -> ring | segment, part (copy) -> assemble, build (batch)
 
 Invariant: `gather(ids)` returns bit for bit what `add` was given. An argument that does not
 fit is refused before anything is written.
@@ -20,12 +20,13 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.batch import Batch
+from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.budget import Budget
+from holdall.experience.build import BatchBuilder, Reading, of_ids
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.store import Rows, Store, Tick
+from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.uniform import Uniform
@@ -88,6 +89,7 @@ class ReplayMemory:
         self._delivery = Delivery(device, schema.leaves)
         kernels = chosen_kernels()
         self._assembler = ObservationAssembler(kernels)
+        self._builder = BatchBuilder(schema, self._assembler, self._delivery)
         self._lock = threading.Lock()
         self._budget, self._prefer = budget, prefer
         allowed = Budget.of(budget, prefer, self._assembler.crew.hands)
@@ -199,11 +201,9 @@ class ReplayMemory:
                     f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
                     "held; add more first, or draw a smaller batch"
                 )
-            draw = self._sampler.draw(self._held(store), batch_size, self._generator)
-            if type(self._sampler) is not Uniform:
-                self._require_held(store, draw.ids)
-            rows = store.read(draw.ids)
-        return self._build(draw.ids, draw.weights, rows)
+            draw = self._draw(store, batch_size)
+            reading = Reading.of(draw, store)
+        return self._builder.build(draw, reading)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -211,8 +211,28 @@ class ReplayMemory:
         with self._lock:
             store = self._open()
             self._require_held(store, wanted)
-            rows = store.read(wanted)
-        return self._build(wanted, np.ones(len(wanted), np.float32), rows)
+            draw = of_ids(wanted)
+            reading = Reading.of(draw, store)
+        return self._builder.build(draw, reading)
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        """Tell the sampler how much it would pay to see transitions again, such as their TD errors' sizes.
+
+        Args:
+            ids: Of a batch, as they are; those evicted since are passed over.
+            priorities: Numbers of at least 0, one a row of the batch.
+        """
+        told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+        wanted = np.asarray(ids)
+        wanted = _as_ids(wanted.reshape(-1)).reshape(wanted.shape)
+        update = getattr(self._sampler, "update_priorities", None)
+        if update is None:
+            raise ArgumentError(
+                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
+                "priorities; construct the memory with sampler=Prioritized(...)"
+            )
+        with self._lock:
+            update(self._held(self._open()), wanted, told)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Say anew how transitions ended: some frameworks cut the last episode afterwards."""
@@ -336,27 +356,14 @@ class ReplayMemory:
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
 
-    def _build(self, ids: NDArray[np.int64], weights: NDArray[np.float32], rows: Rows) -> Batch:
-        """Copy the large fields, outside the lock, and make the batch."""
-        schema, hand_over = self._schema, self._delivery.hand_over
-        leaves = schema.observation.leaves
-        pairs = dict(rows.small)
-        if rows.places is not None:
-            for field, i in enumerate(rows.large):
-                pairs[i] = self._assembler.assemble(rows.places, field, leaves[i])
-        obs = [hand_over(pairs[i][0]) for i in range(len(leaves))]
-        next_obs = [hand_over(pairs[i][1]) for i in range(len(leaves))]
-        return Batch(
-            obs=schema.observation.build(obs),
-            action=schema.action.build([hand_over(array) for array in rows.action]),
-            reward=hand_over(rows.reward),
-            next_obs=schema.observation.build(next_obs),
-            terminated=hand_over(rows.terminated),
-            truncated=hand_over(rows.truncated),
-            extras=schema.extras.build([hand_over(array) for array in rows.extras]),
-            ids=ids,
-            weights=hand_over(weights),
-        )
+    def _draw(self, store: Store, count: int) -> Draw:
+        draw = self._sampler.draw(self._held(store), count, self._generator)
+        if type(self._sampler) is not Uniform:
+            named = (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids)
+            for ids in named:
+                if ids is not None:
+                    self._require_held(store, ids.reshape(-1))
+        return draw
 
     def _open(self) -> Store:
         if self._store is None:
@@ -365,7 +372,7 @@ class ReplayMemory:
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self._lanes, store.next_tick * self._lanes
-        return Held(first, end, None if store.all_valid else store.are_valid)
+        return Held(first, end, self._lanes, self._capacity_ticks * self._lanes, store)
 
     def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
         held = self._held(store)
@@ -375,7 +382,7 @@ class ReplayMemory:
                 f"ids holds {int(ids[outside][0])}, but only ids from first_id ({held.first_id}) up to, and without, "
                 f"next_id ({held.next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
             )
-        if held.are_valid is not None and not (valid := held.are_valid(ids)).all():
+        if not store.all_valid and not (valid := store.are_valid(ids)).all():
             raise TransitionIdError(
                 f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
                 "made no transition in that tick; leave it out"

@@ -229,6 +229,19 @@ def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layo
 
 
 @pytest.mark.parametrize("kernels", BOTH)
+@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
+def test_either_observation_can_be_asked_for_alone(kernels: Kernels, layout: Layout) -> None:
+    """The other is then not looked at, and the bytes are the same."""
+    written = Written(kernels, layout.window, ticks_of(layout, 3, 50, 1, MISHAPS["everything"]))
+    places, crew = written.places(), Crew(hands=1)
+    obs, next_obs = written.read()
+    for want in (obs, next_obs):
+        alone = np.full_like(want, 7)
+        kernels.gather(places, 0, *(alone if rows is want else None for rows in (obs, next_obs)), crew)
+        assert alone.tobytes() == want.tobytes()
+
+
+@pytest.mark.parametrize("kernels", BOTH)
 def test_several_hands_fill_a_batch_as_one_does(kernels: Kernels) -> None:
     """A batch that is shared out to threads has the bytes of one that is not."""
     layout = Layout((4, 84, 84), 0)

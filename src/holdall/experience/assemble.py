@@ -73,17 +73,22 @@ class ObservationAssembler:
         self.crew = Crew()
         self._kernels = kernels
 
-    def assemble(self, places: Places, field: int, leaf: Leaf) -> tuple[Array, Array]:
-        """Build both observations of one field for every place."""
+    def assemble(
+        self, places: Places, field: int, leaf: Leaf, wanted: tuple[bool, bool] = (True, True)
+    ) -> tuple[Array, Array]:
+        """Build observation and next observation of one field for every place; those not wanted stay empty."""
         rows = len(places.segment)
         nbytes = rows * leaf.nbytes
-        second = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        second = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if all(wanted) else 0
         both = self.staging.take(second + nbytes)
-        obs, next_obs = both[:nbytes], both[second:]
-        as_rows = (rows, leaf.nbytes)
-        self._kernels.gather(places, field, obs.reshape(as_rows), next_obs.reshape(as_rows), self.crew)
+        ends = (both[:nbytes], both[second:])
+        obs, next_obs = (
+            end.reshape(rows, leaf.nbytes) if want else None for end, want in zip(ends, wanted, strict=True)
+        )
+        if rows:
+            self._kernels.gather(places, field, obs, next_obs, self.crew)
         shape = (rows, *leaf.shape)
-        return obs.view(leaf.dtype).reshape(shape), next_obs.view(leaf.dtype).reshape(shape)
+        return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
 
 
 def _aligned(block: Bytes, nbytes: int) -> Bytes:

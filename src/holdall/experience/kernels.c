@@ -70,7 +70,7 @@ typedef struct {
 
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 
-EXPORT int64_t holdall_kernels_version(void) { return 5; }
+EXPORT int64_t holdall_kernels_version(void) { return 6; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;
@@ -309,7 +309,7 @@ static int fetch(const decoder *d, reuse *known, const part *p, int64_t number, 
     return 1;
 }
 
-/* Decode an observation and the next one. What the two share is decoded once. */
+/* Decode an observation and the next one, or one of them. What the two share is decoded once. */
 static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t start, int whole, int64_t lane,
                           int64_t lanes, uint8_t *obs, uint8_t *next_obs) {
     const int64_t slice_bytes = p->outer * p->run_bytes;
@@ -319,7 +319,8 @@ static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t
     for (int64_t w = 0; w < step + p->window; w++) {
         const int64_t number = number_at(p, start + w, lane, lanes);
         if (number < 0) return 0;
-        const int in_obs = w < p->window, in_next = w >= step;
+        const int in_obs = obs && w < p->window, in_next = next_obs && w >= step;
+        if (!in_obs && !in_next) continue;
         if (p->outer == 1) {
             uint8_t *const to = in_obs ? obs + w * slice_bytes : next_obs + (w - step) * slice_bytes;
             if (!fetch(d, known, p, number, to)) return 0;
@@ -335,7 +336,7 @@ static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t
     return 1;
 }
 
-/* Rows [from, to) of a batch: observation and next observation of one field.
+/* Rows [from, to) of a batch: observation and next observation of one field; NULL for one that is not wanted.
  * Returns -1, or the first row whose place is not inside its segment or cannot be decoded. */
 EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment,
                               const uint32_t *cursor, const int32_t *lane, int64_t lanes,
@@ -348,14 +349,14 @@ EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32
         if (p->outer * p->run_bytes * p->window != obs_bytes) return i;
         const int64_t start = (int64_t)(cursor[i] & ~NEXT_IS_WHOLE);
         const int whole = (cursor[i] & NEXT_IS_WHOLE) != 0;
-        uint8_t *const now = obs + i * obs_bytes, *const after = next_obs + i * obs_bytes;
+        uint8_t *const now = obs ? obs + i * obs_bytes : NULL, *const after = next_obs ? next_obs + i * obs_bytes : NULL;
         if (p->sealed != 0) {
             if (!d || !known) return i;
             if (!decode_windows(d, known, p, start, whole, lane[i], lanes, now, after)) return i;
             continue;
         }
-        if (!copy_window(p, start, lane[i], lanes, now)) return i;
-        if (!copy_window(p, start + (whole ? p->window : p->shift), lane[i], lanes, after)) return i;
+        if (now && !copy_window(p, start, lane[i], lanes, now)) return i;
+        if (after && !copy_window(p, start + (whole ? p->window : p->shift), lane[i], lanes, after)) return i;
     }
     return -1;
 }

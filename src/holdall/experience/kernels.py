@@ -31,8 +31,8 @@ class Kernels(Protocol):
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
 
-    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew, /) -> None:
-        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew, /) -> None:
+        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
 
 
 def chosen_kernels() -> Kernels:

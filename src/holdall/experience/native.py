@@ -26,7 +26,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 5
+_VERSION = 6
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
@@ -106,8 +106,8 @@ class NativeKernels:
         """Make an empty part that writes to `block`."""
         return NativePart(self, window, lanes, block, arena_bytes)
 
-    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, crew: Crew) -> None:
-        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew) -> None:
+        """See `Kernels.gather`."""
         records = places.records[field]
         coder = self.coder
         if not isinstance(coder, NativeCoder) and records[:, _SEALED].any():
@@ -117,9 +117,11 @@ class NativeKernels:
             address(records), len(records), address(places.segment),
             address(places.cursors[field]), address(places.lane), places.lanes,
         )  # fmt: skip
-        after = (obs.shape[1], address(obs), address(next_obs))
+        wanted = [rows for rows in (obs, next_obs) if rows is not None]
+        row_bytes = wanted[0].shape[1]
+        after = (row_bytes, *(0 if rows is None else address(rows) for rows in (obs, next_obs)))
         # Two coded slices and a decoded one: an observation is at least as large as its slices.
-        scratch_bytes = 3 * obs.shape[1]
+        scratch_bytes = 3 * row_bytes
         batch = coder.next_batch() if isinstance(coder, NativeCoder) else 0
 
         def fill(first: int, end: int) -> None:
@@ -133,7 +135,7 @@ class NativeKernels:
                     "damaged; nothing of the batch is returned. Load the last checkpoint, and report this"
                 )
 
-        crew.share(fill, len(places.segment), 2 * obs.size)
+        crew.share(fill, len(places.segment), sum(rows.size for rows in wanted))
 
 
 class NativeBlock(SliceBlock):

@@ -38,8 +38,9 @@ class PortableKernels:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
-    def gather(self, places: Places, field: int, obs: Bytes, next_obs: Bytes, _crew: Crew) -> None:
-        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places."""
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _crew: Crew) -> None:
+        """See `Kernels.gather`."""
+        obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
         cursors = places.cursors[field]
         sealed = {
             content.address: content for held in places.held for content in held if isinstance(content, SealedSlices)
@@ -51,14 +52,16 @@ class PortableKernels:
             record = dict(zip(RECORD_FIELDS, places.records[field][number].tolist(), strict=True))
             lane = places.lane[rows]
             row_bytes = record["outer"] * record["run_bytes"] * record["window"]
-            if lane.min() < 0 or lane.max() >= places.lanes or row_bytes != obs.shape[1]:
+            if lane.min() < 0 or lane.max() >= places.lanes or row_bytes != obs_bytes:
                 raise _outside(rows)
             start = (cursors[rows] & ~NEXT_IS_WHOLE).astype(np.int64)
             whole = (cursors[rows] & NEXT_IS_WHOLE) != 0
             after = start + np.where(whole, record["window"], record["shift"])
             content = sealed.get(record["sealed"])
-            obs[rows] = _windows(record, start, lane, places.lanes, rows, content)
-            next_obs[rows] = _windows(record, after, lane, places.lanes, rows, content)
+            if obs is not None:
+                obs[rows] = _windows(record, start, lane, places.lanes, rows, content)
+            if next_obs is not None:
+                next_obs[rows] = _windows(record, after, lane, places.lanes, rows, content)
 
 
 class PortableBlock(SliceBlock):

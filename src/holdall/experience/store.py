@@ -103,6 +103,7 @@ class Store:
         self._truncated = self._ring(_FLAG)
         self._invalid: Array | None = None
         self._invalid_count = 0
+        self.flags_changed = 0
 
     @property
     def first_tick(self) -> int:
@@ -144,13 +145,12 @@ class Store:
         """Copy the small fields of `ids`, all of them held, and find the large ones."""
         slot, next_slot = self._slots(ids), self._slots(ids, 1)
         large = tuple(self._large)
-        reward = np.empty(0, np.float32) if self._reward is None else _take(self._reward, slot)
         return Rows(
             small={i: ring.read(ids, slot, next_slot) for i, ring in self._small.items()},
             large=large,
             places=self._segments.places(*np.divmod(ids, self._lanes)) if large else None,
             action=[_take(ring, slot) for ring in self._action],
-            reward=reward,
+            reward=self.rewards(ids),
             terminated=_take(self._terminated, slot),
             truncated=_take(self._truncated, slot),
             extras=[_take(ring, slot) for ring in self._extras],
@@ -158,6 +158,7 @@ class Store:
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
+        self.flags_changed += 1
         slot = self._slots(ids)
         self._terminated.reshape(-1)[slot] = terminated
         self._truncated.reshape(-1)[slot] = truncated
@@ -170,8 +171,17 @@ class Store:
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
         if self._invalid is None:
-            return np.ones(len(ids), np.bool_)
+            return np.ones(ids.shape, np.bool_)
         return np.asarray(~_take(self._invalid, self._slots(ids)))
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        slot = self._slots(ids)
+        return np.asarray(_take(self._terminated, slot) | _take(self._truncated, slot))
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape."""
+        return np.empty(0, np.float32) if self._reward is None else _take(self._reward, self._slots(ids))
 
     @property
     def segments(self) -> int:

@@ -1,40 +1,135 @@
 """What a sampler sees of a memory, and what it answers.
 
-In:  the ids that are held.  Out: ids to gather and their importance weights.
+In:  the ids that are held, and the fields that every transition has.  Out: the recipe of a batch.
+A sampler that draws single transitions (Uniform, Prioritized) can be given to one that makes
+something of them (NStep, Sequence, Hindsight) as its `by`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.batch import Draw
+from holdall.errors import ArgumentError, DamageError
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+State = dict[str, Any]
+"""Arrays and plain numbers by name."""
+
+
+class SmallFields(Protocol):
+    """The fields of a transition that are no observation, read for arrays of held ids of any shape."""
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+
+    @property
+    def flags_changed(self) -> int:
+        """How often flags were set anew after they were added."""
+
+    def are_valid(self, ids: Ids) -> Flags:
+        """Tell real transitions from lanes that made none."""
+
+    def are_ends(self, ids: Ids) -> Flags:
+        """Tell the last transitions of episodes: terminated or truncated."""
+
+    def rewards(self, ids: Ids) -> NDArray[Any]:
+        """Return the rewards, in their own dtype."""
+
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """The ids that a memory holds at the moment of a draw: `first_id` up to `next_id` - 1.
+    """What a memory holds at the moment of a draw: the ids from `first_id` up to `next_id` - 1.
 
-    `are_valid` tells real transitions from lanes that made none; it is None if all are real.
+    The step after transition i in the same lane is i + `lanes`. `capacity` is the most ids that
+    are ever held, so that i modulo `capacity` tells those held apart.
     """
 
     first_id: int
     next_id: int
-    are_valid: Callable[[NDArray[np.int64]], NDArray[np.bool_]] | None = None
+    lanes: int
+    capacity: int
+    fields: SmallFields
+    only: Callable[[Held, Ids], Flags] | None = None
 
+    def limited(self, only: Callable[[Held, Ids], Flags]) -> Held:
+        """Return the same, of which only some ids may be drawn."""
+        return replace(self, only=only)
 
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """Ids in the order of the batch, and a weight for each."""
+    @property
+    def allows_all(self) -> bool:
+        """Whether every id may be drawn."""
+        return self.only is None and self.fields.all_valid
 
-    ids: NDArray[np.int64]
-    weights: NDArray[np.float32]
+    def allows(self, ids: Ids) -> Flags:
+        """Tell which of some held ids may be drawn."""
+        valid = self.fields.are_valid(ids)
+        return valid if self.only is None else valid & self.only(self, ids)
 
 
 class Sampler(Protocol):
-    """Draws ids; called under the memory's lock, so it must not call back into it."""
+    """Draws batches. Called under the memory's lock, so it must not call back into it.
+
+    One sampler belongs to one memory. Those that learn from the caller also have
+    `update_priorities(held, ids, priorities)`.
+    """
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
-        """Draw `count` ids with replacement."""
+        """Draw `count` rows, with replacement."""
+
+    def state(self) -> State:
+        """Return all that later draws depend on besides the memory and the generator.
+
+        Arrays and plain numbers only, so that it can be saved without pickle. Settings that the
+        constructor was given are not in it, unless they may be changed later.
+        """
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state` returned elsewhere; the next draws are those it would have made."""
+
+
+class PrioritySampler(Sampler, Protocol):
+    """A sampler that is told how much it would pay to see a transition again."""
+
+    def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
+        """Set priorities; ids that are no longer held are passed over."""
+
+
+class Stateless:
+    """A sampler whose draws depend on nothing but the memory and the generator."""
+
+    def state(self) -> State:
+        """Return nothing."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Take nothing over; refuse the state of another kind of sampler."""
+        if state:
+            raise DamageError(
+                f"the saved state of a sampler holds {sorted(state)}, but {type(self).__name__} has none: another kind "
+                "of sampler wrote it; pass one of that kind"
+            )
+
+
+def require_number(argument: str, value: Any, least: float, most: float = np.inf) -> float:
+    """Return `value` as a finite number within bounds, or say why it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not least <= value <= most:
+        bounds = f"from {least:g} to {most:g}" if np.isfinite(most) else f"of at least {least:g}"
+        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
+    if not np.isfinite(value):
+        raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
+    return float(value)
+
+
+def require_count(argument: str, value: Any, least: int) -> int:
+    """Return `value` as a whole number of at least `least`, or say why it is none."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}; pass one")
+    return int(value)

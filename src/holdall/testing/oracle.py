@@ -17,7 +17,19 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, TransitionIdError
 
-_COMPARED = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids", "weights")
+_COMPARED = (
+    "obs",
+    "action",
+    "reward",
+    "next_obs",
+    "terminated",
+    "truncated",
+    "extras",
+    "ids",
+    "weights",
+    "discount",
+    "mask",
+)
 
 
 class _Tick(NamedTuple):
@@ -154,7 +166,10 @@ def assert_same_bits(batch: Any, expected: Any) -> None:
 
 
 def _compare(value: Any, expected: Any, path: str) -> None:
-    if isinstance(expected, Mapping):
+    if value is None or expected is None:
+        if value is not expected:
+            raise AssertionError(f"{path} is {type(value).__name__}, expected {type(expected).__name__}")
+    elif isinstance(expected, Mapping):
         keys = list(value) if isinstance(value, Mapping) else type(value).__name__
         if keys != list(expected):
             raise AssertionError(f"{path} has {keys}, expected {list(expected)}")

@@ -1,0 +1,160 @@
+"""Hindsight: goals are outcomes of the same episode, and rewards those that they deserve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import ArgumentError, Hindsight, Prioritized, ReplayMemory
+from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
+from holdall.testing.recipes import run_before, run_from
+from holdall.testing.strategies import box
+
+from .chi_square import DRAWS, chi_square
+
+GOALS = spaces.Dict(
+    observation=box((4, 36, 36), "u1"), achieved_goal=box((2,), "f4"), desired_goal=box((2,), "f4"), flag=box((), "?")
+)
+IMAGE_GOALS = spaces.Dict(
+    observation=box((3,), "f4"), achieved_goal=box((40, 40, 3), "u1"), desired_goal=box((40, 40, 3), "u1")
+)
+
+
+def nearness(achieved: Any, desired: Any, info: dict[str, Any]) -> NDArray[np.float64]:
+    """A reward of its own for every pair of goals and info."""
+    pairs = [rows.reshape(len(rows), -1).view(np.uint8).astype(np.float64) for rows in (achieved, desired)]
+    scales = np.arange(1, pairs[0].shape[1] + 1)
+    return np.asarray(pairs[0] @ scales - 0.5 * pairs[1] @ scales + info["log_prob"][:, 0])
+
+
+def fed(
+    strategy: Any, k: float = 4, space: spaces.Dict = GOALS, valid_share: float = 1.0, **options: Any
+) -> tuple[ReplayMemory, OracleMemory]:
+    """Three lanes, wrapped around."""
+    lanes, capacity = 3, 240
+    stream = Stream(
+        space,
+        spaces.Discrete(3),
+        lanes,
+        plans=[LeafPlan(axis=0) if space is GOALS else LeafPlan()],
+        mishaps=Mishaps(ends=0.1),
+        extras={"log_prob": box((1,), "u1")},
+    )
+    sampler = Hindsight(strategy, k, nearness, by=options.pop("by", None))
+    memory = ReplayMemory(
+        space, spaces.Discrete(3), capacity, lanes, seed=1, extras=stream.extras, sampler=sampler, **options
+    )
+    oracle = OracleMemory(capacity, lanes)
+    generator = np.random.default_rng(0)
+    for _ in range(130):
+        given = stream.tick().arguments()
+        given["reward"] = generator.random(lanes).astype(np.float32)
+        if valid_share < 1:
+            given["valid"] = generator.random(lanes) < valid_share
+        memory.add(**given)
+        oracle.add(**given)
+    return memory, oracle
+
+
+def outcomes(oracle: OracleMemory, number: int, strategy: str) -> list[int]:
+    """List the steps whose outcome may become the goal, one by one."""
+    later = run_from(oracle, number, 10_000)
+    if strategy == "future":
+        return later
+    return later[-1:] if strategy == "final" else run_before(oracle, number, 10_000) + later
+
+
+@pytest.mark.parametrize("strategy", ["future", "final", "episode"])
+@pytest.mark.parametrize("space", [GOALS, IMAGE_GOALS], ids=["vectors", "images"])
+@pytest.mark.parametrize("valid_share", [1.0, 0.9])
+def test_every_row_is_the_oracles_with_a_goal_of_its_episode(
+    strategy: str, space: spaces.Dict, valid_share: float
+) -> None:
+    """Goals in obs and next_obs alike, rewards from them; the other rows as they were stored."""
+    memory, oracle = fed(strategy, space=space, valid_share=valid_share)
+    batch = memory.sample(40)
+    plain = oracle.gather(batch.ids)
+    for row, number in enumerate(batch.ids.tolist()):
+        if row < 32:
+            goal = batch.obs["desired_goal"][row]
+            candidates = oracle.gather(outcomes(oracle, number, strategy)).next_obs["achieved_goal"]
+            assert goal.tobytes() in [candidate.tobytes() for candidate in candidates]
+            plain.obs["desired_goal"][row] = plain.next_obs["desired_goal"][row] = goal
+            achieved, info = plain.next_obs["achieved_goal"][row : row + 1], plain.extras["log_prob"][row : row + 1]
+            plain.reward[row] = nearness(achieved, goal[None], {"log_prob": info})[0]
+    assert_same_bits(batch, plain)
+
+
+@pytest.mark.parametrize("strategy", ["future", "episode"])
+def test_a_million_goals_are_spread_evenly_over_the_steps_they_may_come_from(strategy: str) -> None:
+    """Every transition as likely as any other, and every outcome of its own as any other of them."""
+    memory, oracle = fed(strategy)
+    draws = [memory._draw(memory._open(), 250_000) for _ in range(DRAWS // 200_000)]
+    pairs = np.concatenate(
+        [draw.ids[draw.goals.rows] * 1000 + draw.goals.ids for draw in draws if draw.goals is not None]
+    )
+    expected = {
+        number * 1000 + goal: 1 / len(allowed)
+        for number in oracle.ids.tolist()
+        for allowed in [outcomes(oracle, number, strategy)]
+        for goal in allowed
+    }
+    keys = np.array(sorted(expected))
+    assert 0.85 < chi_square(pairs, keys, np.array([expected[key] for key in keys.tolist()])) < 1.15
+
+
+def test_flags_set_anew_are_new_ends() -> None:
+    """The index of episodes begins anew."""
+    memory, oracle = fed("final")
+    memory.sample(10)
+    ids = oracle.ids[::7]
+    for either in (memory, oracle):
+        either.set_flags(ids, np.ones(len(ids), bool), np.zeros(len(ids), bool))
+    draw = memory._draw(memory._open(), 200)
+    assert draw.goals is not None
+    expected = [outcomes(oracle, number, "final")[0] for number in draw.ids[draw.goals.rows].tolist()]
+    assert draw.goals.ids.tolist() == expected
+
+
+@pytest.mark.parametrize(("k", "told_anew"), [(0, 0), (1, 20), (4, 32), (0.25, 8)])
+def test_k_rows_are_told_anew_for_every_other(k: float, told_anew: int) -> None:
+    """The rest keeps goals and rewards."""
+    memory, oracle = fed("future", k)
+    batch = memory.sample(40)
+    kept = oracle.gather(batch.ids[told_anew:])
+    assert_same_bits(batch.obs["desired_goal"][told_anew:], kept.obs["desired_goal"])
+    assert_same_bits(batch.reward[told_anew:], kept.reward)
+
+
+def test_hindsight_goes_with_priorities() -> None:
+    """What is drawn more often is told anew all the same."""
+    memory, oracle = fed("future", by=Prioritized(1.0, 1.0))
+    memory.update_priorities(oracle.ids, np.where(oracle.ids % 2 == 0, 9.0, 0.01))
+    batch = memory.sample(100)
+    assert (batch.ids % 2 == 0).mean() > 0.95
+
+
+def test_a_space_without_goals_is_refused() -> None:
+    """The error names the key that is missing."""
+    memory, _ = fed("future", space=spaces.Dict(observation=box((2,), "f4"), achieved_goal=box((2,), "f4")))
+    with pytest.raises(ArgumentError, match=r"needs the key 'desired_goal'.*achieved_key and desired_key"):
+        memory.sample(10)
+
+
+def test_rewards_of_a_wrong_shape_are_refused() -> None:
+    """One a row, not one for all."""
+    memory, _ = fed("future")
+    memory._sampler._reward_fn = lambda *_: np.zeros((3, 1))  # type: ignore[attr-defined]  # the test's own sampler
+    with pytest.raises(ArgumentError, match=r"reward_fn returned an array of shape \(3, 1\) for 32 rows"):
+        memory.sample(40)
+
+
+@pytest.mark.parametrize("given", [{"strategy": "random"}, {"k": -1}, {"reward_fn": 3}], ids=str)
+def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any]) -> None:
+    """The refusal names the argument."""
+    with pytest.raises(ArgumentError, match=rf"^{next(iter(given))} \("):
+        Hindsight(**{"strategy": "future", "k": 4, "reward_fn": nearness, **given})

@@ -1,0 +1,190 @@
+"""Prioritized sampling: in proportion to priorities, exact after saving, and never what is gone."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdall import ArgumentError, DamageError, Prioritized, ReplayMemory, TransitionIdError, Uniform
+from holdall.testing import assert_same_bits
+
+from .against_oracle import fed
+from .chi_square import DRAWS, chi_square
+
+
+def drawn_from(memory: ReplayMemory) -> Any:
+    return np.concatenate([memory._draw(memory._open(), 200_000).ids for _ in range(DRAWS // 200_000)])
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])
+@pytest.mark.parametrize("valid_share", [1.0, 0.7])
+def test_a_million_draws_are_in_proportion_to_the_priorities(alpha: float, valid_share: float) -> None:
+    """Wrapped around, with some lanes that made no transition; priorities differ by a factor of ten."""
+    memory, oracle = fed(Prioritized(alpha), valid_share=valid_share)
+    priorities = 0.5 + 5 * np.random.default_rng(0).random(len(oracle.ids))
+    memory.update_priorities(oracle.ids, priorities)
+    assert 0.7 < chi_square(drawn_from(memory), oracle.ids, priorities**alpha) < 1.35
+
+
+def test_rows_and_weights_are_those_of_the_ids() -> None:
+    """(lowest / own) ** beta of the scaled priorities, and every row the oracle's."""
+    memory, oracle = fed(Prioritized(0.5, 0.8, floor=1e-12))
+    priorities = 1.0 + np.random.default_rng(0).random(len(oracle.ids))
+    memory.update_priorities(oracle.ids, priorities)
+    batch = memory.sample(200)
+    own = priorities[np.searchsorted(oracle.ids, batch.ids)]
+    assert batch.weights.dtype == np.float32
+    np.testing.assert_allclose(batch.weights, (own.min() / own) ** 0.4, rtol=1e-5)
+    expected = oracle.gather(batch.ids)
+    for name in ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"):
+        assert_same_bits(getattr(batch, name), getattr(expected, name))
+
+
+def test_new_transitions_have_the_highest_priority_seen() -> None:
+    """Of all before them, not of what is told later."""
+    sampler = Prioritized(1.0)
+    memory, oracle = fed(sampler, ticks=30, capacity=1000)
+    memory.update_priorities(oracle.ids, np.full(len(oracle.ids), 4.0))
+    again, _ = fed(None, ticks=32, capacity=1000)
+    later = again.gather(np.arange(90, 96))
+    memory.add(
+        *({key: rows[:3] for key, rows in later.obs.items()}, later.action[:3], later.reward[:3]),
+        *({key: rows[:3] for key, rows in later.next_obs.items()}, later.terminated[:3], later.truncated[:3]),
+        extras={"log_prob": later.extras["log_prob"][:3]},
+    )
+    memory.update_priorities([0], [50.0])
+    scaled = sampler.state()["scaled"]
+    assert scaled[[0, 1, 89, 90, 91, 92]].round(3).tolist() == [50.0, 4.0, 4.0, 4.0, 4.0, 4.0]
+    assert scaled[93:].max() == 0
+
+
+def test_evicted_ids_are_passed_over() -> None:
+    """A batch may be old by the time its errors are known; whoever took its place is left alone."""
+    memory, oracle = fed(Prioritized(1.0))
+    memory.sample(1)
+    memory.update_priorities(np.arange(0, oracle.first_id), np.full(oracle.first_id, 1e6))
+    assert 0.7 < chi_square(drawn_from(memory), oracle.ids, np.ones(len(oracle.ids))) < 1.35
+
+
+@pytest.mark.parametrize(
+    ("ids", "priorities", "error", "message"),
+    [
+        ([400], [1.0], TransitionIdError, "ids holds 400"),
+        ([200], [-1.0], ArgumentError, "priorities holds -1.0"),
+        ([200], [np.nan], ArgumentError, "priorities holds nan"),
+        ([200], [np.inf], ArgumentError, "priorities holds inf"),
+        ([200, 201], [1.0], ArgumentError, r"priorities has shape \(1,\) for ids of shape \(2,\)"),
+        ([200], [True], ArgumentError, "priorities has dtype bool"),
+        ([2.5], [1.0], ArgumentError, "ids has shape"),
+    ],
+)
+def test_bad_priorities_are_refused_and_change_nothing(ids: Any, priorities: Any, error: Any, message: str) -> None:
+    """The refusal names the argument and its value."""
+    sampler = Prioritized()
+    memory, _ = fed(sampler)
+    memory.sample(1)
+    before = sampler.state()["scaled"].tobytes()
+    with pytest.raises(error, match=message):
+        memory.update_priorities(ids, priorities)
+    assert sampler.state()["scaled"].tobytes() == before
+
+
+def test_a_lane_that_made_no_transition_gets_no_priority() -> None:
+    """Or it would be drawn."""
+    memory, oracle = fed(Prioritized(), valid_share=0.5)
+    invalid = next(number for number in range(memory.first_id, memory.next_id) if number not in oracle.ids)
+    with pytest.raises(TransitionIdError, match="valid=False"):
+        memory.update_priorities([invalid], [1.0])
+
+
+def test_a_restored_sampler_draws_as_the_saved_one() -> None:
+    """From arrays and plain numbers alone, and bit for bit, updates included."""
+    saved, oracle = fed(Prioritized(0.7, 0.3), valid_share=0.9)
+    generator = np.random.default_rng(3)
+    for _ in range(20):
+        ids = saved.sample(32).ids
+        saved.update_priorities(ids, generator.random(32))
+    state = saved._sampler.state()
+    assert all(isinstance(value, np.ndarray | int | float) for value in state.values())
+    restored, _ = fed(Prioritized(0.7), valid_share=0.9)
+    restored._sampler.restore(state)
+    restored._generator.bit_generator.state = saved._generator.bit_generator.state
+    for _ in range(20):
+        batch, expected = restored.sample(32), saved.sample(32)
+        assert_same_bits(batch, expected)
+        for memory in (restored, saved):
+            memory.update_priorities(expected.ids, np.arange(32.0))
+    assert len(oracle)
+
+
+def test_a_sampler_that_never_drew_can_be_saved() -> None:
+    """There is nothing in it yet."""
+    fresh = Prioritized()
+    fresh.restore(Prioritized(beta=0.9).state())
+    assert fresh.beta == 0.9
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"scaled": np.array([-1.0]), "highest": 1.0, "next_id": 1, "beta": 0.4}, {"scaled": np.array([np.nan])}],
+)
+def test_a_state_that_makes_no_sense_is_refused(state: dict[str, Any]) -> None:
+    """Nothing of it is taken over."""
+    with pytest.raises(DamageError):
+        Prioritized().restore(state)
+    with pytest.raises(DamageError, match="Uniform has none"):
+        Uniform().restore({"scaled": np.zeros(3)})
+
+
+def test_pickles_carry_priorities() -> None:
+    """Stable-Baselines3 saves buffers so."""
+    memory, oracle = fed(Prioritized(1.0))
+    memory.update_priorities(oracle.ids, np.arange(1.0, 1 + len(oracle.ids)))
+    copied = pickle.loads(pickle.dumps(memory))
+    for _ in range(5):
+        assert_same_bits(copied.sample(64), memory.sample(64))
+
+
+def test_tensors_are_taken_as_priorities() -> None:
+    """TD errors come as tensors that know their gradients."""
+    torch = pytest.importorskip("torch")
+    memory, _ = fed(Prioritized(), device="cpu")
+    batch = memory.sample(8)
+    memory.update_priorities(batch.ids, torch.ones(8, requires_grad=True).abs())
+
+
+def test_one_sampler_serves_one_memory() -> None:
+    """Priorities of one memory say nothing about another."""
+    sampler = Prioritized()
+    first, _ = fed(sampler)
+    first.sample(1)
+    second, _ = fed(sampler, ticks=20, capacity=60)
+    with pytest.raises(ArgumentError, match="give every memory its own sampler"):
+        second.sample(1)
+
+
+@pytest.mark.parametrize("given", [{"alpha": -1}, {"beta": -0.1}, {"floor": 0.0}, {"alpha": "much"}], ids=str)
+def test_numbers_that_make_no_sense_are_refused(given: dict[str, Any]) -> None:
+    """The refusal names the argument."""
+    with pytest.raises(ArgumentError, match=next(iter(given))):
+        Prioritized(**given)
+
+
+def test_beta_may_be_annealed() -> None:
+    """Set anew between draws; it changes the weights and not what is drawn."""
+    memory, oracle = fed(Prioritized(1.0, 0.0))
+    memory.update_priorities(oracle.ids, 1.0 + oracle.ids % 5)
+    assert set(memory.sample(50).weights.tolist()) == {1.0}
+    sampler: Any = memory._sampler
+    sampler.beta = 1.0
+    assert memory.sample(50).weights.min() < 0.5
+
+
+def test_a_memory_without_priorities_says_so() -> None:
+    """And says what to construct."""
+    memory, _ = fed(None)
+    with pytest.raises(ArgumentError, match=r"sampler \(Uniform\) has no priorities; .* sampler=Prioritized"):
+        memory.update_priorities([200], [1.0])

@@ -1,0 +1,101 @@
+"""Sequences against the oracle: consecutive steps of one episode, and a mask that says how many."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdall import ArgumentError, NStep, Prioritized, Sequence
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.recipes import ends, is_held, sequence_batch
+
+from .against_oracle import fed
+from .chi_square import DRAWS, chi_square
+
+
+@pytest.mark.parametrize("crossing", [False, True])
+@pytest.mark.parametrize(("length", "burn_in"), [(1, 0), (6, 0), (5, 4), (16, 16)])
+@pytest.mark.parametrize(
+    ("lanes", "capacity", "valid_share", "ends"),
+    [(1, 1000, 1.0, 0.1), (3, 90, 1.0, 0.1), (4, 160, 0.8, 0.05), (2, 60, 1.0, 0.0)],
+    ids=["one lane", "wrapped", "invalid lanes", "no ends but the write head"],
+)
+def test_every_sequence_is_the_oracles(
+    length: int, burn_in: int, crossing: bool, lanes: int, capacity: int, valid_share: float, ends: float
+) -> None:
+    """Every field of every step, and the mask."""
+    memory, oracle = fed(Sequence(length, burn_in, crossing=crossing), lanes, 60, capacity, valid_share, ends)
+    batch = memory.sample(30)
+    assert batch.obs["image"].shape == (30, burn_in + length, 4, 36, 36)
+    assert batch.mask[:, burn_in].all()
+    expected = sequence_batch(oracle, batch.ids[:, burn_in], length, burn_in, crossing)
+    assert_same_bits(batch, expected)
+
+
+def starts(oracle: OracleMemory, stride: int) -> list[int]:
+    """List the steps that sequences may begin with, one by one."""
+    found = []
+    for number in oracle.ids.tolist():
+        before = number - oracle.num_envs
+        held = before >= oracle.first_id
+        first = held and (not is_held(oracle, before) or ends(oracle, before))
+        if number // oracle.num_envs % stride == 0 or first:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("stride", [1, 4, 500])
+@pytest.mark.parametrize("valid_share", [1.0, 0.8])
+@pytest.mark.parametrize("by", [None, Prioritized], ids=["uniform", "prioritized"])
+def test_a_million_sequences_begin_evenly_where_they_may(stride: int, valid_share: float, by: Any) -> None:
+    """Every stride-th tick and every first step of an episode, and nowhere else."""
+    memory, oracle = fed(Sequence(4, 2, stride, by=by and by(1.0)), valid_share=valid_share)
+    allowed = np.array(starts(oracle, stride))
+    drawn = np.concatenate([memory._draw(memory._open(), 100_000).ids[:, 2] for _ in range(DRAWS // 100_000)])
+    assert 0.5 < chi_square(drawn, allowed, np.ones(len(allowed))) < 1.6
+
+
+def test_priorities_are_one_a_sequence() -> None:
+    """Given with the batch's own ids, they count for the sequences' first steps."""
+    memory, oracle = fed(Sequence(4, 2, by=Prioritized(1.0, 1.0)))
+    ids = sequence_batch(oracle, oracle.ids, 4, 2).ids
+    memory.update_priorities(ids, np.where(oracle.ids % 3 == 0, 20.0, 1e-3))
+    batch = memory.sample(100)
+    assert (batch.ids[:, 2] % 3 == 0).mean() > 0.95
+    assert batch.weights.shape == (100,)
+    assert_same_bits(batch.obs, sequence_batch(oracle, batch.ids[:, 2], 4, 2).obs)
+
+
+def test_stride_with_nothing_to_begin_with_is_an_error() -> None:
+    """Rather than a search without end."""
+    memory, _ = fed(Sequence(4, stride=10_000), lanes=1, capacity=50, ends=0.0)
+    with pytest.raises(ArgumentError, match="none of the transitions held may be drawn"):
+        memory.sample(5)
+
+
+def test_sealed_sequences_are_the_same() -> None:
+    """Slices that steps share are decoded once, and are the same in all of them."""
+    memory, oracle = fed(Sequence(8), ticks=150, budget=None)
+    memory.drain()
+    batch = memory.sample(20)
+    assert_same_bits(batch, sequence_batch(oracle, batch.ids[:, 0], 8))
+
+
+@pytest.mark.parametrize(
+    "given", [{"length": 0}, {"burn_in": -1}, {"stride": 0}, {"length": True}, {"by": NStep(2, 0.9)}], ids=str
+)
+def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any]) -> None:
+    """The refusal names the argument."""
+    with pytest.raises(ArgumentError, match=rf"^{next(iter(given))} \("):
+        Sequence(**{"length": 4, **given})
+
+
+def test_tensors_are_the_arrays() -> None:
+    """The mask too."""
+    arrays, _ = fed(Sequence(5, 2))
+    tensors, _ = fed(Sequence(5, 2), device="cpu")
+    batch = tensors.sample(10)
+    assert hasattr(batch.mask, "detach")
+    assert_same_bits(batch, arrays.sample(10))
