@@ -20,6 +20,8 @@ PUBLIC = [
     "Prioritized",
     "ReplayMemory",
     "Sequence",
+    "RolloutBatch",
+    "RolloutMemory",
     "SpaceError",
     "TransitionIdError",
     "Uniform",

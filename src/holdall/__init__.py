@@ -1,6 +1,6 @@
 """holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory."""
 
-from holdall.batch import Batch
+from holdall.batch import Batch, RolloutBatch
 from holdall.errors import (
     ArgumentError,
     ClosedError,
@@ -12,6 +12,7 @@ from holdall.errors import (
 )
 from holdall.replay import ReplayMemory
 from holdall.report import FieldReport, MemoryReport
+from holdall.rollout import RolloutMemory
 from holdall.sampling.hindsight import Hindsight
 from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
@@ -31,6 +32,8 @@ __all__ = [
     "NStep",
     "Prioritized",
     "ReplayMemory",
+    "RolloutBatch",
+    "RolloutMemory",
     "Sequence",
     "SpaceError",
     "TransitionIdError",

@@ -75,3 +75,26 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutBatch:
+    """Steps of a rollout: a minibatch of single steps, or of whole sequences.
+
+    Arrays of a minibatch have shape (batch, ...), those of sequences (sequences, time, ...), filled up with zeros
+    behind each sequence's end. They are NumPy's, or torch tensors on the memory's device, but for `ids`.
+    """
+
+    obs: Any
+    action: Any
+    reward: Any
+    value: Any  # float32, as `log_prob`, `advantage` and `returns`
+    log_prob: Any
+    advantage: Any
+    returns: Any
+    extras: dict[str, Any]
+    ids: NDArray[np.int64]  # step * num_envs + lane; -1 behind a sequence's end
+    mask: Any = None  # of sequences: True where there is a step
+
+    def __len__(self) -> int:
+        return len(self.ids)

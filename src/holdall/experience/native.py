@@ -163,6 +163,11 @@ class NativeBlock(SliceBlock):
         """Slices held."""
         return int(self.struct.used)
 
+    def clear(self) -> None:
+        """Forget every slice and keep the memory."""
+        self.struct.used = 0
+        self._index[1].fill(0)
+
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
         self.struct.capacity = self.struct.used
@@ -219,6 +224,15 @@ class NativePart(OpenPart):
         written = self._append_tick(self._struct_address, address(obs), address(next_obs), layout, address(cursors))
         if written != 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def clear(self) -> None:
+        """See `OpenPart.clear`."""
+        if isinstance(self.block, NativeBlock):
+            self.block.clear()
+        self._memory[1].fill(0)  # the lanes' ends
+        struct = self._struct
+        struct.longest = struct.steps = struct.broken_steps = struct.pushed = 0
+        self._used_before = 0
 
     def _as_they_lie(self, obs: Array, next_obs: Array) -> tuple[Array, Array, int]:
         """Return both arrays in the order of their memory, and the layout that leads back.

@@ -73,6 +73,10 @@ class OpenPart(ABC):
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """Write one tick, of any dtype and layout with a leading lane axis, and the cursors to it."""
 
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every tick, and every slice of the block, and keep the memory; nobody may be reading it."""
+
     @property
     @abstractmethod
     def longest(self) -> int:

@@ -78,6 +78,11 @@ class PortableBlock(SliceBlock):
         """Slices held."""
         return self._used
 
+    def clear(self) -> None:
+        """Forget every slice and keep the memory."""
+        self._number_by_hash.clear()
+        self._used = 0
+
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
         self._number_by_hash = {}
@@ -112,6 +117,14 @@ class PortablePart(OpenPart):
         """See `OpenPart.append`."""
         self._require_tick(obs, next_obs, cursors)
         self._append_rows(as_bytes(obs, self.lanes), as_bytes(next_obs, self.lanes), cursors)
+
+    def clear(self) -> None:
+        """See `OpenPart.clear`."""
+        if isinstance(self.block, PortableBlock):
+            self.block.clear()
+        self._end.fill(0)
+        self._steps = self._broken_steps = self._pushed = 0
+        self._used_before = 0
 
     def _append_rows(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
         window = self.window

@@ -8,5 +8,6 @@ except ImportError as error:
     raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
 from holdall.sb3.replay import ReplayBuffer
+from holdall.sb3.rollout import RolloutBuffer
 
-__all__ = ["ReplayBuffer"]
+__all__ = ["ReplayBuffer", "RolloutBuffer"]

@@ -1,0 +1,435 @@
+"""RolloutMemory: on-policy experience, allocated once, each frame stored once.
+
+The flow, one stage a file:
+
+    add         -> schema (check) -> track -> flat rows | reels, part (write)
+    finish      -> advantage (in place)
+    minibatches -> places, shuffled -> track (gather) -> landing (batch on the device)
+
+Invariant: a minibatch holds bit for bit what `add` was given. `reset` allocates nothing and frees nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.batch import RolloutBatch
+from holdall.errors import ArgumentError, ClosedError
+from holdall.experience.advantage import estimate_advantages
+from holdall.experience.arena import reserve
+from holdall.experience.kept import KeptRows
+from holdall.experience.landing import Fill, Landing
+from holdall.experience.sequences import Sequences
+from holdall.experience.track import Tracks
+from holdall.report import FieldReport, MemoryReport
+from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
+
+_FLOAT32 = np.dtype(np.float32)
+_ESTIMATES = ("value", "log_prob", "advantage", "returns")
+
+
+class RolloutMemory:
+    """Memory for rollouts of `num_steps` steps in `num_envs` lanes, for PPO, A2C and their kin.
+
+    Args:
+        observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple.
+        action_space: The same.
+        num_steps: Most steps of a rollout, in every lane.
+        num_envs: Lanes: the leading axis of everything that is added.
+        device: None for NumPy minibatches; "cpu" or "cuda" for torch tensors there.
+        compress: None keeps frames raw; "speed", "balanced" or "memory" compresses them as they come, so that reading
+            them costs at most 1.2, 2 or 4 times as much.
+        extras: Further fields per step, by name: recurrent states, action masks.
+        seed: Seeds the order of minibatches.
+
+    To be used by one thread at a time.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        num_steps: int,
+        num_envs: int = 1,
+        *,
+        device: str | None = None,
+        compress: str | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None,
+        seed: int | None = None,
+    ) -> None:
+        _require_count("num_steps", num_steps)
+        _require_count("num_envs", num_envs)
+        self._schema = Schema.of(observation_space, action_space, extras, num_envs)
+        self._num_steps, self._lanes = num_steps, num_envs
+        self._landing = Landing(device, self._schema.leaves)
+        self._generator = _generator_of(seed)
+        leaves = self._schema.observation.leaves
+        self._tracks: Tracks | None = Tracks(leaves, num_steps, num_envs, compress)
+        self._final = KeptRows(leaves)
+        self._action = [self._new_rows(leaf) for leaf in self._schema.action.leaves]
+        self._extras = [self._new_rows(leaf) for leaf in self._schema.extras.leaves]
+        self._estimates = {name: self._new_rows(Leaf(name, (), _FLOAT32)) for name in _ESTIMATES}
+        self._ends = self._new_rows(Leaf("", (), _FLOAT32))
+        self._reward: Array | None = None
+        self._valid: NDArray[np.bool_] | None = None
+        self._steps = 0
+        self._observed = False  # whether the observations of the step to come are written already
+        self._finished = False
+
+    def observe(self, obs: Any) -> None:
+        """Write the observations of the step to come; `add` then takes None for them.
+
+        For environments that write the next observations over the last ones, in memory that is shared with their
+        workers: `obs` is read here, once, and may change afterwards.
+        """
+        tracks = self._open()
+        self._require_room()
+        if self._observed:
+            raise ArgumentError("observe was called twice for one step; call add(None, ...) in between")
+        self._write_observations(tracks, self._schema.observation.flatten(obs, (self._lanes,), "obs"))
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        terminated: Any,
+        truncated: Any,
+        value: Any,
+        log_prob: Any,
+        extras: Mapping[str, Any] | None = None,
+        final_obs: Any = None,
+        valid: Any = None,
+    ) -> None:
+        """Add one step; every array has a leading axis of `num_envs`.
+
+        Args:
+            obs: What the policy saw; None if `observe` was given it.
+            value: Of `obs`, float32; a tensor or an array, as `log_prob`.
+            final_obs: Where `truncated` is set, the true final observation of the episode, which is not the next
+                one's first; in other lanes it is not looked at. May be None if no lane was truncated.
+            valid: Lanes marked False made no step (the one after an episode's end in Gymnasium's next-step autoreset);
+                they are in no minibatch.
+        """
+        tracks, lanes = self._open(), (self._lanes,)
+        self._require_room()
+        schema, step = self._schema, self._steps
+        if (obs is None) != self._observed:
+            given = "obs is None, but observe was not called" if obs is None else "obs is given, but so was observe's"
+            raise ArgumentError(f"{given}; give the observations of a step once, to observe or to add")
+        observations = None if obs is None else schema.observation.flatten(obs, lanes, "obs")
+        actions = schema.action.flatten(action, lanes, "action")
+        others = schema.extras.flatten({} if extras is None else extras, lanes, "extras")
+        rewards = fit_reward(reward, lanes, None if self._reward is None else self._reward.dtype)
+        values, log_probs = _fit_floats(value, lanes, "value"), _fit_floats(log_prob, lanes, "log_prob")
+        ended = fit_flags(terminated, lanes, "terminated")
+        cut = fit_flags(truncated, lanes, "truncated")
+        made = None if valid is None else fit_flags(valid, lanes, "valid")
+        bootstrapped = np.flatnonzero(cut & ~ended)
+        final = self._fit_final(final_obs, bootstrapped)
+        if self._reward is None:
+            self._landing.require(Leaf("reward", (), rewards.dtype))
+            self._reward = self._new_rows(Leaf("reward", (), rewards.dtype))
+        if observations is not None:
+            self._write_observations(tracks, observations)
+        for rows, new in zip([*self._action, *self._extras], [*actions, *others], strict=True):
+            rows[step] = new
+        self._reward[step] = rewards
+        self._estimates["value"][step], self._estimates["log_prob"][step] = values, log_probs
+        np.logical_or(ended, cut, out=self._ends[step])
+        if final is not None:
+            self._final.append(step * self._lanes + bootstrapped, final)
+        self._mark_valid(step, made)
+        self._steps, self._observed, self._finished = step + 1, False, False
+
+    def final_obs(self) -> Any:
+        """Return the final observations of all truncated episodes, in the order in which they were cut.
+
+        Their values are what `finish` wants as `final_values`.
+        """
+        self._open()
+        leaves = self._schema.observation.leaves
+        fields = [(leaf, partial(_fill_rows, self._final.rows(i))) for i, leaf in enumerate(leaves)]
+        return self._schema.observation.build(self._landing.land(len(self._final), fields))
+
+    def finish(
+        self,
+        last_values: Any,
+        gamma: float = 0.99,
+        gae_lambda: float = 0.95,
+        final_values: Any = None,
+    ) -> None:
+        """Estimate advantages and returns of the steps added so far.
+
+        Args:
+            last_values: Values of the observations behind the last step, one per lane; where an episode ended with it,
+                they are not looked at.
+            final_values: Values of `final_obs()`, one per truncated episode; None if there is none.
+        """
+        tracks, steps = self._open(), self._steps
+        if steps == 0:
+            raise ArgumentError("finish was called before add; add steps first")
+        _require_share("gamma", gamma)
+        _require_share("gae_lambda", gae_lambda)
+        last = np.ascontiguousarray(_fit_floats(last_values, (self._lanes,), "last_values"))
+        if final_values is None and len(self._final):
+            raise ArgumentError(
+                f"final_values is None, but {len(self._final)} episodes were truncated; an advantage there needs the "
+                "value of the true final observation, so pass final_values=value_of(memory.final_obs())"
+            )
+        final = _fit_floats([] if final_values is None else final_values, (len(self._final),), "final_values")
+        advantage, value = self._estimates["advantage"][:steps], self._estimates["value"][:steps]
+        returns, ends = self._estimates["returns"][:steps], self._ends[:steps]
+        with np.errstate(all="ignore"):  # an infinite reward makes infinite advantages, and that is the caller's affair
+            if self._reward is not None:
+                advantage[:] = self._reward[:steps]
+            advantage.reshape(-1)[self._final.ids] += np.float32(gamma) * final
+            estimate_advantages(advantage, value, ends, last, float(gamma), float(gae_lambda), advantage, returns)
+        tracks.drain()
+        self._finished = True
+
+    def minibatches(self, batch_size: int, epochs: int = 1) -> Iterator[RolloutBatch]:
+        """Return minibatches of single steps, every step once an epoch, in a new order each time.
+
+        The last one of an epoch is smaller if `batch_size` does not divide the steps.
+        """
+        self._require_finished(batch_size, epochs)
+        return self._minibatches(batch_size, epochs)
+
+    def sequences(self, batch_size: int, epochs: int = 1, length: int | None = None) -> Iterator[RolloutBatch]:
+        """Return minibatches of whole sequences, for recurrent networks: (sequences, time, ...) with a mask.
+
+        A sequence is a lane's steps within one episode, cut after `length` steps. Sequences come in a new order each
+        epoch, as many at a time as have at most `batch_size` steps together; one that is longer comes alone.
+        """
+        self._require_finished(batch_size, epochs)
+        if length is not None:
+            _require_count("length", length)
+        cut = Sequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
+        return self._sequences(cut, batch_size, epochs)
+
+    def reset(self) -> None:
+        """Forget the rollout; its memory is that of the next one."""
+        self._open().reset()
+        self._final.clear()
+        self._steps, self._observed, self._finished = 0, False, False
+        if self._valid is not None:
+            self._valid[:] = True
+
+    def __len__(self) -> int:
+        """Count the steps held, over all lanes, without lanes that made none."""
+        self._open()
+        return self._steps * self._lanes if self._valid is None else int(np.count_nonzero(self._held()))
+
+    @property
+    def num_steps(self) -> int:
+        """Most steps of a rollout."""
+        return self._num_steps
+
+    @property
+    def num_envs(self) -> int:
+        """Lanes."""
+        return self._lanes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether `num_steps` steps were added."""
+        return self._steps == self._num_steps
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes held, field by field, against plain arrays."""
+        tracks = self._open()
+        fields = tracks.report(self._steps)
+        flat = {"reward": self._reward, "ends": self._ends, **self._estimates}
+        named = [*zip(self._schema.action.leaves, self._action, strict=True)]
+        flat |= {f"action.{leaf.name}" if leaf.name else "action": rows for leaf, rows in named}
+        named = [*zip(self._schema.extras.leaves, self._extras, strict=True)]
+        flat |= {f"extras.{leaf.name}": rows for leaf, rows in named}
+        for name, rows in flat.items():
+            nbytes = 0 if rows is None else rows[: self._steps].nbytes
+            fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
+        fields.append(FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations"))
+        sealer = tracks.sealer
+        return MemoryReport(
+            transitions=len(self),
+            fields=tuple(fields),
+            staging_bytes=self._landing.nbytes,
+            segments=1,
+            backlog=0 if sealer is None else sealer.backlog,
+            failure="" if sealer is None else sealer.failure,
+        )
+
+    def close(self) -> None:
+        """Free everything; minibatches that were handed out stay as they are."""
+        tracks, self._tracks = self._tracks, None
+        if tracks is not None:
+            tracks.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _minibatches(self, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+        places = np.flatnonzero(self._held())
+        try:
+            for _ in range(epochs):
+                order = self._generator.permutation(places)
+                for first in range(0, len(order), batch_size):
+                    self._require_finished(batch_size, epochs)
+                    yield self._batch(order[first : first + batch_size], None)
+        finally:
+            self._landing.rest()
+
+    def _sequences(self, cut: Sequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+        try:
+            for _ in range(epochs):
+                for places in cut.batches(batch_size, self._generator):
+                    self._require_finished(batch_size, epochs)
+                    yield self._batch(places.reshape(-1), places.shape)
+        finally:
+            self._landing.rest()
+
+    def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
+        """Gather the steps at `places`, in an order of `shape` if that is given."""
+        tracks, schema = self._open(), self._schema
+        fields: list[tuple[Leaf, Fill]] = [
+            (leaf, partial(_fill_observations, tracks, field, places))
+            for field, leaf in enumerate(schema.observation.leaves)
+        ]
+        flat = [*self._action, *self._extras, self._reward, *self._estimates.values()]
+        leaves = [*schema.action.leaves, *schema.extras.leaves, None, *[None] * len(self._estimates)]
+        for leaf, rows in zip(leaves, flat, strict=True):
+            if rows is not None:
+                fields.append((leaf or Leaf("", (), rows.dtype), partial(_fill_flat, rows, places)))
+        if shape is not None:
+            fields.append((Leaf("mask", (), np.dtype(np.bool_)), partial(_fill_mask, places)))
+        landed = self._landing.land(len(places), fields)
+        if shape is not None:
+            landed = [array.reshape(*shape, *array.shape[1:]) for array in landed]
+            places = places.reshape(shape)
+        parts = iter(landed)
+        return RolloutBatch(
+            obs=schema.observation.build([next(parts) for _ in schema.observation.leaves]),
+            action=schema.action.build([next(parts) for _ in schema.action.leaves]),
+            extras=schema.extras.build([next(parts) for _ in schema.extras.leaves]),
+            reward=next(parts),
+            **{name: next(parts) for name in _ESTIMATES},
+            ids=places,
+            mask=None if shape is None else next(parts),
+        )
+
+    def _write_observations(self, tracks: Tracks, observations: list[Array]) -> None:
+        tracks.write(self._steps, observations)
+        self._observed = True
+
+    def _fit_final(self, final_obs: Any, lanes: NDArray[np.int64]) -> list[Array] | None:
+        """Return the final observations of the given lanes, checked."""
+        if not len(lanes):
+            return None
+        if final_obs is None:
+            raise ArgumentError(
+                f"truncated is set in lane {int(lanes[0])}, but final_obs is None; pass the true final observations, "
+                "which are next_obs in next-step autoreset and info['final_obs'] in same-step autoreset"
+            )
+        return [rows[lanes] for rows in self._schema.observation.flatten(final_obs, (self._lanes,), "final_obs")]
+
+    def _mark_valid(self, step: int, made: NDArray[np.bool_] | None) -> None:
+        if made is None and self._valid is None:
+            return
+        if self._valid is None:
+            self._valid = np.ones((self._num_steps, self._lanes), np.bool_)
+        self._valid[step] = True if made is None else made
+
+    def _held(self) -> NDArray[np.bool_]:
+        """Tell steps from lanes that made none: (steps, lanes)."""
+        if self._valid is None:
+            return np.ones((self._steps, self._lanes), np.bool_)
+        return self._valid[: self._steps]
+
+    def _new_rows(self, leaf: Leaf) -> Array:
+        rows = reserve(self._num_steps * self._lanes * leaf.nbytes)
+        return rows.view(leaf.dtype).reshape(self._num_steps, self._lanes, *leaf.shape)
+
+    def _open(self) -> Tracks:
+        if self._tracks is None:
+            raise ClosedError("the memory was closed; make a new RolloutMemory")
+        return self._tracks
+
+    def _require_room(self) -> None:
+        if self._steps == self._num_steps:
+            raise ArgumentError(
+                f"the rollout has all its num_steps ({self._num_steps}); call finish, use its minibatches, and reset"
+            )
+
+    def _require_finished(self, batch_size: int, epochs: int) -> None:
+        self._open()
+        _require_count("batch_size", batch_size)
+        _require_count("epochs", epochs)
+        if not self._finished:
+            raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
+
+
+def _fill_observations(tracks: Tracks, field: int, places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
+    tracks.gather(field, places[first:end], out)
+
+
+def _fill_flat(rows: Array, places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
+    wanted = places[first:end]
+    rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).take(wanted, axis=0, out=out, mode="clip")
+    if len(wanted) and wanted.min() < 0:
+        out[wanted < 0] = 0
+
+
+def _fill_rows(rows: Array, first: int, end: int, out: Array) -> None:
+    out[:] = rows[first:end]
+
+
+def _fill_mask(places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
+    np.greater_equal(places[first:end], 0, out=out)
+
+
+def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:
+    """Return a network's output, an array or a tensor of (n,) or (n, 1) float32, as an array of `shape`."""
+    host = value.detach().cpu().numpy() if hasattr(value, "detach") else as_array(value, argument)
+    if host.size == 0 and shape == (0,):
+        return np.empty(0, np.float32)
+    if host.dtype != np.float32:
+        raise ArgumentError(
+            f"{argument} has dtype {host.dtype}, estimates are float32; pass them as the network gave them"
+        )
+    if host.shape not in {shape, (*shape, 1)}:
+        raise ArgumentError(f"{argument} has shape {host.shape}, expected {shape}; pass one number each")
+    return np.asarray(host.reshape(shape))
+
+
+def _require_count(argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least 1; pass one")
+
+
+def _require_share(argument: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= 1:
+        raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
+
+
+def _generator_of(seed: Any) -> np.random.Generator:
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
+        ) from error

@@ -1,0 +1,77 @@
+"""Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, each frame stored once.
+
+In:  what MaskablePPO and RecurrentPPO add.  Out: the minibatches that their own buffers would return.
+Invariant: masks, recurrent states, padding and draws are sb3-contrib's own code; only observations and
+advantages come from `RolloutBuffer`, so one seed gives the same weights, bit for bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.sb3.rollout import RolloutBuffer
+
+try:
+    from sb3_contrib import RecurrentPPO
+    from sb3_contrib.common.maskable import buffers as maskable
+    from sb3_contrib.common.recurrent import buffers as recurrent
+except ImportError as error:
+    raise MissingPackageError(
+        "holdall.sb3.contrib needs sb3-contrib; run \"pip install 'holdall[contrib]'\""
+    ) from error
+
+
+class MaskableRolloutBuffer(maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+    """Drop-in for MaskablePPO with Box observations, as `rollout_buffer_class`."""
+
+    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
+        self._compress = compress
+        super().__init__(*args, **kwargs)
+
+
+class MaskableDictRolloutBuffer(maskable.MaskableDictRolloutBuffer, RolloutBuffer):
+    """The same with Dict observations."""
+
+    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
+        self._compress = compress
+        super().__init__(*args, **kwargs)
+
+
+class RecurrentRolloutBuffer(recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+    """Drop-in for RecurrentPPO with Box observations; see `equip`."""
+
+    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
+        self._compress = compress
+        super().__init__(*args, **kwargs)
+
+
+class RecurrentDictRolloutBuffer(recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+    """The same with Dict observations."""
+
+    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
+        self._compress = compress
+        super().__init__(*args, **kwargs)
+
+
+def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
+    """Give a RecurrentPPO, which takes no `rollout_buffer_class`, a buffer of holdall's; return the model."""
+    plain = model.rollout_buffer
+    if type(plain) is recurrent.RecurrentDictRolloutBuffer:
+        kind: Any = RecurrentDictRolloutBuffer
+    elif type(plain) is recurrent.RecurrentRolloutBuffer:
+        kind = RecurrentRolloutBuffer
+    else:
+        raise ArgumentError(f"model has a {type(plain).__name__}; pass a RecurrentPPO as its constructor made it")
+    model.rollout_buffer = kind(
+        plain.buffer_size,
+        plain.observation_space,
+        plain.action_space,
+        plain.hidden_state_shape,
+        plain.device,
+        gae_lambda=plain.gae_lambda,
+        gamma=plain.gamma,
+        n_envs=plain.n_envs,
+        compress=compress,
+    )
+    return model

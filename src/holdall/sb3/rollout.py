@@ -1,0 +1,292 @@
+"""RolloutBuffer: Stable-Baselines3's rollout buffers, Box and Dict alike, each frame stored once.
+
+In:  what PPO and A2C add.  Out: the minibatches that its own buffers would return.
+Invariant: the same seed draws the same steps from NumPy's global generator in the same order, advantages are
+estimated in the same order of operations, and the tensors are equal bit for bit, so the weights are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common import buffers
+from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from holdall.errors import ArgumentError
+from holdall.experience.advantage import estimate_advantages
+from holdall.experience.landing import Fill, Landing
+from holdall.experience.track import Tracks
+from holdall.report import FieldReport, MemoryReport
+from holdall.sb3.slots import SlotArray
+from holdall.schema import Leaf
+
+_FLOAT32 = np.dtype(np.float32)
+_ESTIMATES = ("values", "log_probs", "advantages", "returns")
+_READ_AT_ONCE_BYTES = 8 * 2**20
+
+
+class RolloutBuffer(buffers.DictRolloutBuffer):
+    """Drop-in for Stable-Baselines3's `RolloutBuffer` and `DictRolloutBuffer`.
+
+    `PPO("CnnPolicy", env, rollout_buffer_class=holdall.sb3.RolloutBuffer)`
+
+    `observations` is gathered when it is read; all other arrays are plain ones, and the same ones for ever.
+
+    Args:
+        compress: See `holdall.RolloutMemory`; through `rollout_buffer_kwargs`.
+    """
+
+    _compress: str | None = None
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        gae_lambda: float = 1,
+        gamma: float = 0.99,
+        n_envs: int = 1,
+        *,
+        compress: str | None = None,
+    ) -> None:
+        self._compress = self._compress if compress is None else compress
+        # Past its parents, whose constructors each know one kind of space.
+        super(buffers.RolloutBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
+        self.gae_lambda = gae_lambda
+        self.gamma = gamma
+        self._allocate()
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget the rollout; its memory is that of the next one."""
+        self._tracks.reset()
+        self._show_arrays()
+        self.generator_ready = False
+        super(buffers.RolloutBuffer, self).reset()
+
+    def add(
+        self,
+        obs: Any,
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        episode_start: NDArray[Any],
+        value: th.Tensor,
+        log_prob: th.Tensor,
+    ) -> None:
+        """Add one step per environment."""
+        pos = self.pos
+        self._tracks.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
+        self._rows["actions"][pos] = action.reshape((self.n_envs, self.action_dim))
+        self._rows["rewards"][pos] = reward
+        self._starts[pos] = episode_start
+        self._rows["values"][pos] = value.detach().cpu().numpy().flatten()
+        self._rows["log_probs"][pos] = log_prob.detach().cpu().numpy()
+        self.pos = pos + 1
+        if self.pos == self.buffer_size:
+            self.full = True
+            self._tracks.drain()
+
+    def compute_returns_and_advantage(self, last_values: th.Tensor, dones: NDArray[Any]) -> None:
+        """Estimate advantages and returns, as Stable-Baselines3 does, in place."""
+        if type(self.gamma) not in {int, float} or type(self.gae_lambda) not in {int, float}:
+            # NumPy computes with scalars of its own types in their precision, and the loop there does so.
+            super().compute_returns_and_advantage(last_values, dones)
+            self._rows["advantages"][:], self._rows["returns"][:] = self.advantages, self.returns
+            return
+        self._starts[self.buffer_size] = dones
+        last = last_values.detach().cpu().numpy().flatten()
+        estimate_advantages(
+            self._rows["rewards"],
+            self._rows["values"],
+            self._starts[1:],
+            last.astype(np.float32, copy=False),
+            self.gamma,
+            self.gae_lambda,
+            self._rows["advantages"],
+            self._rows["returns"],
+        )
+
+    def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
+        """Yield minibatches, in the order of Stable-Baselines3's own buffers."""
+        steps = self.buffer_size * self.n_envs
+        if not self.full:
+            raise ArgumentError(
+                f"get was called after {self.pos} of {self.buffer_size} steps; minibatches are made of whole rollouts"
+            )
+        indices = np.random.permutation(steps)  # noqa: NPY002  its generator
+        if not self.generator_ready:
+            self._flatten_arrays()
+            self.generator_ready = True
+        try:
+            for first in range(0, steps, batch_size or steps):
+                yield self._get_samples(indices[first : first + (batch_size or steps)])
+        finally:
+            self._landing.rest()
+
+    def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
+        lane, step = np.divmod(batch_inds, self.buffer_size)
+        places = step * self.n_envs + lane
+        fields: list[tuple[Leaf, Fill]] = [
+            (leaf, partial(self._fill_observations, field, places)) for field, leaf in enumerate(self._leaves)
+        ]
+        for name, rows in self._flat.items():
+            shape = rows.shape[1:] if name == "actions" else ()  # actions are handed over as float32, whatever they are
+            fields.append((Leaf(name, shape, _FLOAT32), partial(_fill_rows, rows.reshape(-1, *shape), batch_inds)))
+        landed = self._landing.land(len(places), fields)
+        seen, (actions, *estimates) = landed[: len(self._leaves)], landed[len(self._leaves) :]
+        if not self._is_dict:
+            return RolloutBufferSamples(seen[0], actions, *estimates)
+        observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, seen, strict=True)}
+        return DictRolloutBufferSamples(observations, actions, *estimates)
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes held, field by field."""
+        tracks = self._tracks
+        fields = tracks.report(self.pos)
+        for name, rows in (*self._rows.items(), ("episode_starts", self._starts)):
+            nbytes = rows[: self.pos].nbytes
+            fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
+        sealer = tracks.sealer
+        return MemoryReport(
+            transitions=self.pos * self.n_envs,
+            fields=tuple(fields),
+            staging_bytes=self._landing.nbytes,
+            segments=1,
+            backlog=0 if sealer is None else sealer.backlog,
+            failure="" if sealer is None else sealer.failure,
+        )
+
+    @staticmethod
+    def swap_and_flatten(arr: Any) -> Any:
+        """Put environments before steps and both into one axis; observations stay where they are."""
+        return arr.flattened() if isinstance(arr, StoredObservations) else buffers.BaseBuffer.swap_and_flatten(arr)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave the rollout behind: it is of no use without the policy that it came from."""
+        left_behind = {
+            "_tracks",
+            "_landing",
+            "_rows",
+            "_flat",
+            "_starts",
+            "observations",
+            "episode_starts",
+            *self._rows,
+        }
+        return {name: value for name, value in self.__dict__.items() if name not in left_behind}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._allocate()
+        self.reset()
+
+    def _allocate(self) -> None:
+        """Make everything that a rollout needs, once."""
+        self._is_dict = isinstance(self.observation_space, spaces.Dict)
+        self._leaves = tuple(self._leaves_of())
+        self._tracks = Tracks(self._leaves, self.buffer_size, self.n_envs, self._compress)
+        device = "cpu" if self.device.type == "cpu" else str(self.device)
+        self._landing = Landing(device, list(self._leaves))
+        lanes = (self.buffer_size, self.n_envs)
+        self._rows = {name: np.zeros(lanes, np.float32) for name in ("rewards", *_ESTIMATES)}
+        self._rows["actions"] = np.zeros((*lanes, self.action_dim), self.action_space.dtype)
+        self._flat = {name: self.swap_and_flatten(self._rows[name]).copy() for name in ("actions", *_ESTIMATES)}
+        self._starts = np.zeros((self.buffer_size + 1, self.n_envs), np.float32)  # the last row: after the rollout
+
+    def _leaves_of(self) -> list[Leaf]:
+        """Shape and dtype of every observation key, as Stable-Baselines3 stores it."""
+        space: Any = self.observation_space  # a Dict there, any space here; and so its shapes
+        shapes: Any = self.obs_shape
+        if self._is_dict:
+            return [Leaf(key, tuple(shape), np.dtype(space[key].dtype)) for key, shape in shapes.items()]
+        return [Leaf("", tuple(shapes), np.dtype(space.dtype))]
+
+    def _show_arrays(self) -> None:
+        """Show the arrays under the names that algorithms, callbacks and subclasses read."""
+        for name, rows in self._rows.items():
+            rows.fill(0)
+            setattr(self, name, rows)
+        self._starts.fill(0)
+        self.episode_starts = self._starts[: self.buffer_size]
+        stored = {leaf.name: self._observed(field, leaf) for field, leaf in enumerate(self._leaves)}
+        shown: Any = stored if self._is_dict else stored[""]
+        self.observations = shown
+
+    def _flatten_arrays(self) -> None:
+        """Show the arrays as Stable-Baselines3 does from a rollout's first minibatch on: environment by environment."""
+        for name, flat in self._flat.items():
+            swapped = self._rows[name].swapaxes(0, 1)
+            flat.reshape(swapped.shape)[...] = swapped
+            setattr(self, name, flat)
+
+    def _observed(self, field: int, leaf: Leaf) -> StoredObservations:
+        def read(places: NDArray[np.int64]) -> NDArray[Any]:
+            rows = np.empty((len(places), *leaf.shape), leaf.dtype)
+            self._tracks.drain()
+            self._tracks.gather(field, np.ascontiguousarray(places), rows)
+            return rows
+
+        def id_of_place(places: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.where(places < self.pos * self.n_envs, places, -1)
+
+        shape = (self.buffer_size, self.n_envs, *leaf.shape)
+        rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, leaf.nbytes))
+        return StoredObservations("observations", shape, leaf.dtype, id_of_place, read, rows_at_once)
+
+    def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
+        """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
+        rows: NDArray[Any] = np.asarray(obs[leaf.name] if self._is_dict else obs)
+        if rows.dtype != leaf.dtype:
+            rows = rows.astype(leaf.dtype)
+        shape = (self.n_envs, *leaf.shape)
+        if rows.shape != shape:
+            rows = rows.reshape(shape) if rows.size == np.prod(shape) else np.broadcast_to(rows, shape)
+        return rows
+
+    def _fill_observations(
+        self, field: int, places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]
+    ) -> None:
+        self._tracks.gather(field, places[first:end], out)
+
+
+class StoredObservations(SlotArray):
+    """The observations of a rollout as an array of (steps, environments, ...), gathered when it is read."""
+
+    def flattened(self) -> FlattenedObservations:
+        """Return them in the order of `swap_and_flatten`."""
+        return FlattenedObservations(self)
+
+
+class FlattenedObservations:
+    """The same with one axis, environment by environment: what is read of it is gathered."""
+
+    def __init__(self, stored: StoredObservations) -> None:
+        self._stored = stored
+        steps, environments, *shape = stored.shape
+        self._steps = steps
+        self.shape = (steps * environments, *shape)
+        self.dtype = stored.dtype
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, key: Any) -> NDArray[Any]:
+        environment, step = np.divmod(np.arange(len(self))[key], self._steps)
+        return np.asarray(self._stored[step, environment])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError("observations are gathered when they are read, so they are always a copy")
+        return np.asarray(self[:], dtype)
+
+
+def _fill_rows(rows: NDArray[Any], places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]) -> None:
+    out[:] = rows[places[first:end]]

@@ -1,0 +1,118 @@
+"""Random rollouts, one after another in one memory: what comes out is what went in, bit for bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from holdall import RolloutMemory
+from holdall.experience import reels
+from holdall.experience.native import native_kernels
+from holdall.testing import Stream, assert_same_bits
+from holdall.testing.oracle import map_leaves
+from holdall.testing.strategies import streams
+from holdall.testing.streams import Step, stack_steps
+
+KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+
+
+def collect(memory: RolloutMemory, stream: Stream, steps: int, generator: np.random.Generator) -> tuple[Step, Any]:
+    """Add a rollout; return its steps along a time axis, and the estimates that were added with them."""
+    ticks, estimates = [], []
+    for _ in range(steps):
+        tick = stream.tick()
+        value, log_prob = generator.standard_normal((2, stream.num_envs), np.float32)
+        others = {"extras": tick.extras} if tick.extras else {}
+        obs = tick.obs
+        if generator.random() < 0.5:
+            memory.observe(obs)
+            obs = None
+        flags = (tick.terminated, tick.truncated)
+        memory.add(obs, tick.action, tick.reward, *flags, value, log_prob, final_obs=tick.next_obs, **others)
+        ticks.append(tick)
+        estimates.append((value, log_prob))
+    return stack_steps(ticks), np.array(estimates)
+
+
+def at(value: Any, ids: Any) -> Any:
+    """Take the rows of `ids` out of arrays of (steps, lanes, ...)."""
+    return map_leaves(lambda rows: rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])[ids], value)
+
+
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+@given(
+    stream=streams(),
+    lengths=st.lists(st.integers(1, 90), min_size=1, max_size=4),
+    kernels=st.sampled_from(KERNELS),
+    compress=st.sampled_from([None, None, "speed", "memory"]),
+    reel_bytes=st.sampled_from([1, 20_000]),
+    spare_room=st.sampled_from([-0.9, 0.25]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_every_rollout_comes_back_bit_for_bit(
+    monkeypatch: pytest.MonkeyPatch,
+    stream: Stream,
+    lengths: list[int],
+    kernels: str,
+    compress: str | None,
+    reel_bytes: int,
+    spare_room: float,
+    seed: int,
+) -> None:
+    """Minibatches hold every step once, and so do sequences, in order and within an episode; finals are true."""
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    monkeypatch.setattr(reels, "_SEALED_REEL_BYTES", reel_bytes)
+    monkeypatch.setattr(reels, "_SPARE_ROOM", spare_room)
+    generator = np.random.default_rng(seed)
+    lanes = stream.num_envs
+    with RolloutMemory(
+        stream.observation_space,
+        stream.action_space,
+        max(lengths),
+        lanes,
+        extras=stream.extras,
+        compress=compress,
+        seed=seed,
+    ) as memory:
+        for steps in lengths:
+            memory.reset()
+            told, estimates = collect(memory, stream, steps, generator)
+            cut = np.flatnonzero(told.truncated.reshape(-1))
+            assert_same_bits(memory.final_obs(), at(told.next_obs, cut))
+            memory.finish(np.zeros(lanes, np.float32), final_values=np.zeros(len(cut), np.float32))
+            expected = {"obs": told.obs, "action": told.action, "reward": told.reward, "extras": told.extras}
+            expected |= {"value": estimates[:, 0], "log_prob": estimates[:, 1]}
+            seen = []
+            for batch in memory.minibatches(17):
+                seen.extend(batch.ids.tolist())
+                for name, rows in expected.items():
+                    assert_same_bits(getattr(batch, name), at(rows, batch.ids))
+            assert sorted(seen) == list(range(steps * lanes))
+            ended = (told.terminated | told.truncated).reshape(-1)
+            seen = []
+            for batch in memory.sequences(40, length=13):
+                assert np.array_equal(batch.mask, batch.ids >= 0)
+                for row, mask in zip(batch.ids, batch.mask, strict=True):
+                    ids = row[mask]
+                    seen.extend(ids.tolist())
+                    assert mask[: len(ids)].all()
+                    assert (np.diff(ids) == lanes).all()
+                    assert not ended[ids[:-1]].any()
+                for name, rows in expected.items():
+                    got = getattr(batch, name)
+                    assert_same_bits(masked(got, batch.mask), at(rows, batch.ids[batch.mask]))
+                    map_leaves(_assert_zero, masked(got, ~batch.mask))
+            assert sorted(seen) == list(range(steps * lanes))
+
+
+def masked(value: Any, mask: Any) -> Any:
+    """Take the steps where `mask` is set out of arrays of (sequences, time, ...)."""
+    return map_leaves(lambda rows: rows[mask], value)
+
+
+def _assert_zero(rows: Any) -> None:
+    assert not rows.view(np.uint8).any()
