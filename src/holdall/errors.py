@@ -6,6 +6,7 @@
     ├── TransitionIdError (IndexError)   an id that was never added, is evicted, or is not valid
     ├── ClosedError (RuntimeError)       use after close()
     ├── DamageError (OSError)            stored bytes that do not make sense
+    ├── SpillError (OSError)             a disk tier that cannot be written to
     └── MissingPackageError (ImportError) an optional package that this call needs
 
 Each message names the argument, its value, the rule and the remedy.
@@ -34,6 +35,10 @@ class ClosedError(HoldallError, RuntimeError):
 
 class DamageError(HoldallError, OSError):
     """Stored bytes do not make sense; nothing of them was returned."""
+
+
+class SpillError(HoldallError, OSError):
+    """The disk tier cannot be written to."""
 
 
 class MissingPackageError(HoldallError, ImportError):

@@ -11,6 +11,7 @@ fit is refused before anything is written.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Mapping
 from types import TracebackType
@@ -25,12 +26,16 @@ from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionI
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.budget import Budget
 from holdall.experience.build import BatchBuilder, Reading, of_ids
+from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
+from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
+
+_SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir")
 
 
 class ReplayMemory:
@@ -41,10 +46,13 @@ class ReplayMemory:
         action_space: The same.
         capacity: Transitions over all lanes; rounded down to whole ticks, see `capacity`.
         num_envs: Lanes: the leading axis of everything that is added.
-        budget: RAM that may be used to be fast: "auto" leaves the newest transitions raw, up to a
-            quarter of what is available now, and compresses the rest; None compresses all.
+        budget: RAM that may be used: "8GiB" or bytes is a limit over everything that the memory holds; "auto" leaves
+            the newest transitions raw, up to a quarter of what is available now, and compresses the rest; None
+            compresses all.
         prefer: How dear sampling compressed data may be, over a raw gather: "speed" 1.2 times,
             "balanced" 2 times, "memory" 4 times.
+        spill_dir: Where the oldest compressed transitions go that the budget does not hold; None: nowhere. Without
+            it, transitions that do not fit a limit leave before their time, see `report().capacity_that_fits`.
         device: None for NumPy batches; "cpu" or "cuda" for torch tensors there.
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
@@ -62,6 +70,7 @@ class ReplayMemory:
         *,
         budget: str | int | None = "auto",
         prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
         device: str | None = None,
         seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None,
@@ -70,7 +79,7 @@ class ReplayMemory:
         _require_count("num_envs", num_envs, 1)
         _require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
         schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._set_up(schema, capacity // num_envs, device, budget, prefer)
+        self._set_up(schema, capacity // num_envs, device, budget, prefer, spill_dir)
         self._generator = _generator_of(seed)
         self._sampler: Sampler = Uniform() if sampler is None else sampler
 
@@ -81,6 +90,7 @@ class ReplayMemory:
         device: str | None,
         budget: str | int | None,
         prefer: str,
+        spill_dir: str | os.PathLike[str] | None,
     ) -> None:
         self._schema = schema
         self._lanes = schema.num_envs
@@ -88,13 +98,16 @@ class ReplayMemory:
         self._device = device
         self._delivery = Delivery(device, schema.leaves)
         kernels = chosen_kernels()
-        self._assembler = ObservationAssembler(kernels)
-        self._builder = BatchBuilder(schema, self._assembler, self._delivery)
         self._lock = threading.Lock()
-        self._budget, self._prefer = budget, prefer
-        allowed = Budget.of(budget, prefer, self._assembler.crew.hands)
+        self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
+        crew = Crew()
+        allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
+        self._limit = allowed.limit
+        self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
+        self._builder = BatchBuilder(schema, self._assembler, self._delivery)
+        folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
-            self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed)
+            self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed, folder)
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
                 f"capacity ({capacity_ticks * self._lanes}) takes more address space than this machine gives "
@@ -280,10 +293,12 @@ class ReplayMemory:
                 segments=store.segments,
                 backlog=store.sealer.backlog,
                 failure=store.sealer.failure,
+                budget_bytes=self._limit,
+                capacity_that_fits=store.capacity_that_fits,
             )
 
     def drain(self) -> None:
-        """Wait until everything that is to be compressed is; for measurements and tests."""
+        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         self._open().sealer.drain()
 
     def close(self) -> None:
@@ -291,7 +306,7 @@ class ReplayMemory:
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
-            store.sealer.stop()
+            store.close()
         self._assembler.crew.dismiss()
 
     def __enter__(self) -> Self:
@@ -315,6 +330,7 @@ class ReplayMemory:
                 "device": self._device,
                 "budget": self._budget,
                 "prefer": self._prefer,
+                "spill_dir": self._spill_dir,
                 "generator": self._generator,
                 "sampler": self._sampler,
                 "store": store.state(),
@@ -322,7 +338,7 @@ class ReplayMemory:
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = (state[name] for name in ("schema", "capacity_ticks", "device", "budget", "prefer"))
+        settings = (state[name] for name in _SETTINGS)
         self._set_up(*settings)
         self._generator, self._sampler = state["generator"], state["sampler"]
         with self._lock:  # the sealer may be at the first block before all are taken over

@@ -18,15 +18,17 @@ class FieldReport:
     """One field: its bytes by kind, and what was found about it."""
 
     name: str
-    slice_bytes: int  # unique slices
+    slice_bytes: int  # unique slices in memory, raw or sealed
     log_bytes: int  # logs of slice numbers and cursors into them
     row_bytes: int  # rows of flat rings
     plain_bytes: int  # what the plain layout takes for the same transitions
     finding: str
+    sealed_bytes: int = 0  # of slice_bytes: compressed, or the index of what lies on disk
+    disk_bytes: int = 0  # on disk, beside the bytes in memory
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all kinds."""
+        """Bytes in memory, of all kinds."""
         return self.slice_bytes + self.log_bytes + self.row_bytes
 
 
@@ -38,13 +40,20 @@ class MemoryReport:
     fields: tuple[FieldReport, ...]
     staging_bytes: int  # memory of batches, kept for the next ones
     segments: int
-    backlog: int = 0  # blocks that wait to be compressed, or are being
-    failure: str = ""  # what went wrong when a block was compressed; it then stays raw
+    backlog: int = 0  # blocks that wait to be compressed or spilled, or are being
+    failure: str = ""  # what went wrong when a block was compressed or spilled last; it then stays as it is
+    budget_bytes: int | None = None  # the limit over everything, if one was named
+    capacity_that_fits: int | None = None  # transitions that the limit holds, if fewer than asked for
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all fields."""
+        """Bytes of all fields in memory."""
         return sum(field.total_bytes for field in self.fields)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all fields on disk."""
+        return sum(field.disk_bytes for field in self.fields)
 
     @property
     def plain_bytes(self) -> int:
@@ -65,6 +74,7 @@ class MemoryReport:
         """Return plain numbers and strings, ready for JSON."""
         sums = {
             "total_bytes": self.total_bytes,
+            "disk_bytes": self.disk_bytes,
             "plain_bytes": self.plain_bytes,
             "bytes_per_transition": self.bytes_per_transition if self.transitions else None,
             "ratio": self.ratio if self.total_bytes else None,
@@ -83,8 +93,15 @@ class MemoryReport:
             f"  of {format_bytes(self.plain_bytes):>10} plain  "
             f"{self.transitions} transitions, {self.ratio:.1f} times smaller"
         )
+        if self.disk_bytes:
+            lines.append(f"{format_bytes(self.disk_bytes)} more on disk")
         if self.backlog:
-            lines.append(f"{self.backlog} blocks wait to be compressed")
+            lines.append(f"{self.backlog} blocks wait to be compressed or spilled")
+        if self.capacity_that_fits is not None and self.budget_bytes is not None:
+            lines.append(
+                f"the budget of {format_bytes(self.budget_bytes)} holds about {self.capacity_that_fits} transitions; "
+                "from then on the oldest leave early"
+            )
         if self.failure:
-            lines.append(f"compression failed last with {self.failure}; what it concerns stays raw")
+            lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
         return "\n".join(lines)

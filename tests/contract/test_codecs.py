@@ -129,7 +129,7 @@ def handed_over(sealer: Coder, reader: Coder, slices: Bytes, codec: Codec) -> An
     """Seal with one coder what another is to read."""
     sealed = sealer.seal(slices, codec)
     assert sealed is not None, codec
-    return sealed if reader is sealer else reader.adopt(codec, sealed.data, sealed.offsets, sealed.palette)
+    return sealed if reader is sealer else reader.adopt(sealed.coded)
 
 
 # ---------------------------------------------------------------- the rules
@@ -188,7 +188,7 @@ def test_payloads_of_nans_and_signs_of_zeros_come_back(change: str, dtype: str, 
     form = {"palette": replace(whole, word_bytes=size), "shuffle": replace(whole, shuffle=size)}.get(change, whole)
     sealed = handed_over(sealer, reader, slices, Codec(Method.ZSTD, 3, form))
     assert decoded(reader, sealed, np.arange(COUNT)).tobytes() == slices.tobytes()
-    assert sealed.data.nbytes < slices.nbytes
+    assert sealed.coded.data.nbytes < slices.nbytes
 
 
 @pytest.mark.parametrize("coder", BOTH)
@@ -214,8 +214,8 @@ def test_a_slice_that_does_not_shrink_costs_its_own_bytes(method: str, coder: Co
     slices = np.random.default_rng(99).integers(0, 256, (20, 600), np.uint8)
     sealed = coder.seal(slices, Codec(kind, level, Transform(600), dictionary))
     assert sealed is not None
-    assert sealed.data.tobytes() == slices.tobytes()
-    assert sealed.offsets.tolist() == list(range(0, 20 * 600 + 1, 600))
+    assert sealed.coded.data.tobytes() == slices.tobytes()
+    assert sealed.coded.offsets.tolist() == list(range(0, 20 * 600 + 1, 600))
 
 
 @pytest.mark.parametrize("coder", BOTH)
@@ -231,7 +231,7 @@ def test_a_scaled_image_shrinks_as_its_bytes_do(predictor: Predictor, coder: Cod
     numbered = coder.seal(scaled, Codec(Method.ZSTD, 3, replace(image, slice_bytes=6400, word_bytes=4)))
     assert plain is not None
     assert numbered is not None
-    assert numbered.data.nbytes < 1.1 * plain.data.nbytes
+    assert numbered.coded.data.nbytes < 1.1 * plain.coded.data.nbytes
 
 
 @pytest.mark.parametrize("coder", BOTH)
@@ -241,10 +241,10 @@ def test_what_is_told_of_a_block_is_what_it_takes(coder: Coder) -> None:
     sealed = coder.seal(slices, Codec(Method.ZSTD, 3, Transform(600, 4)))
     assert sealed is not None
     assert sealed.count == COUNT
-    assert sealed.nbytes == sealed.data.nbytes + 4 * (COUNT + 1) + 256 * 4
-    assert sealed.offsets[0] == 0
-    assert sealed.offsets[-1] == sealed.data.size
-    assert (np.diff(sealed.offsets.astype(np.int64)) > 0).all()
+    assert sealed.nbytes == sealed.coded.data.nbytes + 4 * (COUNT + 1) + 256 * 4
+    assert sealed.coded.offsets[0] == 0
+    assert sealed.coded.offsets[-1] == sealed.coded.data.size
+    assert (np.diff(sealed.coded.offsets.astype(np.int64)) > 0).all()
 
 
 @pytest.mark.parametrize("coder", BOTH)

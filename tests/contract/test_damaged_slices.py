@@ -36,6 +36,7 @@ from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Trans
 from holdall.experience.native import NativeKernels, native_kernels
 from holdall.experience.native_codec import NativeCoder
 from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.sealed import Coded
 
 COUNT = 12
 MARGIN = 64
@@ -102,7 +103,7 @@ def whole_blocks() -> list[Block]:
         ):
             sealed = PortableCoder().seal(slices, codec)
             assert sealed is not None
-            blocks.append(Block(codec, sealed.data, sealed.offsets, sealed.palette, np.arange(COUNT)))
+            blocks.append(Block(codec, sealed.coded.data, sealed.coded.offsets, sealed.coded.palette, np.arange(COUNT)))
     return blocks
 
 
@@ -247,7 +248,7 @@ def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArr
     room = np.full(2 * MARGIN + len(block.numbers) * slice_bytes, 7, np.uint8)
     out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
     try:
-        sealed = coder.adopt(block.codec, lay(block.data), lay(block.offsets), lay(block.palette))
+        sealed = coder.adopt(Coded(block.codec, COUNT, lay(block.offsets), lay(block.palette), lay(block.data)))
         coder.decode(sealed, block.numbers, out)
     except DamageError:
         return False
@@ -310,7 +311,7 @@ def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: 
 def test_a_slice_that_is_not_in_the_block_is_refused(number: int, coder: Coder) -> None:
     """The error names the slice."""
     for block in BLOCKS:
-        sealed = coder.adopt(block.codec, block.data, block.offsets, block.palette)
+        sealed = coder.adopt(Coded(block.codec, COUNT, block.offsets, block.palette, block.data))
         out = np.empty((2, block.codec.transform.slice_bytes), np.uint8)
         with pytest.raises(DamageError, match=rf"slice {number}\b"):
             coder.decode(sealed, np.array([0, number]), out)

@@ -37,7 +37,8 @@ _POOLED_SIZES = 16
 class Staging:
     """Memory for batches that is used again when nothing refers to it any more."""
 
-    def __init__(self) -> None:
+    def __init__(self, most_bytes: int = 1 << 62) -> None:
+        self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
 
@@ -54,7 +55,8 @@ class Staging:
                 if sys.getrefcount(blocks[position]) <= 2:
                     return _aligned(blocks[position], nbytes)
             block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-            if len(blocks) < _POOLED_ARRAYS:
+            kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
+            if len(blocks) < _POOLED_ARRAYS and kept + nbytes <= self._most_bytes:
                 blocks.append(block)
             return _aligned(block, nbytes)
 
@@ -68,9 +70,9 @@ class Staging:
 class ObservationAssembler:
     """Copies windows of slices into staging: observations and next observations of a batch."""
 
-    def __init__(self, kernels: Kernels) -> None:
-        self.staging = Staging()
-        self.crew = Crew()
+    def __init__(self, kernels: Kernels, crew: Crew, most_staged_bytes: int) -> None:
+        self.staging = Staging(most_staged_bytes)
+        self.crew = crew
         self._kernels = kernels
 
     def assemble(

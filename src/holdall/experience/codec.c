@@ -3,9 +3,22 @@
  * What is read from a block is treated as if a stranger had written it: offsets are checked
  * against the block, and a slice that does not decode to exactly its size is an error.
  */
+#define _POSIX_C_SOURCE 200809L
+#define _FILE_OFFSET_BITS 64
+
 #include "codec.h"
 
+#include "checksum.h"
+
+#include <errno.h>
 #include <string.h>
+#ifndef _WIN32
+#include <fcntl.h>
+#include <sys/types.h>
+#include <unistd.h>
+#endif
+
+enum { MOST_IN_A_UNIT = 64 };
 
 int64_t coded_bytes(const transform *form) {
     return form->word_bytes > 0 ? form->slice_bytes / form->word_bytes : form->slice_bytes;
@@ -178,7 +191,67 @@ static void look_up_words(const transform *form, const uint8_t *palette, const u
     }
 }
 
-/* ---- one slice --------------------------------------------------------------------- */
+/* ---- one unit ---------------------------------------------------------------------- */
+
+/* Whether unit `u` lies inside its block, and is no longer than if it had been stored as it was. */
+static int is_inside(const sealed_block *b, int64_t u) {
+    const int64_t start = b->offsets[u], end = b->offsets[u + 1];
+    return start <= end && end <= b->data_bytes && end - start <= b->group * coded_bytes(&b->form);
+}
+
+/* How a block's slices are cut into units; 0 if it makes no sense. It may come from a file. */
+static int is_cut_soundly(const sealed_block *b) {
+    return b->group >= 1 && b->group <= MOST_IN_A_UNIT && b->slice_count >= 0 && b->slice_count <= UINT32_MAX &&
+           b->group * coded_bytes(&b->form) <= INT32_MAX;
+}
+
+#ifdef _WIN32
+void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
+    (void)first, (void)end;
+    d->read_of = NULL, d->error = ENOSYS;
+    (void)b;
+}
+void expect_slices(const sealed_block *b, int64_t first, int64_t end) { (void)b, (void)first, (void)end; }
+#else
+void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
+    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
+    const int64_t unit = first / b->group;
+    int64_t stop = (end - 1) / b->group + 1;
+    if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
+    d->read_of = NULL, d->error = 0;
+    for (int64_t u = unit; u < stop; u++) {
+        if (is_inside(b, u) && (int64_t)b->offsets[u + 1] - b->offsets[unit] <= d->read_bytes) continue;
+        stop = u;
+    }
+    const int64_t bytes = stop > unit ? (int64_t)b->offsets[stop] - b->offsets[unit] : 0;
+    for (int64_t done = 0; done < bytes;) {
+        const ssize_t got = pread((int)b->file, d->read + done, (size_t)(bytes - done),
+                                  (off_t)(b->file_start + b->offsets[unit] + done));
+        if (got <= 0) {
+            if (got < 0 && errno == EINTR) continue;
+            d->error = got < 0 ? errno : 0;
+            return;
+        }
+        done += got;
+    }
+    for (int64_t u = unit; u < stop; u++) {
+        const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
+        if (checksum(d->read + (b->offsets[u] - b->offsets[unit]), length) != b->checks[u]) stop = u;
+    }
+    d->read_of = b, d->read_first = unit, d->read_end = stop;
+}
+
+void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
+#ifdef POSIX_FADV_WILLNEED
+    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
+    const int64_t start = b->offsets[first / b->group], stop = b->offsets[(end - 1) / b->group + 1];
+    if (start < stop && stop <= b->data_bytes)
+        posix_fadvise((int)b->file, (off_t)(b->file_start + start), (off_t)(stop - start), POSIX_FADV_WILLNEED);
+#else
+    (void)b, (void)first, (void)end;
+#endif
+}
+#endif
 
 static int decompress(const decoder *d, const sealed_block *b, const uint8_t *from, int64_t length,
                       uint8_t *to, int64_t expected) {
@@ -193,6 +266,36 @@ static int decompress(const decoder *d, const sealed_block *b, const uint8_t *fr
                (size_t)expected;
     return 0;
 }
+
+/* Decompress unit `u` to `to`, where `expected` bytes must come of it. */
+static int decompress_unit(decoder *d, const sealed_block *b, int64_t u, uint8_t *to, int64_t expected) {
+    if (!is_inside(b, u)) return 0;
+    const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
+    if (b->data) return decompress(d, b, b->data + b->offsets[u], length, to, expected);
+    if (d->read_of != b || u < d->read_first || u >= d->read_end) {
+        const int64_t end = (u + 1) * b->group;
+        read_slices(d, b, u * b->group, end < b->slice_count ? end : b->slice_count);
+        if (d->read_of != b || u < d->read_first || u >= d->read_end) return 0;
+    }
+    return decompress(d, b, d->read + (b->offsets[u] - b->offsets[d->read_first]), length, to, expected);
+}
+
+/* Bring the coded bytes of one slice to `to`. */
+static int fetch_coded(decoder *d, const sealed_block *b, int64_t number, uint8_t *to) {
+    const int64_t coded = coded_bytes(&b->form);
+    if (b->group == 1) return decompress_unit(d, b, number, to, coded);
+    const int64_t u = number / b->group, first = u * b->group;
+    if (d->unit_of != b || d->unit_number != u) {
+        const int64_t left = b->slice_count - first, bytes = (left < b->group ? left : b->group) * coded;
+        d->unit_of = NULL;
+        if (bytes > d->unit_bytes || !decompress_unit(d, b, u, d->unit, bytes)) return 0;
+        d->unit_of = b, d->unit_number = u;
+    }
+    memcpy(to, d->unit + (number - first) * coded, (size_t)coded);
+    return 1;
+}
+
+/* ---- one slice --------------------------------------------------------------------- */
 
 /* Whether the numbers of a transform agree with each other: they may come from a file. */
 static int is_sound(const transform *form) {
@@ -210,17 +313,15 @@ static int is_sound(const transform *form) {
 }
 
 /* Decode a slice to `out`; 0 if the block does not hold it or its bytes are damaged. */
-int decode_slice(const decoder *d, const sealed_block *b, int64_t number, uint8_t *out) {
+int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out) {
     const transform *const form = &b->form;
-    if (!is_sound(form)) return 0;
+    if (!is_sound(form) || !is_cut_soundly(b)) return 0;
     const int64_t coded = coded_bytes(form);
     if (number < 0 || number >= b->slice_count || 2 * coded > d->scratch_bytes) return 0;
-    const int64_t start = b->offsets[number], end = b->offsets[number + 1];
-    if (start > end || end > b->data_bytes || end - start > INT32_MAX) return 0;
     const int last_is_words = form->word_bytes > 0;
     const int moves = form->shuffle > 0 || (form->predictor && form->interleaved);
     uint8_t *stage = last_is_words || moves ? d->scratch : out;
-    if (!decompress(d, b, b->data + start, end - start, stage, coded)) return 0;
+    if (!fetch_coded(d, b, number, stage)) return 0;
     if (form->predictor) undo_differences(form, stage);
     if (moves) {
         uint8_t *const to = last_is_words ? d->scratch + coded : out;
@@ -241,8 +342,9 @@ typedef struct {
     size_t (*zstd_compress2)(void *, void *, size_t, const void *, size_t);
     unsigned (*zstd_is_error)(size_t);
     void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
-    uint8_t *scratch; /* two coded slices and one compressed */
+    uint8_t *scratch; /* two coded slices, a unit of coded ones and a compressed unit */
     int64_t scratch_bytes;
+    int64_t group; /* slices of a unit */
     int64_t method;
     int64_t level; /* of LZ4: 0 the fast one, above 0 the high compression */
 } encoder;
@@ -314,48 +416,65 @@ static int64_t compress(const encoder *e, const uint8_t *in, int64_t bytes, uint
     return bytes;
 }
 
-/* Code `count` slices from `slices` on into `data`, and write where they end to `offsets`. `slots`
+/* Transform one slice; returns where the coded bytes stand: in `slice`, `a` or `b`. */
+static const uint8_t *transformed(const transform *form, const uint8_t *slice, const uint8_t *palette,
+                                  const uint16_t *slots, uint8_t *a, uint8_t *b) {
+    const int64_t coded = coded_bytes(form);
+    const uint8_t *stage = slice;
+    if (form->word_bytes > 0) {
+        number_words(form, stage, palette, slots, a);
+        stage = a;
+    }
+    if (form->predictor) {
+        if (form->interleaved) deinterleave(form, stage, b);
+        else memcpy(b, stage, (size_t)coded);
+        take_differences(form, b);
+        stage = b;
+    }
+    if (form->shuffle > 0) {
+        uint8_t *const to = stage == b ? a : b;
+        shuffle(form->shuffle, coded, stage, to);
+        stage = to;
+    }
+    return stage;
+}
+
+/* Code `count` slices from `slices` on into `data`, and write where their units end to `offsets`. `slots`
  * is room for the palette's table, zeroed. Returns the bytes written; -1: the palette is too small;
  * -2: `room` is. */
 EXPORT int64_t holdall_encode(const encoder *e, const transform *form, const uint8_t *slices, int64_t count,
                               uint8_t *data, int64_t room, uint32_t *offsets, uint8_t *palette,
                               uint16_t *slots) {
-    const int64_t coded = coded_bytes(form);
-    uint8_t *const a = e->scratch, *const b = a + coded, *const packed = b + coded;
-    const int64_t packed_room = e->scratch_bytes - 2 * coded;
+    const int64_t coded = coded_bytes(form), unit_bytes = e->group * coded;
+    uint8_t *const a = e->scratch, *const b = a + coded, *const unit = b + coded, *const packed = unit + unit_bytes;
+    const int64_t packed_room = e->scratch_bytes - (packed - e->scratch);
     int64_t used = 0;
     offsets[0] = 0;
-    if (packed_room < coded) return -2;
+    if (e->group < 1 || packed_room < unit_bytes) return -2;
     if (form->word_bytes > 0 && !collect_words(form, slices, count, palette, slots)) return -1;
-    for (int64_t i = 0; i < count; i++) {
-        const uint8_t *stage = slices + i * form->slice_bytes;
-        if (form->word_bytes > 0) {
-            number_words(form, stage, palette, slots, a);
-            stage = a;
+    for (int64_t first = 0; first < count; first += e->group) {
+        const int64_t in_unit = count - first < e->group ? count - first : e->group, bytes = in_unit * coded;
+        const uint8_t *stage = transformed(form, slices + first * form->slice_bytes, palette, slots, a, b);
+        if (in_unit > 1) {
+            memcpy(unit, stage, (size_t)coded);
+            for (int64_t i = 1; i < in_unit; i++) {
+                const uint8_t *const slice = slices + (first + i) * form->slice_bytes;
+                memcpy(unit + i * coded, transformed(form, slice, palette, slots, a, b), (size_t)coded);
+            }
+            stage = unit;
         }
-        if (form->predictor) {
-            if (form->interleaved) deinterleave(form, stage, b);
-            else memcpy(b, stage, (size_t)coded);
-            take_differences(form, b);
-            stage = b;
-        }
-        if (form->shuffle > 0) {
-            uint8_t *const to = stage == b ? a : b;
-            shuffle(form->shuffle, coded, stage, to);
-            stage = to;
-        }
-        int64_t length = compress(e, stage, coded, packed, packed_room);
-        if (length >= coded) length = coded;
+        int64_t length = compress(e, stage, bytes, packed, packed_room);
+        if (length >= bytes) length = bytes;
         if (used + length > room || used + length > UINT32_MAX) return -2;
-        memcpy(data + used, length == coded ? stage : packed, (size_t)length);
+        memcpy(data + used, length == bytes ? stage : packed, (size_t)length);
         used += length;
-        offsets[i + 1] = (uint32_t)used;
+        offsets[first / e->group + 1] = (uint32_t)used;
     }
     return used;
 }
 
 /* Decode slices [first, end) of a block one after another; returns -1 or the first bad one. */
-EXPORT int64_t holdall_decode(const decoder *d, const sealed_block *b, const int64_t *numbers, int64_t count,
+EXPORT int64_t holdall_decode(decoder *d, const sealed_block *b, const int64_t *numbers, int64_t count,
                               uint8_t *out) {
     for (int64_t i = 0; i < count; i++)
         if (!decode_slice(d, b, numbers[i], out + i * b->form.slice_bytes)) return i;

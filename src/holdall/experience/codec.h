@@ -33,15 +33,20 @@ typedef struct {
     int64_t shuffle;     /* size of the words whose bytes are sorted by place; 0: none */
 } transform;
 
-/* A sealed block; mirrored by _Sealed in native.py. */
+/* A sealed block; mirrored by _Sealed in native_codec.py. Its slices are compressed in units of
+ * `group` neighbours, which lie one after another in memory or in a file. */
 typedef struct {
-    const uint8_t *data;
-    const uint32_t *offsets; /* slice i lies in data[offsets[i], offsets[i + 1]) */
+    const uint8_t *data;     /* NULL: in a file */
+    const uint32_t *offsets; /* unit i lies in [offsets[i], offsets[i + 1]) */
+    const uint32_t *checks;  /* checksums of the units in a file */
     const uint8_t *palette;  /* 256 words */
     const void *ddict;       /* ZSTD_DDict *, or NULL */
     int64_t data_bytes;
     int64_t slice_count;
+    int64_t group;
     int64_t method;
+    int64_t file;       /* descriptor */
+    int64_t file_start; /* where the first unit lies in it */
     transform form;
 } sealed_block;
 
@@ -50,11 +55,26 @@ typedef struct {
     int (*lz4_decompress_safe)(const char *, char *, int, int);
     size_t (*zstd_decompress_using_ddict)(void *, void *, size_t, const void *, size_t, const void *);
     void *dctx;       /* ZSTD_DCtx * */
-    uint8_t *scratch; /* two coded slices */
+    uint8_t *scratch; /* two coded slices, and one decoded */
     int64_t scratch_bytes;
+    uint8_t *unit; /* the last unit of several slices that was decompressed, if it is `unit_of` one */
+    int64_t unit_bytes;
+    const sealed_block *unit_of;
+    int64_t unit_number;
+    uint8_t *read; /* units [read_first, read_end) of the block `read_of`, as they stand in a file */
+    int64_t read_bytes;
+    const sealed_block *read_of;
+    int64_t read_first;
+    int64_t read_end;
+    int64_t error; /* of the last read from a file that failed: errno, or 0 */
 } decoder;
 
 int64_t coded_bytes(const transform *form);
-int decode_slice(const decoder *d, const sealed_block *b, int64_t number, uint8_t *out);
+int decode_slice(decoder *d, const sealed_block *b, int64_t number, uint8_t *out);
+
+/* Read the units of slices [first, end) of a block in a file in one go, as many as there is room for. */
+void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end);
+/* Tell the system that they will be read soon. */
+void expect_slices(const sealed_block *b, int64_t first, int64_t end);
 
 #endif

@@ -80,13 +80,15 @@ class Codec:
     level: int
     transform: Transform
     dictionary: Dictionary | None = None
+    group: int = 1  # neighbours that are compressed together
 
     @property
     def wants_dictionary(self) -> bool:
         """Whether a dictionary could help."""
         transform = self.transform
         plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
-        return self.method is Method.ZSTD and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
+        alone = self.method is Method.ZSTD and self.group == 1
+        return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""
@@ -107,7 +109,8 @@ class Codec:
             steps.append("shuffle")
         name = {Method.LZ4: "lz4" if self.level == 0 else "lz4hc", Method.ZSTD: "zstd"}[self.method]
         steps.append(f"{name}{self.level or ''}")
-        return "+".join(steps) + (" with dictionary" if self.dictionary else "")
+        together = f", {self.group} together" if self.group > 1 else ""
+        return "+".join(steps) + (" with dictionary" if self.dictionary else "") + together
 
 
 def candidates(leaf: Leaf, window: Window) -> list[Codec]:

@@ -296,7 +296,7 @@ typedef struct {
 } reuse;
 
 /* Bring one slice of a sealed block to `out`, from where it stands already if it does. */
-static int fetch(const decoder *d, reuse *known, const part *p, int64_t number, uint8_t *out) {
+static int fetch(decoder *d, reuse *known, const part *p, int64_t number, uint8_t *out) {
     const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
     const uint64_t hash = ((uint64_t)number ^ ((uint64_t)p->sealed >> 4)) * UINT64_C(0x9E3779B97F4A7C15);
     struct reuse_entry *const entry = &known->entries[(hash >> 32) & (uint64_t)(known->places - 1)];
@@ -309,26 +309,41 @@ static int fetch(const decoder *d, reuse *known, const part *p, int64_t number, 
     return 1;
 }
 
+/* How many entries from `position` on name slices that follow each other in their block. */
+static int64_t run_at(const part *p, int64_t position, int64_t end, int64_t lane, int64_t lanes) {
+    const int64_t first = number_at(p, position, lane, lanes);
+    int64_t run = 1;
+    while (position + run < end && number_at(p, position + run, lane, lanes) == first + run) run++;
+    return run;
+}
+
 /* Decode an observation and the next one, or one of them. What the two share is decoded once. */
-static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t start, int whole, int64_t lane,
+static int decode_windows(decoder *d, reuse *known, const part *p, int64_t start, int whole, int64_t lane,
                           int64_t lanes, uint8_t *obs, uint8_t *next_obs) {
+    const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
     const int64_t slice_bytes = p->outer * p->run_bytes;
-    const int64_t step = whole ? p->window : p->shift;
-    if (((const sealed_block *)(intptr_t)p->sealed)->form.slice_bytes != slice_bytes) return 0;
-    if (start < 0 || start + step + p->window > p->log_rows) return 0;
-    for (int64_t w = 0; w < step + p->window; w++) {
+    const int64_t step = whole ? p->window : p->shift, entries = step + p->window;
+    int64_t read_up_to = 0;
+    if (block->form.slice_bytes != slice_bytes) return 0;
+    if (start < 0 || start + entries > p->log_rows) return 0;
+    for (int64_t w = 0; w < entries; w++) {
         const int64_t number = number_at(p, start + w, lane, lanes);
         if (number < 0) return 0;
         const int in_obs = obs && w < p->window, in_next = next_obs && w >= step;
         if (!in_obs && !in_next) continue;
+        if (!block->data && w >= read_up_to) {
+            const int64_t run = run_at(p, start + w, start + entries, lane, lanes);
+            read_slices(d, block, number, number + run);
+            read_up_to = w + run;
+        }
         if (p->outer == 1) {
             uint8_t *const to = in_obs ? obs + w * slice_bytes : next_obs + (w - step) * slice_bytes;
             if (!fetch(d, known, p, number, to)) return 0;
             if (in_obs && in_next) memcpy(next_obs + (w - step) * slice_bytes, to, (size_t)slice_bytes);
         } else {
-            uint8_t *const slice = d->scratch + 2 * coded_bytes(&((const sealed_block *)(intptr_t)p->sealed)->form);
+            uint8_t *const slice = d->scratch + 2 * coded_bytes(&block->form);
             if (d->scratch_bytes < slice - d->scratch + slice_bytes) return 0;
-            if (!decode_slice(d, (const sealed_block *)(intptr_t)p->sealed, number, slice)) return 0;
+            if (!decode_slice(d, block, number, slice)) return 0;
             if (in_obs) place(p, slice, w, obs);
             if (in_next) place(p, slice, w - step, next_obs);
         }
@@ -336,12 +351,33 @@ static int decode_windows(const decoder *d, reuse *known, const part *p, int64_t
     return 1;
 }
 
+/* Have the system read what a batch needs from files, all at once instead of row by row. Places that are
+ * not inside their segment are passed over: the gather that follows names them. */
+EXPORT void holdall_expect(const part *parts, int64_t part_count, const int32_t *segment, const uint32_t *cursor,
+                           const int32_t *lane, int64_t lanes, int64_t rows) {
+    for (int64_t i = 0; i < rows; i++) {
+        if (segment[i] < 0 || segment[i] >= part_count || lane[i] < 0 || lane[i] >= lanes) continue;
+        const part *const p = &parts[segment[i]];
+        const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
+        if (!block || block->data) continue;
+        const int64_t start = (int64_t)(cursor[i] & ~NEXT_IS_WHOLE);
+        const int64_t end = start + p->window + ((cursor[i] & NEXT_IS_WHOLE) != 0 ? p->window : p->shift);
+        if (end > p->log_rows) continue;
+        for (int64_t position = start; position < end;) {
+            const int64_t run = run_at(p, position, end, lane[i], lanes);
+            const int64_t first = number_at(p, position, lane[i], lanes);
+            if (first >= 0) expect_slices(block, first, first + run);
+            position += run;
+        }
+    }
+}
+
 /* Rows [from, to) of a batch: observation and next observation of one field; NULL for one that is not wanted.
  * Returns -1, or the first row whose place is not inside its segment or cannot be decoded. */
 EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32_t *segment,
                               const uint32_t *cursor, const int32_t *lane, int64_t lanes,
                               int64_t from, int64_t to, int64_t obs_bytes, uint8_t *obs,
-                              uint8_t *next_obs, const decoder *d, reuse *known) {
+                              uint8_t *next_obs, decoder *d, reuse *known) {
     for (int64_t i = from; i < to; i++) {
         if (segment[i] < 0 || segment[i] >= part_count) return i;
         if (lane[i] < 0 || lane[i] >= lanes) return i;

@@ -95,6 +95,9 @@ class NativeKernels:
             pointer, number, pointer, pointer, pointer, *[number] * 4, *[pointer] * 4,
         ]  # fmt: skip
         self._gather.restype = number
+        self._expect = library.holdall_expect
+        self._expect.argtypes = [pointer, number, pointer, pointer, pointer, number, number]
+        self._expect.restype = None
         libraries = system_libraries()
         self.coder: Coder = PortableCoder() if libraries is None else NativeCoder(library, libraries)
 
@@ -123,6 +126,8 @@ class NativeKernels:
         # Two coded slices and a decoded one: an observation is at least as large as its slices.
         scratch_bytes = 3 * row_bytes
         batch = coder.next_batch() if isinstance(coder, NativeCoder) else 0
+        if places.reads_files:
+            self._expect(*before, len(places.segment))
 
         def fill(first: int, end: int) -> None:
             reading = (0, 0)
@@ -130,10 +135,7 @@ class NativeKernels:
                 reading = coder.reading(scratch_bytes, batch)
             failed = self._gather(*before, first, end, *after, *reading)
             if failed >= 0:
-                raise DamageError(
-                    f"row {failed} of the batch points outside its segment, or its bytes are "
-                    "damaged; nothing of the batch is returned. Load the last checkpoint, and report this"
-                )
+                raise places.damage(field, failed, coder.read_error if isinstance(coder, NativeCoder) else 0)
 
         crew.share(fill, len(places.segment), sum(rows.size for rows in wanted))
 

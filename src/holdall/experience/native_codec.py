@@ -20,10 +20,11 @@ from holdall.errors import DamageError
 from holdall.experience.arena import Bytes, address, reserve
 from holdall.experience.codec import Codec, Dictionary, Method, Transform
 from holdall.experience.libraries import Libraries
-from holdall.experience.sealed import SealedSlices
+from holdall.experience.sealed import Coded, SealedSlices
 
 _REUSE_PLACES = 4096
 _PALETTE_SLOTS = 1024
+_MOST_READ_AT_ONCE = 1 << 20
 
 
 class _Transform(ctypes.Structure):
@@ -34,11 +35,15 @@ class _Sealed(ctypes.Structure):
     _fields_ = (
         ("data", ctypes.c_void_p),
         ("offsets", ctypes.c_void_p),
+        ("checks", ctypes.c_void_p),
         ("palette", ctypes.c_void_p),
         ("ddict", ctypes.c_void_p),
         ("data_bytes", ctypes.c_int64),
         ("slice_count", ctypes.c_int64),
+        ("group", ctypes.c_int64),
         ("method", ctypes.c_int64),
+        ("file", ctypes.c_int64),
+        ("file_start", ctypes.c_int64),
         ("form", _Transform),
     )
 
@@ -50,6 +55,16 @@ class _Decoder(ctypes.Structure):
         ("dctx", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
+        ("unit", ctypes.c_void_p),
+        ("unit_bytes", ctypes.c_int64),
+        ("unit_of", ctypes.c_void_p),
+        ("unit_number", ctypes.c_int64),
+        ("read", ctypes.c_void_p),
+        ("read_bytes", ctypes.c_int64),
+        ("read_of", ctypes.c_void_p),
+        ("read_first", ctypes.c_int64),
+        ("read_end", ctypes.c_int64),
+        ("error", ctypes.c_int64),
     )
 
 
@@ -62,6 +77,7 @@ class _Encoder(ctypes.Structure):
         ("cctx", ctypes.c_void_p),
         ("scratch", ctypes.c_void_p),
         ("scratch_bytes", ctypes.c_int64),
+        ("group", ctypes.c_int64),
         ("method", ctypes.c_int64),
         ("level", ctypes.c_int64),
     )
@@ -87,24 +103,22 @@ class _Reuse(ctypes.Structure):
 class NativeSealed(SealedSlices):
     """Sealed slices that codec.c reads."""
 
-    def __init__(
-        self,
-        coder: NativeCoder,
-        codec: Codec,
-        data: Bytes,
-        offsets: NDArray[np.uint32],
-        palette: Bytes,
-    ) -> None:
-        super().__init__(codec, data, offsets, palette)
+    def __init__(self, coder: NativeCoder, coded: Coded) -> None:
+        super().__init__(coded)
+        extent = self.extent
         self._struct = _Sealed(
-            data=address(data),
-            offsets=address(offsets),
-            palette=address(palette),
-            ddict=coder.ddict(codec.dictionary),
-            data_bytes=data.size,
-            slice_count=self.count,
-            method=int(codec.method),
-            form=_form(codec.transform),
+            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0,
+            offsets=address(coded.offsets),
+            checks=0 if extent is None else address(extent.checks),
+            palette=address(coded.palette),
+            ddict=coder.ddict(coded.codec.dictionary),
+            data_bytes=coded.data.nbytes,
+            slice_count=coded.count,
+            group=coded.codec.group,
+            method=int(coded.codec.method),
+            file=-1 if extent is None else extent.file.descriptor,
+            file_start=0 if extent is None else extent.start,
+            form=_form(coded.codec.transform),
         )
 
     @property
@@ -126,16 +140,23 @@ class NativeCoder:
         self._decode = library.holdall_decode
         self._decode.argtypes = [pointer, pointer, pointer, number, pointer]
         self._decode.restype = number
+        self._checksums = library.holdall_checksums
+        self._checksums.argtypes = [pointer, pointer, number, pointer]
+        self._checksums.restype = None
         self._chill = library.holdall_chill
         self._chill.argtypes = [pointer, number]
         self._libraries = libraries
         self._thread = threading.local()
         self._batches = itertools.count(1)
+        self._most_unit_bytes = 0
         self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()
 
-    def adopt(self, codec: Codec, data: Bytes, offsets: NDArray[np.uint32], palette: Bytes) -> SealedSlices:
-        """Make sealed slices readable that were sealed elsewhere."""
-        return NativeSealed(self, codec, data, offsets, palette)
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """See `Coder.adopt`."""
+        sealed = NativeSealed(self, coded)
+        unit_bytes = coded.codec.group * coded.codec.transform.coded_bytes
+        self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
+        return sealed
 
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words."""
@@ -148,10 +169,11 @@ class NativeCoder:
             level = codec.level
             cdict = 0 if content is None else self._libraries.new_cdict(owner, content.content, level)
             cctx = self._libraries.new_cctx(owner, level, cdict)
-        scratch = np.empty(4 * transform.coded_bytes + 1024, np.uint8)
+        unit_bytes = codec.group * transform.coded_bytes
+        scratch = np.empty(2 * transform.coded_bytes + 2 * unit_bytes + 1024, np.uint8)
         room = count * transform.coded_bytes
         data = reserve(room)
-        offsets = np.zeros(count + 1, np.uint32)
+        offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
         palette = np.zeros(256 * transform.word_bytes, np.uint8)
         slots = np.zeros(_PALETTE_SLOTS, np.uint16)
         function = self._libraries.address
@@ -163,6 +185,7 @@ class NativeCoder:
             cctx=cctx,
             scratch=address(scratch),
             scratch_bytes=scratch.size,
+            group=codec.group,
             method=int(codec.method),
             level=codec.level,
         )
@@ -175,7 +198,13 @@ class NativeCoder:
             return None
         packed = reserve(used)
         packed[:] = data[:used]
-        return self.adopt(codec, packed, offsets, palette)
+        return self.adopt(Coded(codec, count, offsets, palette, packed))
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """See `Coder.checksums`."""
+        checks = np.zeros(len(offsets) - 1, np.uint32)
+        self._checksums(address(data), address(offsets), len(checks), address(checks))
+        return checks
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
@@ -195,10 +224,21 @@ class NativeCoder:
     def reading(self, scratch_bytes: int, batch: int = 0) -> tuple[int, int]:
         """Return the calling thread's decoder and table of slices to use again, for C."""
         state: _Reading | None = getattr(self._thread, "state", None)
-        if state is None or state.scratch.size < scratch_bytes:
-            state = self._thread.state = _Reading(self._libraries, scratch_bytes)
+        unit_bytes = self._most_unit_bytes
+        if state is None or state.scratch.size < scratch_bytes or state.unit.size < unit_bytes:
+            state = self._thread.state = _Reading(self._libraries, scratch_bytes, unit_bytes)
+        if state.reuse.batch != batch or batch == 0:
+            # What an older batch was read from may be gone, and another block stand at its address.
+            state.decoder.unit_of = state.decoder.read_of = None
+            state.decoder.error = 0
         state.reuse.batch = batch
         return ctypes.addressof(state.decoder), ctypes.addressof(state.reuse)
+
+    @property
+    def read_error(self) -> int:
+        """What the system said when the calling thread last failed to read a file; 0 if that was not it."""
+        state: _Reading | None = getattr(self._thread, "state", None)
+        return 0 if state is None else int(state.decoder.error)
 
     def ddict(self, dictionary: Dictionary | None) -> int:
         """Return the library's form of a dictionary, made once."""
@@ -216,8 +256,10 @@ class _Owner:
 class _Reading:
     """One thread's context, scratch and table of decoded slices."""
 
-    def __init__(self, libraries: Libraries, scratch_bytes: int) -> None:
+    def __init__(self, libraries: Libraries, scratch_bytes: int, unit_bytes: int) -> None:
         self.scratch = np.empty(scratch_bytes, np.uint8)
+        self.unit = np.empty(unit_bytes, np.uint8)
+        self._read = np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8)
         self._entries = np.zeros(_REUSE_PLACES * ctypes.sizeof(_ReuseEntry), np.uint8)
         self.decoder = _Decoder(
             lz4_decompress_safe=libraries.address("LZ4_decompress_safe"),
@@ -225,6 +267,10 @@ class _Reading:
             dctx=libraries.new_dctx(self),
             scratch=address(self.scratch),
             scratch_bytes=scratch_bytes,
+            unit=address(self.unit),
+            unit_bytes=unit_bytes,
+            read=address(self._read),
+            read_bytes=self._read.size,
         )
         self.reuse = _Reuse(batch=0, places=_REUSE_PLACES, entries=address(self._entries))
 

@@ -8,6 +8,7 @@ the bytes say so; where they do not, it is written whole. A closed part never ch
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
@@ -16,12 +17,15 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.arena import reserve
+from holdall.experience.sealed import SealedSlices
 from holdall.experience.slices import KeptBlock, SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]
+Held = tuple[object, ...]
+"""What the addresses of a record point into; referring to it keeps it from being freed."""
 
 NEXT_IS_WHOLE = np.uint32(1 << 31)
 """Set in a cursor whose next observation does not continue the window but follows it."""
@@ -31,6 +35,7 @@ RECORD_FIELDS = (
     "sealed",
 )  # fmt: skip
 """Columns of a table of records, in the order of `part` in kernels.c."""
+_SEALED = RECORD_FIELDS.index("sealed")
 
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
@@ -151,7 +156,7 @@ class OpenPart(ABC):
         return _record(self.window, self.log, self.log_rows, self.slices.ctypes.data, count, 0)
 
     @property
-    def held(self) -> tuple[object, ...]:
+    def held(self) -> Held:
         """Return what the record points into."""
         return (self.log, self.slices)
 
@@ -192,7 +197,7 @@ class ClosedPart:
     new_slices: int  # slices that this part brought to its block
 
     @property
-    def held(self) -> tuple[object, ...]:
+    def held(self) -> Held:
         """Return what the record points into."""
         return (self.log, self.block.held)
 
@@ -200,6 +205,11 @@ class ClosedPart:
     def log_bytes(self) -> int:
         """Bytes of the log."""
         return 0 if self.log is None else self.log.nbytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that no tier can take away: the log, or the slices that lie in its place."""
+        return self.block.used_bytes if self.log is None else self.log.nbytes
 
     def record(self) -> list[int]:
         """Describe the part to the kernels."""
@@ -225,4 +235,31 @@ class Places:
     cursors: list[Cursors]  # per field: (batch,)
     lane: NDArray[np.int32]  # (batch,)
     lanes: int
-    held: tuple[tuple[object, ...], ...]  # per part: what the addresses in `records` point into
+    held: tuple[tuple[Held, ...], ...]  # per field and segment
+    reads_files: bool = False
+
+    def sealed_slices(self, field: int) -> dict[int, SealedSlices]:
+        """Return the sealed slices that the records of a field name, by address."""
+        contents = (content for held in self.held[field] for content in held)
+        return {content.address: content for content in contents if isinstance(content, SealedSlices)}
+
+    def damage(self, field: int, row: int, error: int) -> DamageError:
+        """Say what is wrong with the block that holds a row.
+
+        Args:
+            error: What the system said when it read a file, or 0.
+        """
+        segment = int(self.segment[row])
+        sealed = int(self.records[field][segment, _SEALED]) if 0 <= segment < len(self.records[field]) else 0
+        named = self.sealed_slices(field).get(sealed)
+        extent = None if named is None else named.extent
+        if extent is None:
+            return DamageError(
+                f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch "
+                "is returned. Load the last checkpoint, and report this"
+            )
+        why = f"cannot be read ({os.strerror(error)})" if error else "is damaged or was cut short"
+        return DamageError(
+            f"{extent.file.path} {why}: row {row} of the batch lies in it, and nothing of the batch is returned. Check "
+            "the disk, and load the last checkpoint"
+        )

@@ -42,9 +42,7 @@ class PortableKernels:
         """See `Kernels.gather`."""
         obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
         cursors = places.cursors[field]
-        sealed = {
-            content.address: content for held in places.held for content in held if isinstance(content, SealedSlices)
-        }
+        sealed = places.sealed_slices(field)
         for number in np.unique(places.segment).tolist():
             rows = np.flatnonzero(places.segment == number)
             if not 0 <= number < len(places.records[field]):

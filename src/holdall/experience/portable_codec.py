@@ -7,27 +7,35 @@ round.
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Protocol
 
 import lz4.block
 import numpy as np
+import xxhash
 import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes
 from holdall.experience.codec import Codec, Method, Predictor, Transform
-from holdall.experience.sealed import SealedSlices
+from holdall.experience.sealed import Coded, SealedSlices
+
+Decompress = Callable[[bytes, int], bytes]
+"""Takes a unit and how many bytes must come of it; returns others if it is damaged."""
 
 
 class Coder(Protocol):
     """Seals blocks of slices and reads them."""
 
-    def adopt(self, codec: Codec, data: Bytes, offsets: NDArray[np.uint32], palette: Bytes) -> SealedSlices:
-        """Make sealed slices readable that were sealed elsewhere."""
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """Make slices readable that were sealed elsewhere, or moved to a file."""
 
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words."""
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Sum every unit of sealed slices up, for when it is read from a file."""
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
@@ -48,9 +56,9 @@ class PortableSealed(SealedSlices):
 class PortableCoder:
     """Seals and reads blocks slice by slice."""
 
-    def adopt(self, codec: Codec, data: Bytes, offsets: NDArray[np.uint32], palette: Bytes) -> SealedSlices:
+    def adopt(self, coded: Coded) -> SealedSlices:
         """See `Coder.adopt`."""
-        return PortableSealed(codec, data, offsets, palette)
+        return PortableSealed(coded)
 
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """See `Coder.seal`."""
@@ -65,41 +73,53 @@ class PortableCoder:
             palette[: kinds.nbytes] = kinds.view(np.uint8)
             staged = numbers.reshape(words.shape).astype(np.uint8)
         compress = _compressor(codec)
+        rows = np.ascontiguousarray(_shuffled(_differences(staged, transform), transform))
         pieces = []
-        for row in _shuffled(_differences(staged, transform), transform):
-            coded = row.tobytes()
+        for first in range(0, len(rows), codec.group):
+            coded = rows[first : first + codec.group].tobytes()
             packed = compress(coded)
             pieces.append(packed if len(packed) < len(coded) else coded)
         offsets = np.zeros(len(pieces) + 1, np.uint32)
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
-        return self.adopt(codec, data, offsets, palette)
+        return self.adopt(Coded(codec, len(slices), offsets, palette, data))
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """See `Coder.checksums`."""
+        units = pairwise(offsets.tolist())
+        sums = [xxhash.xxh64_intdigest(data[start:end].tobytes()) & 0xFFFFFFFF for start, end in units]
+        return np.array(sums, np.uint32)
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
         transform = sealed.codec.transform
-        coded = transform.coded_bytes
-        staged = np.empty((len(numbers), coded), np.uint8)
-        decompress = _decompressor(sealed.codec, coded)
-        for row, number in enumerate(numbers.tolist()):
-            if not 0 <= number < sealed.count:
-                raise DamageError(f"slice {number} is not in its block; nothing of it is returned")
-            start, end = int(sealed.offsets[number]), int(sealed.offsets[number + 1])
-            if not start <= end <= sealed.data.size:
-                raise DamageError(f"slice {number} is damaged; nothing of it is returned")
-            piece = sealed.data[start:end].tobytes()
-            whole = piece if len(piece) == coded else decompress(piece)
-            if len(whole) != coded:
-                raise DamageError(f"slice {number} is damaged; nothing of it is returned")
-            staged[row] = np.frombuffer(whole, np.uint8)
+        if numbers.size and not 0 <= numbers.min() <= numbers.max() < sealed.count:
+            raise DamageError("a slice is not in its block; nothing of it is returned")
+        unit, within = np.divmod(numbers, sealed.codec.group)
+        staged = np.empty((len(numbers), transform.coded_bytes), np.uint8)
+        decompress = _decompressor(sealed.codec)
+        for number in np.unique(unit).tolist():
+            rows = np.flatnonzero(unit == number)
+            staged[rows] = _unit_rows(sealed.coded, number, decompress)[within[rows]]
         values = _sums(_unshuffled(staged, transform), transform)
         if transform.word_bytes:
-            words = sealed.palette.view(f"u{transform.word_bytes}")[values]
+            words = sealed.coded.palette.view(f"u{transform.word_bytes}")[values]
             values = words.view(np.uint8).reshape(len(numbers), -1)
         out[:] = values
 
     def chill(self, block: Bytes) -> None:
         """Do nothing: Python cannot tell the caches."""
+
+
+def _unit_rows(coded: Coded, number: int, decompress: Decompress) -> Bytes:
+    """Return the coded slices of one unit."""
+    group, row_bytes = coded.codec.group, coded.codec.transform.coded_bytes
+    rows = min(group, coded.count - number * group)
+    piece = coded.unit(number)
+    whole = piece if len(piece) == rows * row_bytes else decompress(piece, rows * row_bytes)
+    if len(whole) != rows * row_bytes:
+        raise DamageError(f"unit {number} is damaged; nothing of it is returned")
+    return np.frombuffer(whole, np.uint8).reshape(rows, row_bytes)
 
 
 def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
@@ -122,16 +142,16 @@ def _compressor(codec: Codec) -> Callable[[bytes], bytes]:
     return bytes
 
 
-def _decompressor(codec: Codec, coded: int) -> Callable[[bytes], bytes]:
-    def zstd(piece: bytes) -> bytes:
-        if zstandard.frame_content_size(piece) > coded:
+def _decompressor(codec: Codec) -> Decompress:
+    def zstd(piece: bytes, expected: int) -> bytes:
+        if zstandard.frame_content_size(piece) > expected:
             return b""  # the package would allocate what the header claims
-        return decompressor.decompress(piece, max_output_size=coded)
+        return decompressor.decompress(piece, max_output_size=expected)
 
-    def lz(piece: bytes) -> bytes:
-        return bytes(lz4.block.decompress(piece, uncompressed_size=coded))
+    def lz(piece: bytes, expected: int) -> bytes:
+        return bytes(lz4.block.decompress(piece, uncompressed_size=expected))
 
-    def damaged(_piece: bytes) -> bytes:
+    def damaged(_piece: bytes, _expected: int) -> bytes:
         return b""
 
     content = codec.dictionary
@@ -142,9 +162,9 @@ def _decompressor(codec: Codec, coded: int) -> Callable[[bytes], bytes]:
         raise DamageError(f"a dictionary is none ({error}); nothing is read with it") from error
     inner = {Method.ZSTD: zstd, Method.LZ4: lz, Method.STORED: damaged}[codec.method]
 
-    def checked(piece: bytes) -> bytes:
+    def checked(piece: bytes, expected: int) -> bytes:
         try:
-            return inner(piece)
+            return inner(piece, expected)
         except (zstandard.ZstdError, lz4.block.LZ4BlockError):
             return b""
 

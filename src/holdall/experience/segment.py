@@ -8,16 +8,17 @@ Invariant: a tick is in exactly one segment, and a segment stays until its last 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.arena import ArenaPool, Bytes, as_bytes, reserve
+from holdall.experience.budget import Budget
 from holdall.experience.crew import Crew
+from holdall.experience.index import SegmentIndex
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import (
-    RECORD_FIELDS,
     ClosedPart,
     Cursors,
     OpenPart,
@@ -27,7 +28,7 @@ from holdall.experience.part import (
 from holdall.experience.seal import FrozenBlock
 from holdall.experience.sealed import CarriedSlices, SealedSlices
 from holdall.experience.slices import SliceBlock
-from holdall.experience.tier import Tiers
+from holdall.experience.tier import Allowance, Tiers
 from holdall.experience.window import Window, WindowScout
 from holdall.schema import Array, Leaf
 
@@ -38,6 +39,8 @@ _CONTEXT_FACTOR = 8
 _SEGMENTS_OF_A_MEMORY = 16
 """A segment is freed as a whole, so it is never more than this share of the capacity."""
 _FEWEST_TICKS = 16
+_TABLE_BYTES = 32
+"""What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
@@ -55,6 +58,15 @@ class Segment(Generic[PartT]):
     parts: list[PartT]
 
 
+class FieldBytes(NamedTuple):
+    """Where the bytes of one field are."""
+
+    raw: int
+    sealed: int  # in memory: compressed slices, and the indexes of those on disk
+    disk: int
+    log: int
+
+
 class Segments:
     """All segments of a memory's large fields: one open, the rest closed."""
 
@@ -67,12 +79,18 @@ class Segments:
         lanes: int,
         capacity_ticks: int,
         tiers: Tiers | None = None,
+        budget: Budget | None = None,
     ) -> None:
         self._kernels = kernels
         self._lanes = lanes
         self._tiers = tiers
         self._arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
+        self._budget = budget
+        self.fixed_bytes = 0  # what the store's rings take, for the budget
+        self._index = SegmentIndex()
+        self._blocks_on_disk = 0
+        self._overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
         self._windows: list[Window] = []
@@ -84,7 +102,7 @@ class Segments:
         for field, leaf in enumerate(leaves):
             self._admit(leaf, Window.whole(leaf))
             self._searches.begin(field, leaf)
-        self._index()
+        self._rebuild_index()
 
     def append(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Write one tick of every field; close the open segment first if it is full."""
@@ -112,38 +130,55 @@ class Segments:
         self._append_field(0, tick, obs, next_obs)
         self._open.ticks += 1
 
+    @property
+    def first_tick(self) -> int:
+        """Oldest tick that any segment holds."""
+        return self._closed[0].first_tick if self._closed else self._open.first_tick
+
     def evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
-        if not self._closed or self._closed[0].first_tick + self._closed[0].ticks > tick:
-            return
         stale = 0
         for segment in self._closed:
             if segment.first_tick + segment.ticks > tick:
                 break
             stale += 1
         if stale:
-            evicted = [part.block for segment in self._closed[:stale] for part in segment.parts]
-            del self._closed[:stale]
-            self._index()
-            kept = {id(part.block) for segment in self._closed for part in segment.parts}
-            kept |= {id(part.block) for part in self._open.parts}
-            for block in evicted:
-                if id(block) not in kept:
-                    self._arenas.give_up(block.arena)
-            if self._tiers is not None:
-                self._tiers.forget(block for block in evicted if id(block) not in kept)
+            self._evict(stale)
+
+    def evict_oldest(self) -> bool:
+        """Drop the oldest segment, if one is closed; say whether one was."""
+        if self._closed:
+            self._evict(1)
+            return True
+        return False
+
+    def _evict(self, stale: int) -> None:
+        leaving = [part for segment in self._closed[:stale] for part in segment.parts]
+        del self._closed[:stale]
+        self._index.drop(stale)
+        kept = {id(part.block) for segment in self._closed for part in segment.parts}
+        kept |= {id(part.block) for part in self._open.parts}
+        gone = {id(part.block): part.block for part in leaving if id(part.block) not in kept}
+        self._overhead_bytes -= sum(part.overhead_bytes for part in leaving)
+        for block in gone.values():
+            self._arenas.give_up(block.arena)
+            self._blocks_on_disk -= block.is_on_disk
+            self._overhead_bytes -= block.used_bytes if block.is_on_disk else 0
+        if self._tiers is not None:
+            self._tiers.forget(gone.values())
 
     def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
         """Find the observations of the given ticks and lanes."""
         slot = (ticks % self._ring_ticks) * self._lanes + lane
-        segment = np.searchsorted(self._first_ticks, ticks, side="right") - 1
+        segment = np.searchsorted(self._index.first_ticks, ticks, side="right") - 1
         return Places(
-            records=self._records,
+            records=list(self._index.records),
             segment=segment.astype(np.int32),
             cursors=[cursors.reshape(-1)[slot] for cursors in self._cursors],
             lane=lane.astype(np.int32),
             lanes=self._lanes,
-            held=self._held,
+            held=tuple(self._index.held),
+            reads_files=self._blocks_on_disk > 0,
         )
 
     def can_adopt(self, ticks: int) -> bool:
@@ -154,7 +189,7 @@ class Segments:
         """Take a field on that was kept elsewhere so far; the caller then replays its ticks."""
         self._open.ticks = ticks
         self._admit(leaf, window)
-        self._index()
+        self._rebuild_index()
         return len(self._leaves) - 1
 
     def replay(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
@@ -166,12 +201,37 @@ class Segments:
         """Segments held, the open one among them."""
         return len(self._closed) + 1
 
-    def field_bytes(self, field: int) -> tuple[int, int]:
-        """Return the bytes of one field's unique slices, each block once, and of its logs."""
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes of closed segments that are neither sealed nor spilled: logs and indexes."""
+        return self._overhead_bytes
+
+    @property
+    def segment_bytes(self) -> int:
+        """Most that an open segment takes, with the tables that find its slices by their bytes."""
+        most_in_a_tick = 2 * self._lanes * sum(leaf.nbytes for leaf in self._leaves)
+        smallest = min((window.slice_bytes for window in self._windows), default=1)
+        whole = self._limit_bytes + 2 * most_in_a_tick
+        return whole + whole * _TABLE_BYTES // max(smallest, _TABLE_BYTES)
+
+    @property
+    def slice_bytes_per_tick(self) -> float:
+        """Bytes of unique slices that a tick brings, as they come; nan before a segment was closed."""
+        ticks = sum(segment.ticks for segment in self._closed)
+        parts = [part for segment in self._closed for part in segment.parts if part.log is not None]
+        return sum(part.new_slices * part.window.slice_bytes for part in parts) / ticks if ticks else float("nan")
+
+    def field_bytes(self, field: int) -> FieldBytes:
+        """Say where the bytes of one field are; a block counts once, whoever names it."""
         closed = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
         part = self._open.parts[field]
-        slices = sum(block.used_bytes for key, block in closed.items() if key != id(part.block))
-        return slices + part.used_bytes, sum(part.log_bytes for part in self._parts(field))
+        blocks = [block for key, block in closed.items() if key != id(part.block)]
+        return FieldBytes(
+            raw=part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None),
+            sealed=sum(block.used_bytes for block in blocks if block.sealed is not None),
+            disk=sum(block.sealed.disk_bytes for block in blocks if block.sealed is not None),
+            log=sum(part.log_bytes for part in self._parts(field)),
+        )
 
     def describe(self, field: int) -> str:
         """Say what was found about a field, for people."""
@@ -216,20 +276,20 @@ class Segments:
 
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and subject to its budget."""
+        self._overhead_bytes = sum(part.overhead_bytes for segment in self._closed for part in segment.parts)
         raw: dict[int, FrozenBlock] = {}
         for segment in self._closed:
             for field, part in enumerate(segment.parts):
                 block, carried = part.block, part.block.sealed
                 if isinstance(carried, CarriedSlices):
-                    adopt = self._kernels.coder.adopt
-                    block.sealed = adopt(carried.codec, carried.data, carried.offsets, carried.palette)
+                    block.sealed = self._kernels.coder.adopt(carried.coded)
                 elif carried is None and part.log is not None:
                     raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block)
-        self._index()
-        # The sealer may be done with the first of them before the next one is handed over.
+        self._rebuild_index()
         if self._tiers is not None:
             for frozen in raw.values():
                 self._tiers.keep(frozen)
+            self.settle()
 
     @property
     def _touched_ticks(self) -> int:
@@ -240,14 +300,15 @@ class Segments:
         log = part.log
         part.append(obs, next_obs, self._cursors[field][tick % self._ring_ticks])
         if part.log is not log:
-            self._index()
+            self._index.update(field, -1, part)
 
     def _admit(self, leaf: Leaf, window: Window) -> None:
         self._sure_ticks = 0
         self._leaves.append(leaf)
         self._windows.append(window)
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
-        self._limit_bytes = max(SEGMENT_BYTES, _CONTEXT_FACTOR * context)
+        most = self._budget.segment_bytes if self._budget is not None else 1 << 62
+        self._limit_bytes = min(max(SEGMENT_BYTES, _CONTEXT_FACTOR * context), most)
         ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
         self._cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
         self._open.parts.append(self._new_part(len(self._leaves) - 1, replayed_ticks=self._open.ticks))
@@ -290,7 +351,9 @@ class Segments:
         self._closed.append(Segment(full.first_tick, full.ticks, closed))
         self._open = Segment(tick, 0, following)
         self._sure_ticks = 0
-        self._index()
+        self._overhead_bytes += sum(part.overhead_bytes for part in closed)
+        self._index.open_next(tick, closed, following)
+        self.settle()
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
@@ -309,9 +372,44 @@ class Segments:
         return self._new_part(field, block)
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
-        """Change over to a block's sealed form; places that were handed out keep the raw one."""
+        """Change over to a block's next form; places that were handed out keep the one before."""
         block.replace_by(sealed)
-        self._index()
+        if block.is_on_disk:
+            self._blocks_on_disk += 1
+            self._overhead_bytes += block.used_bytes
+        for i, segment in enumerate(self._closed):
+            for field, part in enumerate(segment.parts):
+                if part.block is block:
+                    self._index.update(field, i, part)
+
+    def take_back(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
+        """Go on with a block whose turn at the sealer is over, in its next form if it has one."""
+        if sealed is not None:
+            self.seal(block, sealed)
+        if self._tiers is not None:
+            self._tiers.take_back(block)
+        self.settle()
+
+    def settle(self) -> None:
+        """Have blocks sealed, spilled and evicted as the budget says."""
+        if self._tiers is not None and self._budget is not None:
+            closed = self._closed_allowed(self._budget)
+            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed), self.evict_oldest)
+
+    def _closed_allowed(self, budget: Budget) -> int:
+        return budget.closed_allowed(self.fixed_bytes, self._overhead_bytes, self.segment_bytes)
+
+    @property
+    def ticks_that_fit(self) -> int | None:
+        """How many ticks the budget's limit holds in memory; None without one, or before it is known."""
+        if self._tiers is None or self._budget is None or self._budget.limit is None:
+            return None
+        shrinks_to, ticks = self._tiers.shrinks_to, sum(segment.ticks for segment in self._closed)
+        if shrinks_to is None or ticks == 0:
+            return None
+        overhead = self._overhead_bytes / ticks
+        room = self._closed_allowed(self._budget) + self._overhead_bytes
+        return int(room / max(self.slice_bytes_per_tick * shrinks_to + overhead, 1e-9))
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
         """Cut a field in a new way: from now on, or from the open segment's first tick on."""
@@ -325,7 +423,7 @@ class Segments:
         held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
         for past in range(max(self._open.first_tick, held_from), tick + 1):
             self.replay(field, past, *self._read_back(field, old, past))
-        self._index()
+        self._index.update(field, -1, self._open.parts[field])
 
     def _read_back(self, field: int, part: OpenPart, tick: int) -> tuple[Bytes, Bytes]:
         """Read one tick of one field out of a part that is being replaced."""
@@ -337,7 +435,7 @@ class Segments:
             cursors=[self._cursors[field][tick % self._ring_ticks].copy()],
             lane=np.arange(self._lanes, dtype=np.int32),
             lanes=self._lanes,
-            held=(part.held,),
+            held=((part.held,),),
         )
         self._kernels.gather(places, 0, obs, next_obs, _ALONE)
         return obs, next_obs
@@ -346,15 +444,9 @@ class Segments:
         closed = [segment.parts[field] for segment in self._closed]
         return [*closed, self._open.parts[field]]
 
-    def _index(self) -> None:
-        """Build the tables that readers use; those they already hold stay as they were."""
-        first_ticks = [segment.first_tick for segment in self._closed]
-        self._first_ticks = np.array([*first_ticks, self._open.first_tick], np.int64)
-        fields = [self._parts(field) for field in range(len(self._leaves))]
-        self._records = [
-            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
-        ]
-        self._held = tuple(part.held for parts in fields for part in parts)
+    def _rebuild_index(self) -> None:
+        first_ticks = [*(segment.first_tick for segment in self._closed), self._open.first_tick]
+        self._index.rebuild(first_ticks, [self._parts(field) for field in range(len(self._leaves))])
 
 
 class _WindowSearches:

@@ -37,6 +37,16 @@ class SliceBlock(ABC):
         return KeptBlock, (self.slice_bytes, self.used, content)
 
     @property
+    def is_on_disk(self) -> bool:
+        """Whether the slices lie in a file."""
+        return self.sealed is not None and self.sealed.extent is not None
+
+    @property
+    def raw(self) -> Bytes:
+        """The slices as rows, while they are raw."""
+        return self.arena[: self.used * self.slice_bytes].reshape(self.used, self.slice_bytes)
+
+    @property
     def held(self) -> object:
         """Return what a record of this block points into."""
         return self.arena if self.sealed is None else self.sealed
@@ -52,7 +62,7 @@ class SliceBlock(ABC):
 
     @property
     def used_bytes(self) -> int:
-        """Bytes that the slices held take."""
+        """Bytes that the slices held take in memory."""
         return self.used * self.slice_bytes if self.sealed is None else self.sealed.nbytes
 
 

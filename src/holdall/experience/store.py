@@ -9,6 +9,7 @@ those in between start in a ring and move if a window is found in their first st
 
 from __future__ import annotations
 
+import logging
 import threading
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from holdall.experience.seal import Sealer
 from holdall.experience.sealed import SealedSlices
 from holdall.experience.segment import Segments
 from holdall.experience.slices import SliceBlock
+from holdall.experience.spill import SpillFolder
 from holdall.experience.tier import Tiers
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport
@@ -35,7 +37,14 @@ _TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
 _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
+_RINGS_OF_A_BUDGET = 8
+"""A ring that takes more than this share of a budget in bytes is none: segments can be compressed and spilled."""
+_FEWEST_TICKS = 2
+"""What the smallest segment has to hold."""
+_REWARD_BYTES = 8
 _FLAG = Leaf("", (), np.dtype(np.bool_))
+
+_LOG = logging.getLogger("holdall")
 
 
 class Tick(NamedTuple):
@@ -74,6 +83,7 @@ class Store:
         kernels: Kernels,
         lock: threading.Lock,
         budget: Budget,
+        folder: SpillFolder | None = None,
     ) -> None:
         self.next_tick = 0
         self.reward_dtype: np.dtype[Any] | None = None
@@ -86,34 +96,42 @@ class Store:
         self._small = {
             i: ObservationRing(leaf, self._lanes, self._ring_ticks)
             for i, leaf in observed.items()
-            if leaf.nbytes <= _SMALL_BYTES
+            if leaf.nbytes <= (_SMALL_BYTES if self._fits_a_ring(leaf, budget) else _TINY_BYTES)
         }
         self._scouts = {
             i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small and leaf.nbytes > _TINY_BYTES
         }
         self._large = [i for i in observed if i not in self._small]
         self._lock = lock
-        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._seal)
-        tiers = Tiers(self.sealer, budget.raw_bytes)
-        self._segments = Segments(kernels, [observed[i] for i in self._large], self._lanes, capacity_ticks, tiers)
+        self._folder = folder
+        self._is_fit_known = budget.limit is None or folder is not None
+        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._take_back, folder)
+        tiers = Tiers(self.sealer, spills=folder is not None, measures_early=not self._is_fit_known)
+        large = [observed[i] for i in self._large]
+        self._segments = Segments(kernels, large, self._lanes, capacity_ticks, tiers, budget)
+        self._segments.fixed_bytes = self._ring_bytes()
+        tick_bytes = 2 * self._lanes * sum(leaf.nbytes for leaf in large)
+        budget.require(self._segments.fixed_bytes, _FEWEST_TICKS * tick_bytes)
         self._action = [self._ring(leaf) for leaf in schema.action.leaves]
         self._extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward: Array | None = None
         self._terminated = self._ring(_FLAG)
         self._truncated = self._ring(_FLAG)
         self._invalid: Array | None = None
-        self._invalid_count = 0
+        self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
+        self._counted_from = 0
         self.flags_changed = 0
 
     @property
     def first_tick(self) -> int:
-        """Oldest tick held."""
-        return max(0, self.next_tick - self._capacity_ticks)
+        """Oldest tick held: by capacity, or by what fits the budget."""
+        by_capacity = max(0, self.next_tick - self._capacity_ticks)
+        return max(by_capacity, self._segments.first_tick) if self._large else by_capacity
 
     @property
     def transitions(self) -> int:
         """Transitions held, without lanes that made none."""
-        return (self.next_tick - self.first_tick) * self._lanes - self._invalid_count
+        return (self.next_tick - self.first_tick) * self._lanes - self._count_invalid()
 
     def write(self, tick: Tick) -> None:
         """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
@@ -166,7 +184,13 @@ class Store:
     @property
     def all_valid(self) -> bool:
         """Whether every lane made a transition in every tick held."""
-        return self._invalid_count == 0
+        return self._count_invalid() == 0
+
+    @property
+    def capacity_that_fits(self) -> int | None:
+        """Transitions that a budget in bytes holds without a disk tier; None if it is not known, or holds all."""
+        ticks = self._segments.ticks_that_fit if self._large and self._folder is None else None
+        return None if ticks is None or ticks >= self._capacity_ticks else ticks * self._lanes
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
@@ -215,13 +239,20 @@ class Store:
             for leaf in flat
         ]
 
+    def close(self) -> None:
+        """End the sealer and delete what was spilled."""
+        self.sealer.stop()
+        if self._folder is not None:
+            self._folder.close()
+
     def state(self) -> dict[str, Any]:
         """Return all that is held, as plain arrays that share memory with the store."""
         # One place more than ticks were written: it holds the newest next observations.
         ticks = min(self.next_tick + 1, self._ring_ticks)
         return {
             "next_tick": self.next_tick,
-            "invalid_count": self._invalid_count,
+            "invalid_count": self._count_invalid(),
+            "counted_from": self._counted_from,
             "large": self._large,
             "scouts": self._scouts,
             "small": {i: ring.state(ticks) for i, ring in self._small.items()},
@@ -233,6 +264,7 @@ class Store:
         """Take over what `state` returned elsewhere, in a store as it was made."""
         leaves = self._schema.observation.leaves
         self.next_tick, self._invalid_count = state["next_tick"], state["invalid_count"]
+        self._counted_from = state["counted_from"]
         self._large, self._scouts = state["large"], state["scouts"]
         self._small = {i: ring for i, ring in self._small.items() if i in state["small"]}
         for i, ring in self._small.items():
@@ -265,14 +297,39 @@ class Store:
             rows = touched * leaf.nbytes * (1 if ring.is_shared else 2)
             return FieldReport(name, 0, 0, rows + ring.apart_bytes, plain, ring.describe(held))
         field = self._large.index(i)
-        slices, log = self._segments.field_bytes(field)
-        cursors = touched * self._segments.cursor_bytes
-        return FieldReport(name, slices, log + cursors, 0, plain, self._segments.describe(field))
+        found = self._segments.field_bytes(field)
+        log = found.log + touched * self._segments.cursor_bytes
+        finding = self._segments.describe(field)
+        return FieldReport(name, found.raw + found.sealed, log, 0, plain, finding, found.sealed, found.disk)
 
-    def _seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
-        """Take over a sealed block; called by the sealer's thread."""
+    def _take_back(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
+        """Go on with a block that the sealer is done with; called by its thread."""
         with self._lock:
-            self._segments.seal(block, sealed)
+            self._segments.take_back(block, sealed)
+            if self._is_fit_known or self._segments.ticks_that_fit is None:
+                return
+            self._is_fit_known = True
+            fits = self.capacity_that_fits
+        if fits is not None:
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity",
+                fits,
+                self._capacity_ticks * self._lanes,
+            )
+
+    def _fits_a_ring(self, leaf: Leaf, budget: Budget) -> bool:
+        """Whether a field may lie raw in memory for the whole capacity."""
+        ring_bytes = self._ring_ticks * self._lanes * leaf.nbytes
+        return budget.limit is None or ring_bytes * _RINGS_OF_A_BUDGET <= budget.limit
+
+    def _ring_bytes(self) -> int:
+        """What rings and cursors take once all of their rows were written."""
+        schema = self._schema
+        rows = sum(ring.leaf.nbytes * (1 if ring.is_shared else 2) for ring in self._small.values())
+        rows += sum(leaf.nbytes for leaf in (*schema.action.leaves, *schema.extras.leaves))
+        rows += _REWARD_BYTES + 3 * _FLAG.nbytes + self._segments.cursor_bytes * len(self._large)
+        return self._ring_ticks * self._lanes * rows
 
     def _quick_tick(self) -> QuickTick | QuickDictTick | None:
         """Offer the short way to write a tick, unless fields are there that it does not know."""
@@ -314,11 +371,18 @@ class Store:
         """Keep count of the lanes that made no transition."""
         if self._invalid is None:
             self._invalid = self._ring(_FLAG)
-        if self.next_tick >= self._capacity_ticks:
-            leaving = self._invalid[(self.next_tick - self._capacity_ticks) % self._ring_ticks]
-            self._invalid_count -= int(np.count_nonzero(leaving))
+        self._count_invalid()  # while the ticks that left are still to be seen
         self._invalid[slot] = False if valid is None else ~valid
         self._invalid_count += int(np.count_nonzero(self._invalid[slot]))
+
+    def _count_invalid(self) -> int:
+        """Count the lanes of all ticks held that made no transition."""
+        first = self.first_tick
+        if self._invalid is not None and first > self._counted_from:
+            left = np.arange(self._counted_from, first) % self._ring_ticks
+            self._invalid_count -= int(np.count_nonzero(self._invalid[left]))
+        self._counted_from = max(first, self._counted_from)
+        return self._invalid_count
 
     def _scout(self, tick: Tick) -> None:
         """Look for windows in rings; where one is found, move the field to the segments."""
@@ -336,6 +400,7 @@ class Store:
         ring = self._small.pop(i)
         field = self._segments.adopt(ring.leaf, scout.finding, self.next_tick)
         self._large.append(i)
+        self._segments.fixed_bytes = self._ring_bytes()
         for tick in range(self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, self._slots(ids), self._slots(ids, 1))

@@ -1,39 +1,137 @@
-"""Tiers: which closed blocks stay raw, and which are sealed.
+"""Tiers: which closed blocks stay raw, which are sealed, and which leave memory.
 
-In:  blocks as they are frozen, oldest first.  Out: the oldest go to the sealer once the raw ones
-take more than is allowed.
-Invariant: what may stay raw is bounded; nothing is sealed that would still fit.
+In:  blocks as they are frozen, oldest first, and what may be held.  Out: orders to the sealer; at last, eviction.
+Invariant: what closed blocks take in memory is bounded. Nothing is sealed that may stay raw, nothing is spilled while
+something raw is left, and nothing is evicted before its time while there is a disk that takes it.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from holdall.experience.seal import FrozenBlock, Sealer
+from holdall.experience.slices import SliceBlock
+
+
+class Allowance(NamedTuple):
+    """What closed blocks may take in memory."""
+
+    raw: int
+    closed: int  # raw or sealed
 
 
 class Tiers:
-    """Keeps the newest blocks raw, up to an allowance in bytes."""
+    """Keeps the newest blocks raw, the older ones sealed, and the oldest on disk.
 
-    def __init__(self, sealer: Sealer, raw_bytes_allowed: int) -> None:
+    Args:
+        spills: Whether there is a disk tier.
+        measures_early: Whether the first block of every field is sealed at once, though it might stay raw: how much
+            fits a limit is known by how much it shrinks.
+    """
+
+    def __init__(self, sealer: Sealer, *, spills: bool = False, measures_early: bool = False) -> None:
         self._sealer = sealer
-        self._allowed = raw_bytes_allowed
-        self._raw: deque[FrozenBlock] = deque()
-        self._raw_bytes = 0
+        self._spills = spills
+        self._measures_early = measures_early
+        self._raw = _Shelf()
+        self._sealed = _Shelf()  # in memory: sealed, or tried in vain
+        self._sealing: dict[int, FrozenBlock] = {}  # by identity of the block
+        self._spilling: dict[int, FrozenBlock] = {}
+        self._is_stuck = False  # the disk did not take the last block
+        self._fields: set[int] = set()
 
     def keep(self, frozen: FrozenBlock) -> None:
-        """Take a block that was just frozen; seal the oldest ones if the allowance is used up."""
-        self._raw.append(frozen)
-        self._raw_bytes += frozen.block.used_bytes
-        while self._raw and self._raw_bytes > self._allowed:
-            oldest = self._raw.popleft()
-            self._raw_bytes -= oldest.block.used_bytes
-            self._sealer.submit(oldest)
+        """Take a block that was just frozen."""
+        self._is_stuck = False
+        if self._measures_early and frozen.field not in self._fields:
+            self._seal(frozen)
+        else:
+            self._raw.put(frozen)
+        self._fields.add(frozen.field)
 
-    def forget(self, evicted: Iterable[object]) -> None:
-        """Let go of blocks that were evicted while they were raw."""
+    def take_back(self, block: SliceBlock) -> None:
+        """Go on with a block whose turn at the sealer is over."""
+        frozen = self._sealing.pop(id(block), None)
+        if frozen is not None:
+            self._sealed.put(frozen)
+        frozen = self._spilling.pop(id(block), None)
+        if frozen is not None and not block.is_on_disk:
+            self._sealed.put_back(frozen)
+            self._is_stuck = True
+
+    def settle(self, allowance: Allowance, evict: Callable[[], bool]) -> None:
+        """Seal, spill and evict until no more is held than may be.
+
+        Args:
+            evict: Drops the oldest segment before its time; says whether there was one.
+        """
+        while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
+            self._seal(self._raw.take_oldest())
+        while self._spills and not self._is_stuck and self._sealed.blocks and self._held > allowance.closed:
+            oldest = self._sealed.take_oldest()
+            self._spilling[id(oldest.block)] = oldest
+            self._sealer.spill(oldest)
+        if self._spills and not self._is_stuck:
+            return
+        while self._held > allowance.closed and evict():
+            pass
+
+    @property
+    def shrinks_to(self) -> float | None:
+        """What became of sealed blocks, over what they were; None before one of every field was sealed."""
+        known = {frozen.field for frozen in self._sealed.blocks}
+        return self._sealed.nbytes / self._sealed.whole_bytes if self._fields and known == self._fields else None
+
+    def forget(self, evicted: Iterable[SliceBlock]) -> None:
+        """Let go of blocks that were evicted."""
         gone = {id(block) for block in evicted}
-        kept = deque(frozen for frozen in self._raw if id(frozen.block) not in gone)
-        self._raw = kept
-        self._raw_bytes = sum(frozen.block.used_bytes for frozen in kept)
+        self._raw.drop(gone)
+        self._sealed.drop(gone)
+        self._sealing = {key: frozen for key, frozen in self._sealing.items() if key not in gone}
+        self._spilling = {key: frozen for key, frozen in self._spilling.items() if key not in gone}
+        self._sealer.withdraw(gone)
+
+    @property
+    def _held(self) -> int:
+        """What closed blocks take, those on their way as if they had arrived: for these, memory is set aside."""
+        ratio = self._sealed.nbytes / self._sealed.whole_bytes if self._sealed.whole_bytes else 0.0
+        sealing = sum(frozen.block.used_bytes for frozen in self._sealing.values())
+        return self._raw.nbytes + self._sealed.nbytes + int(ratio * sealing)
+
+    def _seal(self, frozen: FrozenBlock) -> None:
+        self._sealing[id(frozen.block)] = frozen
+        self._sealer.submit(frozen)
+
+
+class _Shelf:
+    """Blocks in the order in which they came, and what they take."""
+
+    def __init__(self) -> None:
+        self.blocks: deque[FrozenBlock] = deque()
+        self.nbytes = 0
+        self.whole_bytes = 0  # if none of them was sealed
+
+    def put(self, frozen: FrozenBlock) -> None:
+        self.blocks.append(frozen)
+        self._count(frozen, 1)
+
+    def put_back(self, frozen: FrozenBlock) -> None:
+        self.blocks.appendleft(frozen)
+        self._count(frozen, 1)
+
+    def take_oldest(self) -> FrozenBlock:
+        oldest = self.blocks.popleft()
+        self._count(oldest, -1)
+        return oldest
+
+    def drop(self, gone: set[int]) -> None:
+        for frozen in self.blocks:
+            if id(frozen.block) in gone:
+                self._count(frozen, -1)
+        self.blocks = deque(frozen for frozen in self.blocks if id(frozen.block) not in gone)
+
+    def _count(self, frozen: FrozenBlock, sign: int) -> None:
+        self.nbytes += sign * frozen.block.used_bytes
+        self.whole_bytes += sign * frozen.block.used * frozen.block.slice_bytes

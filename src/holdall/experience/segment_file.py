@@ -1,0 +1,81 @@
+"""Segment files: where blocks lie that are not in memory.
+
+In:  positions.  Out: the bytes that stand there, by positioned reads; nothing is ever mapped, since mapped pages count
+as the process's own memory and a file that is cut short under a mapping ends the process.
+Invariant: a file stays open, and so readable, for as long as somebody refers to it, even if it is deleted meanwhile.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+
+_SEEKING = threading.Lock()
+
+
+class SegmentFile:
+    """A file that is open for reading.
+
+    Args:
+        descriptor: Open, and closed by this object when nobody refers to it any more.
+        is_temporary: Whether it is deleted then, too.
+    """
+
+    def __init__(self, path: Path, descriptor: int, *, is_temporary: bool) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        weakref.finalize(self, _close, descriptor, path if is_temporary else None, os.getpid())
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read from a position; shorter at the file's end."""
+        pieces = []
+        while nbytes > 0 and (piece := _pread(self.descriptor, nbytes, start)):
+            pieces.append(piece)
+            start, nbytes = start + len(piece), nbytes - len(piece)
+        return b"".join(pieces)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the units of a sealed block lie in a file, and what they must sum up to."""
+
+    file: SegmentFile
+    start: int
+    nbytes: int
+    checks: NDArray[np.uint32]  # per unit
+
+    def read(self, first: int, end: int) -> bytes:
+        """Read bytes [first, end) of the units."""
+        try:
+            content = self.file.read(self.start + first, end - first)
+        except OSError as error:
+            raise DamageError(
+                f"{self.file.path} cannot be read ({error.strerror}); nothing of it is returned"
+            ) from error
+        if len(content) != end - first:
+            raise DamageError(f"{self.file.path} was cut short; nothing of it is returned")
+        return content
+
+
+def _pread(descriptor: int, nbytes: int, start: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, nbytes, start)
+    # Windows has no positioned reads; there a second descriptor would not help either: they share one position.
+    with _SEEKING:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.read(descriptor, nbytes)
+
+
+def _close(descriptor: int, doomed: Path | None, process: int) -> None:
+    os.close(descriptor)
+    # A fork's child has the descriptor, not the file.
+    if doomed is not None and process == os.getpid():
+        doomed.unlink(missing_ok=True)
