@@ -257,7 +257,7 @@ def test_a_dictionary_spares_what_slices_have_in_common(coder: Coder) -> None:
     told = coder.seal(slices, Codec(Method.ZSTD, 3, Transform(408), Dictionary(common)))
     assert alone is not None
     assert told is not None
-    assert told.data.nbytes < alone.data.nbytes / 5
+    assert told.coded.data.nbytes < alone.coded.data.nbytes / 5
     assert decoded(coder, told, np.arange(20)).tobytes() == slices.tobytes()
 
 

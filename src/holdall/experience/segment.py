@@ -96,6 +96,7 @@ class Segments:
         self._windows: list[Window] = []
         self._cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
         self._searches = _WindowSearches(lanes)
+        self._limit_bytes = SEGMENT_BYTES
         self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
         self._closed: list[Segment[ClosedPart]] = []
         self._open: Segment[OpenPart] = Segment(0, 0, [])
