@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import zstandard
+from numpy.typing import NDArray
 
 from holdall.experience.arena import Bytes
 from holdall.experience.codec import Codec, Dictionary, Method, Transform, candidates
@@ -31,6 +32,11 @@ _TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
     (64 * 1024, {"k": 2048, "d": 8}),
 )
 """Sizes of dictionaries, and how the trainer is told to cut its samples."""
+_GROUPS = (4, 8, 16)
+"""How many neighbours are tried together: a transition of a stack of 4 needs 5 of them."""
+_LEADING = 3
+"""Codecs for single slices that are also tried on groups."""
+_MOST_UNIT_BYTES = 4 * 2**20
 _WORTHWHILE = 1.1
 """Less than this ratio is not worth decoding."""
 _LARGE_MEMORY = 1.9
@@ -49,19 +55,46 @@ class Measured:
     decode_us: float
 
 
-def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, hands: int) -> Codec:
-    """Measure every candidate on samples of `slices` and return the best one within the cap."""
+def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, hands: int, lanes: int = 1) -> Codec:
+    """Measure every candidate on samples of `slices` and return the best one within the cap.
+
+    Args:
+        slices: A block, in the order in which lanes that advance together brought it.
+    """
     picked = np.linspace(0, len(slices) - 1, min(_SAMPLES, len(slices))).astype(np.int64)
     samples = np.ascontiguousarray(slices[picked])
     raw_us = _raw_us(coder, samples)
     allowed_us = cap * raw_us * (hands if hands == 1 else hands / _RAW_SPEED_UP)
     measured = [m for m in measure(coder, leaf, window, samples) if m.decode_us <= allowed_us]
+    leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
+    measured += [m for m in measure_together(coder, leading, window, slices, lanes) if m.decode_us <= allowed_us]
     best = max(measured, key=lambda m: m.ratio, default=None)
     if best is None or best.ratio < _WORTHWHILE:
         return Codec(Method.STORED, 0, Transform(window.slice_bytes))
     if best.codec.dictionary is not None:
-        return replace(best.codec, dictionary=train(coder, best.codec, slices))
+        return replace(best.codec, dictionary=train(coder, replace(best.codec, group=1), slices))
     return best.codec
+
+
+def measure_together(
+    coder: Coder, leading: list[Measured], window: Window, slices: Bytes, lanes: int
+) -> list[Measured]:
+    """Seal neighbours together, and decode them as a batch does: the slices of one transition at a time."""
+    reach = (window.count + window.shift - 1) * lanes + 1  # of a transition, in the block
+    length = max(reach, 2 * max(_GROUPS))
+    stretches = max(1, min(_SAMPLES // length, len(slices) // length))
+    if len(slices) < length:
+        return []
+    first = np.linspace(0, len(slices) - length, stretches).astype(np.int64)
+    samples = np.ascontiguousarray(slices[(first[:, None] + np.arange(length)).reshape(-1)])
+    starts = np.random.default_rng(0).integers(0, length - reach + 1, (8, stretches)) + length * np.arange(stretches)
+    order = (starts.reshape(-1, 1) + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
+    results = []
+    for one in leading:
+        for group in _GROUPS:
+            if group * window.slice_bytes <= _MOST_UNIT_BYTES:
+                results.append(_measure_one(coder, replace(one.codec, group=group), samples, order))
+    return [result for result in results if result is not None]
 
 
 def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[Measured]:
@@ -103,14 +136,16 @@ def train(coder: Coder, codec: Codec, slices: Bytes) -> Dictionary | None:
     return best
 
 
-def _measure_one(coder: Coder, codec: Codec, samples: Bytes) -> Measured | None:
+def _measure_one(coder: Coder, codec: Codec, samples: Bytes, order: NDArray[np.int64] | None = None) -> Measured | None:
     sealed = coder.seal(samples, codec)
     if sealed is None:
         return None
-    order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
-    out = np.empty_like(samples)
-    decode_us = min(_timed_us(lambda: coder.decode(sealed, order, out)) for _ in range(3))
-    return Measured(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us / len(samples))
+    if order is None:
+        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
+    wanted = order
+    out = np.empty((len(wanted), samples.shape[1]), np.uint8)
+    decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3))
+    return Measured(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us / len(wanted))
 
 
 def _raw_us(coder: Coder, samples: Bytes) -> float:

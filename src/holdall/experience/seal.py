@@ -50,6 +50,7 @@ class FrozenBlock:
     leaf: Leaf
     window: Window
     block: SliceBlock
+    lanes: int = 1  # that brought slices in turn
 
 
 class _Job(NamedTuple):
@@ -212,7 +213,7 @@ class _Work:
         return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
-        return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands)
+        return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
 
 
 def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:

@@ -285,7 +285,7 @@ class Segments:
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
                 elif carried is None and part.log is not None:
-                    raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block)
+                    raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
         self._rebuild_index()
         if self._tiers is not None:
             for frozen in raw.values():
@@ -369,7 +369,7 @@ class Segments:
             part.block.freeze()
             if self._tiers is not None:
                 leaf = self._leaves[field]
-                self._tiers.keep(FrozenBlock(field, leaf, part.window, part.block))
+                self._tiers.keep(FrozenBlock(field, leaf, part.window, part.block, self._lanes))
         return self._new_part(field, block)
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
