@@ -89,11 +89,9 @@ def measure_together(
     samples = np.ascontiguousarray(slices[(first[:, None] + np.arange(length)).reshape(-1)])
     starts = np.random.default_rng(0).integers(0, length - reach + 1, (8, stretches)) + length * np.arange(stretches)
     order = (starts.reshape(-1, 1) + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
-    results = []
-    for one in leading:
-        for group in _GROUPS:
-            if group * window.slice_bytes <= _MOST_UNIT_BYTES:
-                results.append(_measure_one(coder, replace(one.codec, group=group), samples, order))
+    groups = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
+    together = [replace(one.codec, group=group) for one in leading for group in groups]
+    results = [_measure_one(coder, codec, samples, order) for codec in together]
     return [result for result in results if result is not None]
 
 
