@@ -13,7 +13,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.experience.arena import ArenaPool, Bytes, as_bytes, reserve
+from holdall.experience.arena import ArenaPool, Bytes, reserve
 from holdall.experience.budget import Budget
 from holdall.experience.crew import Crew
 from holdall.experience.index import SegmentIndex
@@ -27,9 +27,10 @@ from holdall.experience.part import (
 )
 from holdall.experience.seal import FrozenBlock
 from holdall.experience.sealed import CarriedSlices, SealedSlices
+from holdall.experience.search import WindowSearches
 from holdall.experience.slices import SliceBlock
 from holdall.experience.tier import Allowance, Tiers
-from holdall.experience.window import Window, WindowScout
+from holdall.experience.window import Window
 from holdall.schema import Array, Leaf
 
 SEGMENT_BYTES = 16 * 2**20
@@ -95,7 +96,7 @@ class Segments:
         self._leaves: list[Leaf] = []
         self._windows: list[Window] = []
         self._cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
-        self._searches = _WindowSearches(lanes)
+        self._searches = WindowSearches(lanes)
         self._limit_bytes = SEGMENT_BYTES
         self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
         self._closed: list[Segment[ClosedPart]] = []
@@ -448,42 +449,3 @@ class Segments:
     def _rebuild_index(self) -> None:
         first_ticks = [*(segment.first_tick for segment in self._closed), self._open.first_tick]
         self._index.rebuild(first_ticks, [self._parts(field) for field in range(len(self._leaves))])
-
-
-class _WindowSearches:
-    """Which fields are looked at for windows, and when again; ever more seldom in vain."""
-
-    def __init__(self, lanes: int) -> None:
-        self._lanes = lanes
-        self._scouts: dict[int, WindowScout] = {}
-        self._in_vain: dict[int, int] = {}
-        self._rest: dict[int, int] = {}  # segments to pass before the next search
-
-    def begin(self, field: int, leaf: Leaf) -> None:
-        self._scouts[field] = WindowScout(leaf)
-
-    def consider(self, field: int, leaf: Leaf) -> None:
-        """Begin a search in a field whose segment closed without a window that fits."""
-        if field in self._scouts:
-            return
-        self._rest[field] = self._rest.get(field, 0) - 1
-        if self._rest[field] <= 0:
-            self.begin(field, leaf)
-
-    @property
-    def under_way(self) -> bool:
-        """Whether any field is looked at."""
-        return bool(self._scouts)
-
-    def look(self, obs: list[Array], next_obs: list[Array]) -> list[int]:
-        """Show a tick to the scouts; return the fields whose search is over."""
-        for field, scout in self._scouts.items():
-            scout.look(as_bytes(obs[field], self._lanes), as_bytes(next_obs[field], self._lanes))
-        return [field for field, scout in self._scouts.items() if scout.done]
-
-    def end(self, field: int) -> Window | None:
-        """Close a search and return what it found."""
-        finding = self._scouts.pop(field).finding
-        self._in_vain[field] = 0 if finding else self._in_vain.get(field, 0) + 1
-        self._rest[field] = 1 << min(self._in_vain[field], 16)
-        return finding

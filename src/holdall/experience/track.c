@@ -45,7 +45,7 @@ static void lay(const track *t, const uint8_t *slice, int64_t w, uint8_t *out) {
 }
 
 /* Bring slice `number` of a reel to its place in an observation; 0 if it cannot be decoded. */
-static int bring(const track *t, const reel *r, int64_t number, int64_t w, uint8_t *out, const decoder *d) {
+static int bring(const track *t, const reel *r, int64_t number, int64_t w, uint8_t *out, decoder *d) {
     const int64_t slice_bytes = t->outer * t->run_bytes;
     if (r->sealed == 0) {
         lay(t, (const uint8_t *)(intptr_t)r->slices + number * slice_bytes, w, out);
@@ -64,7 +64,7 @@ static int bring(const track *t, const reel *r, int64_t number, int64_t w, uint8
 /* Rows [from, to) of a batch. Returns -1, or the first row whose place is not inside the rollout
  * or cannot be decoded. A cursor names the tick before: its next observation is what is wanted. */
 EXPORT int64_t holdall_gather_track(const track *t, const int64_t *places, int64_t from, int64_t to, uint8_t *out,
-                                    const decoder *d) {
+                                    decoder *d) {
     const int64_t obs_bytes = t->outer * t->run_bytes * t->window;
     for (int64_t i = from; i < to; i++) {
         uint8_t *const row = out + i * obs_bytes;

@@ -189,6 +189,7 @@ class Tracks:
             self.sealer.stop()
         self._crew.dismiss()
 
-    def _seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
+    def _seal(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
         """Hand sealed slices to the field they belong to; called by the sealer's thread."""
-        any(track.seal(block, sealed) for track in self._tracks)
+        if sealed is not None:
+            any(track.seal(block, sealed) for track in self._tracks)
