@@ -60,8 +60,9 @@ class Case:
     bytes_ratio_bar: float | None = None  # of Stable-Baselines3's
     add_bar: float = 1.0
     sample_bar: float = 0.7
-    compressed: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    compressed: Mapping[str, tuple[float | None, float]] = field(default_factory=dict)
     """By preference: bytes per transition, and the time of a sample of Stable-Baselines3's."""
+    options: Mapping[str, Any] = field(default_factory=dict)  # of the source
 
     def stream(self, trace: Path | None, seed: int = 0) -> Stream:
         """Open the case's source, or a recorded trace in its place."""
@@ -71,7 +72,7 @@ class Case:
         elif self.module == "vector":
             opened = importlib.import_module("streams.vector").stream(self.lanes, seed)
         else:
-            opened = importlib.import_module(f"streams.{self.module}").stream(seed)
+            opened = importlib.import_module(f"streams.{self.module}").stream(seed, **self.options)
         return opened
 
     def sizes(self, quick: bool) -> Sizes:
@@ -83,6 +84,9 @@ _IMAGES = Sizes(20_000, 100_000, 500, held=20_000, wrapped=4_000, block=50, batc
 _QUICK_IMAGES = Sizes(2_000, 8_000, 200, held=3_000, wrapped=1_000, block=50, batches=30, in_a_row=5)
 _VECTORS = Sizes(20_000, 100_000, 500, held=100_000, wrapped=20_000, block=100, batches=300, in_a_row=10)
 _QUICK_VECTORS = Sizes(2_000, 20_000, 200, held=20_000, wrapped=4_000, block=100, batches=100, in_a_row=10)
+
+_GAMES = Sizes(10_000, 50_000, 500, held=10_000, wrapped=2_000, block=50, batches=40, in_a_row=5)
+_MARKET_BYTES = 504 * 117 * 8 * 4
 
 CASES = {
     case.name: case
@@ -112,6 +116,36 @@ CASES = {
             Sizes(1_000, 5_000, 50, 5_000, 300, 10, 30, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
             Sizes(200, 1_000, 20, 600, 50, 10, 30, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
             bytes_ratio_bar=1 / 200,
+        ),
+        Case(
+            "market20k",
+            "market",
+            1,
+            Sizes(4_000, 20_000, 200, 2_000, 100, 10, 20, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
+            Sizes(200, 1_000, 20, 600, 50, 10, 20, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
+            bytes_ratio_bar=1 / 1000,
+        ),
+        Case(
+            "market_noise",
+            "market",
+            1,
+            Sizes(100, 600, 10, 300, 30, 5, 20, 2, sb3_read_from=50, sb3_read_to=300, sb3_read_every=10),
+            Sizes(50, 200, 10, 100, 20, 5, 20, 2, sb3_read_from=50, sb3_read_to=150, sb3_read_every=10),
+            bytes_bar=1.03 * (_MARKET_BYTES + 4 * 117 + 10),
+            options={"noisy": True},
+        ),
+        *(
+            Case(
+                game.lower(),
+                "atari",
+                1,
+                _GAMES,
+                _QUICK_IMAGES,
+                compressed={"balanced": (None, 1.0), "memory": (None, 1.0)},
+                bytes_ratio_bar=1 / 120,
+                options={"game": game},
+            )
+            for game in ("MontezumaRevenge", "MsPacman", "Pong", "Breakout")
         ),
         Case("vector1", "vector", 1, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),
         Case("vector16", "vector", 16, _VECTORS, _QUICK_VECTORS, bytes_ratio_bar=0.65, sample_bar=1.0),

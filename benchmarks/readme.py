@@ -20,6 +20,12 @@ NAMES = {
     "atari": "Atari Seaquest, stack of 4 frames",
     "camera": "camera 84x84x3 and 31 floats, Dict",
     "market": "market window of 504 days, 1.9 MB",
+    "market20k": "market window of 504 days, random episodes",
+    "market_noise": "the same, fresh noise on every observation",
+    "montezumarevenge": "Atari Montezuma's Revenge",
+    "mspacman": "Atari Ms. Pac-Man",
+    "pong": "Atari Pong",
+    "breakout": "Atari Breakout",
     "vector1": "17 floats, 1 environment",
     "vector16": "17 floats, 16 environments",
 }

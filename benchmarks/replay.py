@@ -1,6 +1,6 @@
 """Replay memory beside Stable-Baselines3's: bytes per transition, times, and wrong rows, on four workloads.
 
-    python benchmarks/replay.py [--case atari|camera|market|vector|all] [--quick] [--json FILE]
+    python benchmarks/replay.py [--case atari|camera|market|vector|games|markets|all] [--quick] [--json FILE]
 
 One JSON line per case, on stdout or in FILE; progress and a table on stderr. Every side's memory is measured in a
 process of its own, times of all sides in one process, turn by turn.
@@ -27,7 +27,14 @@ HERE = Path(__file__).parent
 MIB = 2**20
 FIXED_BAR_BYTES = 64 * MIB
 COMPRESSED_ADD_BAR = 0.6
-GROUPS = {name: [name] for name in CASES} | {"vector": ["vector1", "vector16"], "all": list(CASES)}
+GAMES = ["montezumarevenge", "mspacman", "pong", "breakout"]
+MARKETS = ["market20k", "market_noise"]
+GROUPS = {name: [name] for name in CASES} | {
+    "vector": ["vector1", "vector16"],
+    "games": GAMES,
+    "markets": MARKETS,
+    "all": [name for name in CASES if name not in {*GAMES, *MARKETS}],
+}
 
 
 def measure(case: Case, wanted: argparse.Namespace, progress: Progress) -> dict[str, Any]:

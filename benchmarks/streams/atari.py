@@ -1,4 +1,4 @@
-"""Seaquest, played live by ale-py and prepared as Stable-Baselines3 prepares it: 84 x 84 gray, four frames stacked.
+"""A game, Seaquest unless another is named, played live by ale-py and prepared as Stable-Baselines3 prepares it: 84 x 84 gray, four frames stacked.
 
 Episodes end with a life (terminated) or after 100 steps (truncated).
 """
@@ -16,7 +16,6 @@ from stable_baselines3.common.atari_wrappers import AtariWrapper
 
 from streams import Stream, play
 
-GAME = "SeaquestNoFrameskip-v4"
 STACK = 4
 SCREEN_PX = 84
 MAX_STEPS = 100
@@ -47,9 +46,11 @@ class FirstAxisStack(gym.Wrapper[Stacks, Any, NDArray[np.uint8], Any]):
         return self._stack, reward, terminated, truncated, info
 
 
-def stream(seed: int = 0) -> Stream:
+def stream(seed: int = 0, game: str = "Seaquest") -> Stream:
     """Play for ever."""
     gym.register_envs(ale_py)
-    game = AtariWrapper(gym.make(GAME))  # no-op starts, skipped frames, lives as episodes, clipped rewards
-    env = FirstAxisStack(gym.wrappers.TimeLimit(game, MAX_STEPS))
+    screen = AtariWrapper(
+        gym.make(f"{game}NoFrameskip-v4")
+    )  # no-op starts, skipped frames, lives as episodes, clipped rewards
+    env = FirstAxisStack(gym.wrappers.TimeLimit(screen, MAX_STEPS))
     return Stream(env.observation_space, env.action_space, 1, play(env, seed))

@@ -1,7 +1,7 @@
 """A trader's view of a market: the last 504 days of 117 shares in 8 features, float32, over a table of 4,000 days.
 
 An episode begins on a random day and lasts 125 (truncated), or ends early in ruin (terminated). The table is a random
-walk drawn from the seed.
+walk drawn from the seed. With noise, every observation is disturbed anew, so that no two share a row.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ EPISODE_DAYS = 125
 RUIN_A_DAY = 0.002
 
 
-def stream(seed: int = 0) -> Stream:
+def stream(seed: int = 0, *, noisy: bool = False) -> Stream:
     """Trade for ever."""
     observed = spaces.Box(-np.inf, np.inf, (WINDOW_DAYS, SHARES, FEATURES), np.float32)
     weights = spaces.Box(-1, 1, (SHARES,), np.float32)
-    return Stream(observed, weights, 1, _trade(np.random.default_rng(seed)))
+    return Stream(observed, weights, 1, _trade(np.random.default_rng(seed), noisy))
 
 
-def _trade(rng: np.random.Generator) -> Iterator[Step]:
+def _trade(rng: np.random.Generator, noisy: bool) -> Iterator[Step]:
     table = np.cumsum(rng.normal(size=(DAYS, SHARES, FEATURES)), axis=0).astype(np.float32)
     while True:
         first = int(rng.integers(WINDOW_DAYS, DAYS - EPISODE_DAYS))
-        obs = _window(table, first)
+        obs = _window(table, first, rng if noisy else None)
         for day in range(first + 1, first + EPISODE_DAYS + 1):
-            next_obs = _window(table, day)
+            next_obs = _window(table, day, rng if noisy else None)
             ruined = bool(rng.random() < RUIN_A_DAY)
             yield Step(
                 obs=obs,
@@ -50,5 +50,8 @@ def _trade(rng: np.random.Generator) -> Iterator[Step]:
             obs = next_obs
 
 
-def _window(table: NDArray[np.float32], day: int) -> NDArray[np.float32]:
-    return table[None, day - WINDOW_DAYS : day].copy()
+def _window(table: NDArray[np.float32], day: int, noise: np.random.Generator | None) -> NDArray[np.float32]:
+    window = table[None, day - WINDOW_DAYS : day].copy()
+    if noise is not None:
+        window += noise.standard_normal(window.shape, np.float32)
+    return window

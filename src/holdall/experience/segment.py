@@ -7,6 +7,7 @@ Invariant: a tick is in exactly one segment, and a segment stays until its last 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, NamedTuple, TypeVar
 
@@ -291,7 +292,7 @@ class Segments:
         if self._tiers is not None:
             for frozen in raw.values():
                 self._tiers.keep(frozen)
-            self.settle()
+            self._settle(self.evict_oldest)
 
     @property
     def _touched_ticks(self) -> int:
@@ -355,7 +356,7 @@ class Segments:
         self._sure_ticks = 0
         self._overhead_bytes += sum(part.overhead_bytes for part in closed)
         self._index.open_next(tick, closed, following)
-        self.settle()
+        self._settle(self.evict_oldest)
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
@@ -390,13 +391,14 @@ class Segments:
             self.seal(block, sealed)
         if self._tiers is not None:
             self._tiers.take_back(block)
-        self.settle()
+        # Nothing leaves beside the caller's back: ids that it was just told of must stay good until it adds more.
+        self._settle(lambda: False)
 
-    def settle(self) -> None:
+    def _settle(self, evict: Callable[[], bool]) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
         if self._tiers is not None and self._budget is not None:
             closed = self._closed_allowed(self._budget)
-            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed), self.evict_oldest)
+            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed), evict)
 
     def _closed_allowed(self, budget: Budget) -> int:
         return budget.closed_allowed(self.fixed_bytes, self._overhead_bytes, self.segment_bytes)
