@@ -148,9 +148,9 @@ def main() -> None:
     results = [measure(name, sizes, wanted.prefer) for name in wanted.case or ["atari"]]
     for result in results:
         print(
-            f"\n{result['case']}, {result['prefer']}: sample at {sizes[-1]:,} is {result['sample_ratio']:.2f} of that at"
+            f"\n{result['case']}, {result['prefer']}: a sample at {sizes[-1]:,} takes {result['sample_ratio']:.2f} times"
         )
-        print(f"{sizes[0]:,} by median, {result['sample_ratio_min']:.2f} by minimum (bar {SAMPLE_BAR})\n")
+        print(f"as long as at {sizes[0]:,} by median, {result['sample_ratio_min']:.2f} by minimum (bar {SAMPLE_BAR})\n")
         print(table(result))
     if wanted.json is not None:
         wanted.json.write_text("".join(json.dumps(result) + "\n" for result in results), encoding="utf-8")

@@ -1,6 +1,6 @@
-"""A game, Seaquest unless another is named, played live by ale-py and prepared as Stable-Baselines3 prepares it: 84 x 84 gray, four frames stacked.
+"""A game, Seaquest unless another is named, played live by ale-py: 84 x 84 gray, four frames stacked.
 
-Episodes end with a life (terminated) or after 100 steps (truncated).
+It is prepared as Stable-Baselines3 prepares it. Episodes end with a life (terminated) or after 100 steps (truncated).
 """
 
 from __future__ import annotations
