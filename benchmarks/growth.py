@@ -147,9 +147,8 @@ def main() -> None:
     sizes = [size for size in (10_000, 100_000, 1_000_000) if size < wanted.to] + [wanted.to]
     results = [measure(name, sizes, wanted.prefer) for name in wanted.case or ["atari"]]
     for result in results:
-        print(
-            f"\n{result['case']}, {result['prefer']}: a sample at {sizes[-1]:,} takes {result['sample_ratio']:.2f} times"
-        )
+        print(f"\n{result['case']}, {result['prefer']}:")
+        print(f"a sample at {sizes[-1]:,} takes {result['sample_ratio']:.2f} times")
         print(f"as long as at {sizes[0]:,} by median, {result['sample_ratio_min']:.2f} by minimum (bar {SAMPLE_BAR})\n")
         print(table(result))
     if wanted.json is not None:
