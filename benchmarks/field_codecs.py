@@ -1,6 +1,6 @@
 """What every codec makes of a recorded field: ratio and time to decode, as the choice of a codec measures them.
 
-    python benchmarks/field_codecs.py TRACE.npz [--key image] [--frames 2377] [--channels-first]
+    python benchmarks/field_codecs.py TRACE.npz [--key image] [--frames 2377] [--channels-first] [--stack 4]
 
 TRACE.npz holds frames of consecutive observations under `f_<key>`; streams/trace.py describes the format.
 """
@@ -8,13 +8,14 @@ TRACE.npz holds frames of consecutive observations under `f_<key>`; streams/trac
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from holdall.experience.choice import measure
+from holdall.experience.choice import measure, measure_together
 from holdall.experience.kernels import chosen_kernels
 from holdall.experience.window import Window
 from holdall.schema import Leaf
@@ -27,6 +28,7 @@ def main() -> None:
     parser.add_argument("--key", default="obs")
     parser.add_argument("--frames", type=int, default=2_377, help="frames of the first block")
     parser.add_argument("--channels-first", action="store_true", help="put the last axis before the others")
+    parser.add_argument("--stack", type=int, default=1, help="frames of an observation: read as neighbours")
     wanted = parser.parse_args()
     frames = np.load(wanted.trace)[f"f_{wanted.key}"][: wanted.frames]
     if wanted.channels_first:
@@ -35,8 +37,12 @@ def main() -> None:
     picked = np.linspace(0, len(frames) - 1, min(256, len(frames))).astype(np.int64)
     samples = np.ascontiguousarray(frames[picked]).reshape(len(picked), -1).view(np.uint8)
     kernels = chosen_kernels()
+    window = replace(Window.whole(leaf), count=wanted.stack)
+    alone = measure(kernels.coder, leaf, window, samples)
+    slices = np.ascontiguousarray(frames).reshape(len(frames), -1).view(np.uint8)
+    together = measure_together(kernels.coder, alone, window, slices, lanes=1)
     table = Table("codec", "ratio", "decode us", title=f"{wanted.trace.name} {leaf.shape}, {kernels.name} loops")
-    for found in sorted(measure(kernels.coder, leaf, Window.whole(leaf), samples), key=lambda m: -m.ratio):
+    for found in sorted(alone + together, key=lambda m: -m.ratio):
         table.add_row(found.codec.describe(), f"{found.ratio:.2f}", f"{found.decode_us:.2f}")
     Console().print(table)
 
