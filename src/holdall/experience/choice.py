@@ -35,7 +35,7 @@ _TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
 _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them."""
 _TOGETHER_PAYS = 1.25
-"""Neighbours together must shrink this much more than the best codec for one: each of them is decoded with the others."""
+"""Neighbours together must shrink this much more than the best codec for one: each is decoded with the others."""
 _LEADING = 3
 """Codecs for single slices that are also tried on groups."""
 _MOST_UNIT_BYTES = 4 * 2**20
@@ -69,14 +69,14 @@ def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, 
     allowed_us = cap * raw_us * (hands if hands == 1 else hands / _RAW_SPEED_UP)
     measured = [m for m in measure(coder, leaf, window, samples) if m.decode_us <= allowed_us]
     leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
-    if not leading or leading[-1].ratio < _WORTHWHILE:
-        return Codec(Method.STORED, 0, Transform(window.slice_bytes))
     together = [
         m
         for m in measure_together(coder, leading, window, slices, lanes)
         if m.decode_us <= allowed_us and m.ratio >= _TOGETHER_PAYS * leading[-1].ratio
     ]
-    best = max([leading[-1], *together], key=lambda m: m.ratio)
+    best = max(leading[-1:] + together, key=lambda m: m.ratio, default=None)
+    if best is None or best.ratio < _WORTHWHILE:
+        return Codec(Method.STORED, 0, Transform(window.slice_bytes))
     if best.codec.dictionary is not None:
         return replace(best.codec, dictionary=train(coder, replace(best.codec, group=1), slices))
     return best.codec
