@@ -378,7 +378,7 @@ def test_a_read_outside_a_block_would_be_noticed() -> None:
 def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     """The same with every access checked by the compiler, where it can do that."""
     folder = Path(next(iter(holdall.experience.__path__)))
-    sources = [str(folder / name) for name in ("kernels.c", "codec.c")]
+    sources = [str(folder / name) for name in ("kernels.c", "codec.c", "checksum.c")]
     library, compiler = tmp_path / "kernels.so", shutil.which("gcc")
     if compiler is None:
         pytest.skip("no gcc here")

@@ -114,7 +114,7 @@ class Written:
             cursors=[self.cursors.reshape(-1).copy()],
             lane=lane,
             lanes=self.lanes,
-            held=(part.held,),
+            held=((part.held,),),
         )
 
     def read(self, places: Places | None = None, crew: Crew | None = None) -> tuple[Bytes, Bytes]:
@@ -221,7 +221,7 @@ def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layo
         cursors=[everywhere[chosen]],
         lane=(chosen % 3).astype(np.int32),
         lanes=3,
-        held=(closed.held, newer.part.held),
+        held=((closed.held, newer.part.held),),
     )
     obs, next_obs = newer.read(places)
     assert obs.tobytes() == np.concatenate([obs for obs, _ in ticks])[chosen].tobytes()

@@ -226,9 +226,8 @@ def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
             job = queue.jobs.popleft()
             queue.at_work = 1
             queue.changed.notify_all()
-        result: SealedSlices | None = None
         try:
-            result = work.do(job, hurry)
+            _do(job, hurry, work, keep)
             queue.failure = "" if job.spill else queue.failure
         except Exception as error:  # the block stays as it is, and training goes on
             failure = f"{type(error).__name__}: {error}"
@@ -237,15 +236,22 @@ def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
                 _LOG.debug("the reason", exc_info=error)
             queue.failure = failure
         finally:
-            take = keep()
-            if take is not None:
-                take(job.frozen.block, result)
             del job
-            result = take = None
             with queue.changed:
                 queue.at_work = 0
                 hurry = bool(queue.jobs)  # one that is there already: the worker falls behind
                 queue.changed.notify_all()
+
+
+def _do(job: _Job, hurry: bool, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
+    """Have a job done, and say so to whoever is there to hear it: also if it failed."""
+    result: SealedSlices | None = None
+    try:
+        result = work.do(job, hurry)
+    finally:
+        take = keep()
+        if take is not None:
+            take(job.frozen.block, result)
 
 
 def _stop(queue: _Queue) -> None:

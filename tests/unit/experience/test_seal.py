@@ -20,6 +20,7 @@ from gymnasium import spaces
 from holdall import ReplayMemory
 from holdall.experience import seal, segment
 from holdall.experience.arena import Bytes, address
+from holdall.experience.budget import Budget
 from holdall.experience.codec import Codec, Method, Transform
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
@@ -40,6 +41,7 @@ from holdall.testing.strategies import box
 LEAF = Leaf("", (500,), np.dtype("u1"))
 PATIENCE_S = 20
 CODEC = Codec(Method.ZSTD, 9, Transform(500))
+COMPRESS_ALL = Budget.of(None, "balanced", 1)
 
 
 def frozen_block(content: str = "equal", seed: int = 0) -> FrozenBlock:
@@ -75,12 +77,16 @@ class Keeper:
 
     def __init__(self) -> None:
         self.kept: list[tuple[SliceBlock, SealedSlices]] = []
+        self.left: list[SliceBlock] = []  # as they are
         self.failing = False
 
-    def keep(self, block: SliceBlock, sealed: SealedSlices) -> None:
+    def keep(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
         if self.failing:
             raise OSError("no place")
-        self.kept.append((block, sealed))
+        if sealed is None:
+            self.left.append(block)
+        else:
+            self.kept.append((block, sealed))
 
     @property
     def blocks(self) -> list[SliceBlock]:
@@ -305,9 +311,11 @@ def test_a_field_that_was_left_raw_is_looked_at_again(bench: Bench) -> None:
 def test_a_block_that_does_not_shrink_stays_raw(bench: Bench) -> None:
     """Offsets would only make it larger, and decoding slower."""
     bench.coder.open()
-    bench.submit(frozen_block("noise"))
+    block = frozen_block("noise")
+    bench.submit(block)
     bench.sealer.drain()
     assert not bench.keeper.kept
+    assert bench.keeper.left == [block.block]
     assert not bench.sealer.failure
 
 
@@ -323,7 +331,8 @@ def test_an_error_leaves_the_block_raw_and_the_worker_at_work(bench: Bench, capl
         bench.submit(broken)
         bench.sealer.drain()
     assert bench.sealer.failure == "OSError: out of order"
-    assert "stays raw" in caplog.text
+    assert "could not be compressed" in caplog.text
+    assert bench.keeper.left == [broken.block]
     bench.coder.failing = False
     bench.submit(whole)
     bench.sealer.drain()
@@ -511,7 +520,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     """Places that were looked up before a block was sealed read the same bytes after; none writes to its arena."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
     kernels, sealer, oracle = chosen_kernels(), Waiting(), list[bytes]()
-    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(sealer, 0))
+    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(sealer), COMPRESS_ALL)
     film = np.random.default_rng(0).integers(0, 4, (700, 24, 24), np.uint8)
 
     def run(first: int, end: int) -> None:
@@ -564,13 +573,13 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     """Raw blocks of a loaded memory go to the sealer when everything else is in place, not before."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
     kernels, waiting, at_once = chosen_kernels(), Waiting(), AtOnce()
-    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(waiting, 0))
+    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(waiting), COMPRESS_ALL)
     film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
     for tick in range(300):
         segments.append(tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
     for frozen in waiting.submitted[1::2]:
         seal_block(segments, frozen.block)
-    loaded = Segments(kernels, [], 1, 3_000, Tiers(at_once, 0))
+    loaded = Segments(kernels, [], 1, 3_000, Tiers(at_once), COMPRESS_ALL)
     at_once.segments = loaded
     loaded.restore(pickle.loads(pickle.dumps(segments.state(), protocol=5)), [leaf])
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
