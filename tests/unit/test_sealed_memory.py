@@ -305,6 +305,7 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
         field = next(i for i, leaf in enumerate(segments._leaves) if leaf.name == "camera")
         sealed = first.parts[field].block.sealed
         assert sealed is not None
+        assert isinstance(sealed.coded.data, np.ndarray)
         sealed.coded.data[:] = 255
         with pytest.raises(DamageError):
             pair.memory.gather(np.arange(first.ticks))

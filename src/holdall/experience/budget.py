@@ -83,7 +83,7 @@ class Budget:
             raise ArgumentError(
                 f"budget ({format_bytes(self.limit)}) is too small: the small fields and the index of a memory of this "
                 f"capacity take {format_bytes(fixed)}, and segments need {format_bytes(segment)} each while they are "
-                f"written, sealed and moved; give it at least {format_bytes(least)}, or lower capacity"
+                f"written, sealed and moved; give it at least {least} bytes ({format_bytes(least)}), or lower capacity"
             )
 
     def closed_allowed(self, fixed: int, elsewhere: int, segment: int) -> int:

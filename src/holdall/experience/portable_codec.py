@@ -93,8 +93,9 @@ class PortableCoder:
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
         transform = sealed.codec.transform
-        if numbers.size and not 0 <= numbers.min() <= numbers.max() < sealed.count:
-            raise DamageError("a slice is not in its block; nothing of it is returned")
+        outside = numbers[(numbers < 0) | (numbers >= sealed.count)]
+        if outside.size:
+            raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
         unit, within = np.divmod(numbers, sealed.codec.group)
         staged = np.empty((len(numbers), transform.coded_bytes), np.uint8)
         decompress = _decompressor(sealed.codec)

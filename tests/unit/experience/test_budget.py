@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from holdall.errors import ArgumentError, HoldallError
 from holdall.experience import budget
@@ -73,21 +76,79 @@ def test_auto_keeps_a_quarter_of_what_is_available_raw(machine: Path) -> None:
     assert Budget.of("auto", "balanced", 2).raw_bytes == GIB // 2
 
 
+def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(machine: Path) -> None:
+    """Without a disk tier nothing is bounded: the user named no limit."""
+    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == 4 * GIB
+    write_group(machine, 2, str(3 * GIB), str(GIB))
+    assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == GIB
+    assert Budget.of("auto", "balanced", 2).closed_bytes > 2**60
+
+
 def test_none_keeps_nothing_raw() -> None:
-    """All that is closed is compressed."""
+    """All that is closed is compressed; with a disk tier, none of it stays in memory."""
     assert Budget.of(None, "balanced", 2).raw_bytes == 0
+    assert Budget.of(None, "balanced", 2).closed_bytes > 2**60
+    assert Budget.of(None, "balanced", 2, spills=True).closed_bytes == 0
 
 
 @pytest.mark.parametrize("prefer", COST_CAPS)
 def test_the_preference_sets_the_cap(prefer: str) -> None:
     """And the hands are handed on."""
-    assert Budget.of(None, prefer, 3) == Budget(0, COST_CAPS[prefer], 3)
+    read = Budget.of(None, prefer, 3)
+    assert (read.cost_cap, read.hands) == (COST_CAPS[prefer], 3)
 
 
-@pytest.mark.parametrize("value", ["much", "", "-1", "8 apples", "auto ", -5])
+@pytest.mark.parametrize(
+    ("value", "limit"),
+    [("8GiB", 8 * GIB), ("8 gib", 8 * GIB), ("500MB", 500_000_000), ("0.5 GiB", GIB // 2), (12_345, 12_345)],
+)
+@pytest.mark.parametrize("spills", [False, True])
+def test_a_size_is_a_limit_over_everything(value: Any, limit: int, spills: bool) -> None:
+    """As written, in bytes or with a unit, whatever the machine has; raw blocks may take what is left of it."""
+    read = Budget.of(value, "balanced", 1, spills=spills)
+    assert read.limit == limit
+    assert read.raw_bytes == limit
+    assert read.closed_allowed(0, 0, 0) + read.staging_bytes == limit
+
+
+def test_without_a_size_there_is_no_limit() -> None:
+    """Neither for segments nor for staging, and nothing is refused."""
+    for value in ("auto", None):
+        read = Budget.of(value, "balanced", 1)
+        assert read.limit is None
+        assert min(read.segment_bytes, read.staging_bytes) > 2**60
+        read.require(1 << 50, 1 << 50)
+
+
+@pytest.mark.parametrize("limit", ["32MiB", "1GiB", "64GiB"])
+def test_everything_that_is_set_aside_leaves_room_within_a_limit(limit: str) -> None:
+    """Segments on their way and staging together leave most of it for closed blocks."""
+    read = Budget.of(limit, "balanced", 1)
+    assert read.limit is not None
+    room = read.closed_allowed(0, 0, read.segment_bytes)
+    assert room + read.staging_bytes + budget.SEGMENTS_ON_THE_WAY * read.segment_bytes == read.limit
+    assert room > read.limit // 2
+    assert read.closed_allowed(1 << 20, 1 << 20, read.segment_bytes) == room - (2 << 20)
+    assert read.closed_allowed(1 << 50, 0, 0) == 0
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])  # the machine is the same for all
+@given(fixed=st.integers(0, 1 << 33), segment=st.integers(1, 1 << 26))
+def test_a_limit_that_is_too_small_is_refused_with_the_least_that_will_do(fixed: int, segment: int) -> None:
+    """And that least is taken, and leaves room for closed blocks."""
+    with pytest.raises(ArgumentError, match=r"^budget \(1 B\) is too small") as caught:
+        Budget.of(1, "balanced", 1).require(fixed, segment)
+    told = re.search(r"give it at least (\d+) bytes", str(caught.value))
+    assert told is not None
+    least = Budget.of(int(told[1]), "balanced", 1)
+    least.require(fixed, segment)
+    assert least.closed_allowed(fixed, 0, segment) > 0
+
+
+@pytest.mark.parametrize("value", ["much", "", "-1", "8 apples", "auto ", "8G", -5, True, 1.5, b"8GiB"])
 def test_a_budget_that_is_none_is_refused(value: Any) -> None:
     """The message names argument, value, and what may be given instead."""
-    with pytest.raises(ArgumentError, match=r"^budget \(.*\).*'auto' or None") as caught:
+    with pytest.raises(ArgumentError, match=r"^budget \(.*\) is no size.*8GiB") as caught:
         Budget.of(value, "balanced", 1)
     assert repr(value) in str(caught.value)
     assert isinstance(caught.value, HoldallError)

@@ -1,7 +1,8 @@
-"""The newest blocks stay raw, as many as are allowed; the oldest are sealed first."""
+"""The newest blocks stay raw, the older are sealed, the oldest go to disk; without one, they leave early."""
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import numpy as np
@@ -10,83 +11,260 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdall.experience import segment
+from holdall.experience.budget import Budget
+from holdall.experience.codec import Codec, Method, Transform
 from holdall.experience.kernels import chosen_kernels
+from holdall.experience.portable_codec import PortableCoder
 from holdall.experience.seal import FrozenBlock, Sealer
+from holdall.experience.sealed import Coded
 from holdall.experience.segment import Segments
-from holdall.experience.slices import KeptBlock
-from holdall.experience.tier import Tiers
+from holdall.experience.segment_file import Extent
+from holdall.experience.slices import KeptBlock, SliceBlock
+from holdall.experience.tier import Allowance, Tiers
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 
 LEAF = Leaf("", (10,), np.dtype("u1"))
+MUCH = 1 << 40
 
 
 class Waiting(Sealer):
-    """Remembers what it was to seal, and seals nothing."""
+    """Remembers what it was to do, and does nothing."""
 
     def __init__(self) -> None:
         self.submitted: list[FrozenBlock] = []
+        self.spilled: list[FrozenBlock] = []
+        self.withdrawn: set[int] = set()
 
     def submit(self, frozen: FrozenBlock) -> None:
         self.submitted.append(frozen)
 
+    def spill(self, frozen: FrozenBlock) -> None:
+        self.spilled.append(frozen)
 
-def frozen_block(slices: int) -> FrozenBlock:
+    def withdraw(self, evicted: set[int]) -> None:
+        self.withdrawn |= evicted
+
+
+def frozen_block(slices: int, field: int = 0) -> FrozenBlock:
     block = KeptBlock(LEAF.nbytes, slices, np.zeros(slices * LEAF.nbytes, np.uint8))
-    return FrozenBlock(0, LEAF, Window.whole(LEAF), block)
+    return FrozenBlock(field, LEAF, Window.whole(LEAF), block)
+
+
+def seal(block: SliceBlock, to_bytes: int) -> None:
+    """Let a block be sealed to so many bytes, offsets and all."""
+    codec, offsets = Codec(Method.LZ4, 0, Transform(LEAF.nbytes)), np.zeros(block.used + 1, np.uint32)
+    data = np.zeros(to_bytes - offsets.nbytes, np.uint8)
+    block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), data)))
+
+
+def move_to_disk(block: SliceBlock) -> None:
+    """Let a block have been written to a file, of which nothing is read here."""
+    codec, offsets = Codec(Method.LZ4, 0, Transform(LEAF.nbytes)), np.zeros(block.used + 1, np.uint32)
+    nowhere: Any = None
+    extent = Extent(nowhere, 0, 100, np.zeros(block.used, np.uint32))
+    block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)))
+
+
+class Memory:
+    """Blocks that are held, oldest first; segments of one block each."""
+
+    def __init__(self, tiers: Tiers) -> None:
+        self.tiers = tiers
+        self.blocks: deque[SliceBlock] = deque()
+
+    def evict(self) -> bool:
+        if self.blocks:
+            self.tiers.forget([self.blocks.popleft()])
+            return True
+        return False
+
+    def keep(self, frozen: FrozenBlock, raw: int, closed: int = MUCH) -> None:
+        self.blocks.append(frozen.block)
+        self.tiers.keep(frozen)
+        self.settle(raw, closed)
+
+    def settle(self, raw: int, closed: int) -> None:
+        self.tiers.settle(Allowance(raw, closed), self.evict)
+
+
+# ---------------------------------------------------------------- raw
 
 
 @given(counts=st.lists(st.integers(0, 9), max_size=30), allowed=st.integers(0, 200))
 def test_the_newest_stay_raw_up_to_the_allowance(counts: list[int], allowed: int) -> None:
     """In the order in which they came, no earlier than needed, and no more than allowed ever stays."""
     sealer = Waiting()
-    tiers = Tiers(sealer, allowed)
+    memory = Memory(Tiers(sealer))
     blocks = []
     for count in counts:
         blocks.append(frozen_block(count))
-        tiers.keep(blocks[-1])
+        memory.keep(blocks[-1], allowed)
         assert sealer.submitted == blocks[: len(sealer.submitted)]
         raw = blocks[len(sealer.submitted) :]
         raw_bytes = sum(block.block.used_bytes for block in raw)
         assert raw_bytes <= allowed
         if sealer.submitted:
             assert raw_bytes + sealer.submitted[-1].block.used_bytes > allowed
+    assert len(memory.blocks) == len(blocks)
 
 
 def test_nothing_stays_raw_without_an_allowance() -> None:
     """Every block goes to the sealer when it comes."""
     sealer = Waiting()
-    tiers = Tiers(sealer, 0)
+    memory = Memory(Tiers(sealer))
     blocks = [frozen_block(1) for _ in range(3)]
     for block in blocks:
-        tiers.keep(block)
+        memory.keep(block, 0)
     assert sealer.submitted == blocks
 
 
 def test_evicted_blocks_are_neither_counted_nor_sealed() -> None:
     """Their room is there for newer ones."""
     sealer = Waiting()
-    tiers = Tiers(sealer, 30)
+    memory = Memory(Tiers(sealer))
     blocks = [frozen_block(1) for _ in range(6)]
     for block in blocks[:3]:
-        tiers.keep(block)
-    tiers.forget([blocks[0].block, blocks[1].block, object()])
+        memory.keep(block, 30)
+    memory.tiers.forget([blocks[0].block, blocks[1].block, frozen_block(1).block])
     for block in blocks[3:5]:
-        tiers.keep(block)
+        memory.keep(block, 30)
     assert sealer.submitted == []
-    tiers.keep(blocks[5])
+    memory.keep(blocks[5], 30)
     assert sealer.submitted == [blocks[2]]
+
+
+def test_the_first_block_of_every_field_is_sealed_early_where_that_is_wanted() -> None:
+    """So that how much fits a limit is known soon; the second ones stay raw."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer, measures_early=True))
+    blocks = [frozen_block(2, field) for field in (0, 1, 0, 1)]
+    for block in blocks:
+        memory.keep(block, MUCH)
+    assert sealer.submitted == blocks[:2]
+
+
+def test_what_blocks_shrink_to_is_known_when_one_of_every_field_was_sealed() -> None:
+    """Not a guess from one field alone."""
+    sealer = Waiting()
+    tiers = Tiers(sealer, measures_early=True)
+    memory = Memory(tiers)
+    assert tiers.shrinks_to is None
+    for field in (0, 1):
+        memory.keep(frozen_block(20, field), MUCH)
+    seal(sealer.submitted[0].block, 100)
+    tiers.take_back(sealer.submitted[0].block)
+    assert tiers.shrinks_to is None
+    seal(sealer.submitted[1].block, 150)
+    tiers.take_back(sealer.submitted[1].block)
+    assert tiers.shrinks_to == 250 / 400
+
+
+# ---------------------------------------------------------------- too much
+
+
+def test_raw_blocks_are_sealed_before_anything_leaves() -> None:
+    """Nothing is evicted while compressing may be enough, and nothing spilled while something is raw."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer, spills=True))
+    blocks = [frozen_block(20) for _ in range(3)]
+    for block in blocks:
+        memory.keep(block, MUCH, 550)
+    assert sealer.submitted == blocks[:1]
+    assert not sealer.spilled
+    memory.settle(MUCH, 100)
+    assert sealer.submitted == blocks
+    assert not sealer.spilled
+
+
+def test_what_does_not_fit_when_sealed_leaves_early_without_a_disk() -> None:
+    """The oldest first, and no more of them than needed."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer))
+    for _ in range(4):
+        memory.keep(frozen_block(20), 0, 1000)
+        seal(sealer.submitted[-1].block, 150)
+        memory.tiers.take_back(sealer.submitted[-1].block)
+    memory.settle(0, 1000)
+    assert len(memory.blocks) == 4
+    memory.settle(0, 450)
+    assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
+    memory.settle(0, 0)
+    assert not memory.blocks
+
+
+@pytest.mark.parametrize("shrinks", [True, False], ids=["sealed", "tried in vain"])
+def test_what_does_not_fit_when_sealed_is_spilled(shrinks: bool) -> None:
+    """The oldest first, and no more of them than needed; nothing leaves."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer, spills=True))
+    for _ in range(4):
+        memory.keep(frozen_block(20), 0, MUCH)
+        if shrinks:
+            seal(sealer.submitted[-1].block, 150)
+        memory.tiers.take_back(sealer.submitted[-1].block)
+    memory.settle(0, 450 if shrinks else 600)
+    assert sealer.spilled == sealer.submitted[:1]
+    move_to_disk(sealer.spilled[0].block)
+    memory.tiers.take_back(sealer.spilled[0].block)
+    memory.settle(0, 450 if shrinks else 600)
+    assert len(sealer.spilled) == 1
+    memory.settle(0, 0)
+    assert sealer.spilled == sealer.submitted
+    assert len(memory.blocks) == 4
+
+
+def test_blocks_leave_early_while_the_disk_takes_none() -> None:
+    """Memory stays bounded; and the disk is tried again with the next block that comes."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer, spills=True))
+    for _ in range(4):
+        memory.keep(frozen_block(20), 0, MUCH)
+        seal(sealer.submitted[-1].block, 150)
+        memory.tiers.take_back(sealer.submitted[-1].block)
+    memory.settle(0, 450)
+    memory.tiers.take_back(sealer.spilled[0].block)  # still in memory: it could not be written
+    memory.settle(0, 450)
+    assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
+    assert len(sealer.spilled) == 1
+    memory.keep(frozen_block(20), 0, MUCH)
+    memory.settle(0, 450)
+    assert sealer.spilled[1:] == sealer.submitted[1:2]
+    assert sealer.submitted[1].block in memory.blocks
+
+
+def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> None:
+    """Whether it is being sealed or spilled; what comes of it is nobody's any more."""
+    sealer = Waiting()
+    memory = Memory(Tiers(sealer, spills=True))
+    sealing, spilling = frozen_block(20), frozen_block(20)
+    memory.keep(spilling, 0, MUCH)
+    memory.tiers.take_back(spilling.block)
+    memory.settle(0, 0)
+    memory.keep(sealing, 0, MUCH)
+    assert (sealer.spilled, sealer.submitted[-1]) == ([spilling], sealing)
+    memory.tiers.forget([sealing.block, spilling.block])
+    assert sealer.withdrawn == {id(sealing.block), id(spilling.block)}
+    memory.tiers.take_back(sealing.block)
+    memory.tiers.take_back(spilling.block)
+    newer = frozen_block(20)
+    memory.keep(newer, 200, 200)
+    assert sealer.submitted[-1] is sealing, "the newer one fits: the two that left take nothing"
+    assert len(sealer.spilled) == 1
+
+
+# ---------------------------------------------------------------- blocks of several segments
 
 
 class Counting(Tiers):
     """Keeps everything raw and says what it still knows of."""
 
     def __init__(self) -> None:
-        super().__init__(Waiting(), 1 << 40)
+        super().__init__(Waiting())
 
     @property
     def known(self) -> set[int]:
-        return {id(frozen.block) for frozen in self._raw}
+        return {id(frozen.block) for frozen in self._raw.blocks}
 
 
 def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,7 +272,7 @@ def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
     leaf = Leaf("", (50, 40), np.dtype("u1"))
     tiers = Counting()
-    segments = Segments(chosen_kernels(), [leaf], 1, 400, tiers)
+    segments = Segments(chosen_kernels(), [leaf], 1, 400, tiers, Budget(None, MUCH, MUCH, 2.0, 1))
     days = np.random.default_rng(0).integers(0, 256, (2000, 40), np.uint8)
     shared = 0
     for tick in range(1500):
