@@ -32,10 +32,16 @@ from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler
+from holdall.sampling.hindsight import Hindsight
+from holdall.sampling.nstep import NStep
+from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir")
+_OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
+"""Samplers whose tests show that they draw what is held alone; what others draw is checked."""
 
 
 class ReplayMemory:
@@ -220,13 +226,28 @@ class ReplayMemory:
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
-        wanted = _as_ids(ids)
+        return self.follow(of_ids(_as_ids(ids)))
+
+    def draw(self, batch_size: int) -> Draw:
+        """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
+        _require_count("batch_size", batch_size, 1)
+        with self._lock:
+            return self._draw(self._open(), batch_size)
+
+    def follow(self, draw: Draw) -> Batch:
+        """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            self._require_held(store, wanted)
-            draw = of_ids(wanted)
+            self._require_drawn(store, draw)
             reading = Reading.of(draw, store)
         return self._builder.build(draw, reading)
+
+    def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+        """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
+        with self._lock:
+            store = self._open()
+            self._require_held(store, ids.reshape(-1))
+            return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Tell the sampler how much it would pay to see transitions again, such as their TD errors' sizes.
@@ -373,13 +394,17 @@ class ReplayMemory:
         )
 
     def _draw(self, store: Store, count: int) -> Draw:
+        if store.transitions == 0:
+            raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
         draw = self._sampler.draw(self._held(store), count, self._generator)
-        if type(self._sampler) is not Uniform:
-            named = (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids)
-            for ids in named:
-                if ids is not None:
-                    self._require_held(store, ids.reshape(-1))
+        if type(self._sampler) not in _OWN_SAMPLERS:
+            self._require_drawn(store, draw)
         return draw
+
+    def _require_drawn(self, store: Store, draw: Draw) -> None:
+        for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
+            if ids is not None:
+                self._require_held(store, ids.reshape(-1))
 
     def _open(self) -> Store:
         if self._store is None:

@@ -6,13 +6,14 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 
 
 import typer
 
-from holdall.cli import demo
+from holdall.cli import demo, lint
 from holdall.cli.verbosity import OneLineErrors, Verbose
 
 __all__ = ["app", "main"]
 
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo.demo)
+app.command()(lint.lint)
 
 
 @app.callback()

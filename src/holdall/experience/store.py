@@ -207,6 +207,11 @@ class Store:
         """Copy the rewards of `ids`, of any shape."""
         return np.empty(0, np.float32) if self._reward is None else _take(self._reward, self._slots(ids))
 
+    def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy rewards and flags of `ids`, of any shape."""
+        slot = self._slots(ids)
+        return self.rewards(ids), _take(self._terminated, slot), _take(self._truncated, slot)
+
     @property
     def segments(self) -> int:
         """Segments held, the open one among them."""

@@ -8,6 +8,7 @@ and the tensors are equal bit for bit, so the weights are. Where Stable-Baseline
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from math import prod
 from typing import Any
 
@@ -19,9 +20,11 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.batch import Batch
+from holdall.batch import Batch, Draw
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
+from holdall.sampling.draw import Sampler, require_count
+from holdall.sb3.nstep import NStepReturns, Run
 from holdall.sb3.slots import SlotArray
 
 _FLOAT32 = np.dtype(np.float32)
@@ -43,6 +46,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: Accepted and without effect: observations are always shared, and
             truncation is right all the same.
         handle_timeout_termination: As in Stable-Baselines3.
+        n_steps: Steps of the returns, as in its `NStepReplayBuffer`; Dict observations too.
+        gamma: What a reward is worth a step later, for `n_steps` above 1.
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: The same.
     """
@@ -57,6 +62,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         optimize_memory_usage: bool = False,
         handle_timeout_termination: bool = True,
         *,
+        n_steps: int = 1,
+        gamma: float = 0.99,
         budget: str | int | None = "auto",
         prefer: str = "balanced",
     ) -> None:
@@ -66,6 +73,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self._budget, self._prefer = budget, prefer
         self.handle_timeout_termination = handle_timeout_termination
+        self.n_steps = require_count("n_steps", n_steps, 1)
+        self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
@@ -113,13 +122,35 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._get_samples(slots, env=env)
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        lanes = (len(batch_inds),)
-        env_indices = np.random.randint(0, high=self.n_envs, size=lanes)  # noqa: NPY002  likewise
-        batch = self.memory.gather(self._ids(batch_inds, env_indices))
+        env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  likewise
+        return self._samples(self._ids(batch_inds, env_indices), env)
+
+    def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
+        """Gather transitions, or the n-step returns that begin with them."""
+        if self.n_steps == 1:
+            batch = self.memory.gather(ids)
+            return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+        returns = NStepReturns.of(self._run(ids), self.gamma, lambda rewards: self._normalize_reward(rewards, env))
+        last_ids = ids + returns.steps_taken * self.n_envs
+        batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), last_ids))
+        return self._as_samples(batch, returns.rewards, env, returns.discounts)
+
+    def _run(self, ids: NDArray[np.int64]) -> Run:
+        """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
+        ticks, lanes = np.divmod(ids, self.n_envs)
+        slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
+        steps = self._ids(slots % self.buffer_size, lanes[:, None])
+        written = steps >= 0
+        rewards, terminated, truncated = self.memory.outcomes(np.where(written, steps, ids[:, None]))
+        newest = steps // self.n_envs == self.memory.next_id // self.n_envs - 1
+        return Run(np.where(written, rewards, np.float32(0)), terminated | truncated | newest)
+
+    def _as_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
+        """Hand a batch over as Stable-Baselines3's tuple of tensors."""
         dones = (batch.terminated > batch.truncated).astype(np.float32).reshape(-1, 1)
-        rewards = self._normalize_reward(batch.reward.reshape(-1, 1), env)
         obs = self._normalize_obs(batch.obs, env)
         next_obs = self._normalize_obs(batch.next_obs, env)
+        told = None if discounts is None else self._tensor(discounts)
         if isinstance(obs, dict) and isinstance(next_obs, dict):
             return DictReplayBufferSamples(
                 observations={key: self._tensor(value) for key, value in obs.items()},
@@ -127,9 +158,16 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 next_observations={key: self._tensor(value) for key, value in next_obs.items()},
                 dones=self._tensor(dones),
                 rewards=self._tensor(rewards),
+                discounts=told,
             )
-        arrays = (obs, batch.action, next_obs, dones, rewards)
-        return ReplayBufferSamples(*(self._tensor(array) for array in arrays))
+        return ReplayBufferSamples(
+            observations=self._tensor(obs),
+            actions=self._tensor(batch.action),
+            next_observations=self._tensor(next_obs),
+            dones=self._tensor(dones),
+            rewards=self._tensor(rewards),
+            discounts=told,
+        )
 
     def reset(self) -> None:
         """Forget every transition."""
@@ -185,13 +223,23 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def _new_memory(self) -> ReplayMemory:
         stored = {key: _box(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         return ReplayMemory(
-            spaces.Dict(stored) if self._is_dict else stored[""],
+            spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""],  # a plain dict would be sorted
             _box((self.action_dim,), self._action_dtype),
             capacity=self.buffer_size * self.n_envs,
             num_envs=self.n_envs,
             budget=self._budget,
             prefer=self._prefer,
+            sampler=self._new_sampler(),
+            seed=self._new_seed(),
         )
+
+    def _new_sampler(self) -> Sampler | None:
+        """Return how the memory draws by itself; this class draws slots, in Stable-Baselines3's order."""
+        return None
+
+    def _new_seed(self) -> int | None:
+        """Return what the memory's own generator begins with."""
+        return None
 
     def _specs_of(self, space: spaces.Space[Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Batched shape and dtype of every observation key, as Stable-Baselines3 stores it."""

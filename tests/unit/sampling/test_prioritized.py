@@ -16,7 +16,7 @@ from .chi_square import DRAWS, chi_square
 
 
 def drawn_from(memory: ReplayMemory) -> Any:
-    return np.concatenate([memory._draw(memory._open(), 200_000).ids for _ in range(DRAWS // 200_000)])
+    return np.concatenate([memory.draw(200_000).ids for _ in range(DRAWS // 200_000)])
 
 
 @pytest.mark.parametrize("alpha", [0.0, 0.6, 1.0, 2.0])

@@ -1,0 +1,117 @@
+"""`holdall lint`: what is wrong with training scripts and hyperparameter files.
+
+Exit codes: 0 nothing at or above --fail-on was found, 1 a file or setting that cannot be used, 2 a mistake on the
+command line, 3 something was found.
+"""
+
+import json as json_
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import holdall
+from holdall.cli.verbosity import Verbose
+from holdall.errors import ArgumentError
+from holdall.lint.engine import check_text
+from holdall.lint.files import find_files, read_text, write_text
+from holdall.lint.finding import Finding
+from holdall.lint.fix import apply_edits
+from holdall.lint.output.explained import explain as explain_rule
+from holdall.lint.output.plain import as_text
+from holdall.lint.output.structured import as_json, as_sarif
+from holdall.lint.rules import RULES
+from holdall.lint.selection import Settings, find_settings
+
+FOUND = 3  # exit code: the files were read, and something was found
+
+
+class Format(StrEnum):
+    """How findings are printed."""
+
+    TEXT = "text"
+    JSON = "json"
+    SARIF = "sarif"
+
+
+def lint(
+    paths: Annotated[list[Path] | None, typer.Argument(help="Scripts, YAML files, or directories of them.")] = None,
+    select: Annotated[list[str] | None, typer.Option(help="Only these rules: ids or prefixes, as M or M01.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="All but these rules: ids or prefixes.")] = None,
+    form: Annotated[Format, typer.Option("--format", help="How to print what is found.")] = Format.TEXT,
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="Make the safe corrections in the files.")] = False,
+    explain: Annotated[str | None, typer.Option(help="Print one rule in words, and nothing else.")] = None,
+    fail_on: Annotated[
+        str | None, typer.Option(help="What makes the exit code 3: error (the default), warning, info or never.")
+    ] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Judge by this much memory instead of this machine's: 32GB.")
+    ] = None,
+    vram: Annotated[str | None, typer.Option(help="The memory of the GPU: 16GiB. Not known otherwise.")] = None,
+    sb3_version: Annotated[
+        str | None, typer.Option(help="Judge by this Stable-Baselines3 instead of the installed one.")
+    ] = None,
+    exclude: Annotated[
+        list[str] | None, typer.Option(help="Leave these out of directories: names or patterns.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Find mistakes in training scripts and hyperparameter files, without running them."""
+    if explain is not None:
+        typer.echo(_explained(explain))
+        return
+    if not paths:
+        raise ArgumentError("paths (none) must name at least one script, YAML file or directory")
+    settings = find_settings(Path.cwd()).but(
+        select=_ids(select),
+        ignore=_ids(ignore),
+        fail_on=fail_on,
+        budget=budget,
+        vram=vram,
+        sb3_version=sb3_version,
+        exclude=None if exclude is None else tuple(exclude),
+    )
+    fails_from = settings.fails_from
+    files = find_files(paths, settings.exclude)
+    findings = _check(files, settings, fix)
+    typer.echo(_printed(findings, len(files), Format.JSON if json else form))
+    if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
+        raise typer.Exit(FOUND)
+
+
+def _ids(given: list[str] | None) -> tuple[str, ...] | None:
+    """Take both `--select M --select L05` and `--select M,L05`."""
+    return None if given is None else tuple(one.strip() for item in given for one in item.split(",") if one.strip())
+
+
+def _check(files: list[Path], settings: Settings, fix: bool) -> list[Finding]:
+    rules, machine = settings.rules(), settings.machine()
+    findings: list[Finding] = []
+    for path in files:
+        text = read_text(path)
+        found = check_text(text, str(path), rules, machine)
+        corrected, made = apply_edits(text, found) if fix else (text, [])
+        if made:
+            write_text(path, corrected)
+            typer.echo(
+                f"{path}: corrected {', '.join(f'{one.rule} in line {one.place.line}' for one in made)}", err=True
+            )
+            found = check_text(corrected, str(path), rules, machine)
+        findings += found
+    return findings
+
+
+def _printed(findings: list[Finding], files: int, form: Format) -> str:
+    if form is Format.TEXT:
+        return as_text(findings)
+    data = as_json(findings, files) if form is Format.JSON else as_sarif(findings, RULES, holdall.__version__)
+    return json_.dumps(data, indent=2)
+
+
+def _explained(name: str) -> str:
+    rule = next((rule for rule in RULES.values() if name in {rule.id, rule.name}), None)
+    if rule is None:
+        raise ArgumentError(f"explain ({name!r}) is no rule; rules are {', '.join(RULES)}")
+    return explain_rule(rule)

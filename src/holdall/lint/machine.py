@@ -1,0 +1,69 @@
+"""The machine and the versions that a configuration is judged against.
+
+In:  this machine, or what the user says of another one.  Out: one record of limits.
+Invariant: memory is the smaller of RAM and the budget, as totals and not as what happens to be free while the file
+is read.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from holdall.plan.buffers import Version, installed_version
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rule may compare a configuration with; None stands for what is not known."""
+
+    cores: int
+    ram_bytes: int
+    limit_bytes: int
+    limit_name: str
+    vram_bytes: int | None = None
+    shm_bytes: int | None = None
+    disk_bytes: int | None = None
+    python: tuple[int, int] = (3, 11)
+    sb3: Version | None = None
+
+    @property
+    def is_contained(self) -> bool:
+        """Whether a control group allows less than the machine has."""
+        return self.limit_bytes < self.ram_bytes and self.limit_name.startswith("control group")
+
+
+def detect(budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: Version | None = None) -> Machine:
+    """Describe this machine; what the caller says goes before what is found."""
+    ram = int(psutil.virtual_memory().total)
+    limits = [(ram, "RAM")]
+    limit, name = min([*limits, (budget_bytes, "the budget")] if budget_bytes is not None else limits)
+    return Machine(
+        cores=_cores(),
+        ram_bytes=ram,
+        limit_bytes=limit,
+        limit_name=name,
+        vram_bytes=vram_bytes,
+        shm_bytes=_size(Path("/dev/shm"), "total"),
+        disk_bytes=_size(Path.cwd(), "free"),
+        python=sys.version_info[:2],
+        sb3=sb3 or installed_version(),
+    )
+
+
+def _size(directory: Path, which: str) -> int | None:
+    try:
+        return int(getattr(shutil.disk_usage(directory), which))
+    except OSError:
+        return None
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

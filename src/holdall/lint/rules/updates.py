@@ -1,0 +1,231 @@
+"""Rules about batches and updates: how large, how often, out of what."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import ClassVar
+
+from holdall.lint.finding import Finding, Severity
+from holdall.lint.machine import Machine
+from holdall.lint.rule import Case, RunRule
+from holdall.lint.run import Run
+from holdall.lint.values import UNKNOWN, whole
+
+
+def zoo(algorithm: str, **values: object) -> Case:
+    """Return a hyperparameter file with one entry."""
+    lines = [f"  {name}: {value}" for name, value in ({"policy": "MlpPolicy"} | values).items()]
+    return Case("Env-v0:\n" + "\n".join(lines), file=f"{algorithm}.yml")
+
+
+def train_freq(run: Run) -> tuple[int, str] | None:
+    """Return `train_freq` as a number and its unit, if both are known."""
+    value = run.value("train_freq")
+    unit: object = "step"
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value, unit = value
+    number = whole(value)
+    return (number, unit) if number is not None and unit in {"step", "episode"} and isinstance(unit, str) else None
+
+
+class BufferSmallerThanBatch(RunRule):
+    """Compares the replay buffer with one batch."""
+
+    id = "L04"
+    name = "buffer-smaller-than-batch"
+    severity = Severity.WARNING
+    why = "Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times."
+    fix = "A larger `buffer_size`, or a smaller `batch_size`."
+    BAD: ClassVar = (zoo("sac", buffer_size=128, batch_size=256),)
+    GOOD: ClassVar = (zoo("sac", buffer_size=100_000, batch_size=256),)
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if a batch is larger than the buffer."""
+        size, batch = run.whole("buffer_size"), run.whole("batch_size")
+        if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
+            yield self.finding(
+                f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
+                run.place_of("buffer_size", "batch_size"),
+                buffer_size=size,
+                batch_size=batch,
+            )
+
+
+def samples_per_rollout(run: Run) -> int | None:
+    """Return the transitions of one rollout of an on-policy run."""
+    steps, count = run.whole("n_steps"), run.environments.number
+    return steps * count if run.algorithm.on_policy and steps and count else None
+
+
+def _divisors(number: int, near: int) -> list[int]:
+    """Return the divisors of a number that lie next to another number."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    every = sorted({*small, *(number // d for d in small)} - {1})
+    below, above = [d for d in every if d <= near], [d for d in every if d > near]
+    return [*below[-2:], *above[:2]]
+
+
+class BatchDoesNotDivide(RunRule):
+    """Compares the batch with the samples that a rollout collects."""
+
+    id = "L05"
+    name = "batch-does-not-divide-rollout"
+    severity = Severity.WARNING
+    why = """
+    The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that is
+    larger than the rollout is cut to it: one update an epoch.
+    """
+    fix = "One of the divisors that the message names."
+    BAD: ClassVar = (
+        zoo("ppo", n_envs=2, n_steps=100, batch_size=64),
+        zoo("ppo", n_envs=1, n_steps=128, batch_size=256),
+    )
+    GOOD: ClassVar = (
+        zoo("ppo", n_envs=2, n_steps=8192, batch_size=2048),
+        Case('from stable_baselines3 import PPO\nPPO("MlpPolicy", make(), n_steps=100, batch_size=64)'),
+    )
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if the batches are not all of one size."""
+        collected, batch = samples_per_rollout(run), run.whole("batch_size")
+        if collected is None or not batch or collected % batch == 0:
+            return
+        better = ", ".join(f"{divisor:,}" for divisor in _divisors(collected, batch))
+        text = (
+            f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
+            if batch > collected
+            else f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave one of {collected % batch:,}"
+        )
+        yield self.finding(
+            f"{text}; divisors near it: {better}",
+            run.place_of("batch_size", "n_steps"),
+            collected=collected,
+            batch_size=batch,
+            remainder=collected % batch,
+        )
+
+
+class UpdatesFallBehind(RunRule):
+    """Finds off-policy runs whose updates a step fall with the number of environments."""
+
+    id = "L06"
+    name = "updates-fall-behind"
+    severity = Severity.WARNING
+    why = """
+    `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight of
+    them the same number of steps brings an eighth of the updates.
+    """
+    fix = "`gradient_steps=-1`: as many updates as transitions were collected."
+    BAD: ClassVar = (zoo("sac", n_envs=8, gradient_steps=1),)
+    GOOD: ClassVar = (zoo("sac", n_envs=8, gradient_steps=-1), zoo("sac", n_envs=1, gradient_steps=1))
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if several environments share one update."""
+        count, updates, freq = run.environments.number, run.whole("gradient_steps"), train_freq(run)
+        if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
+            return
+        steps = freq[0] * count
+        yield self.finding(
+            f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
+            f"with one environment it would be one for every {freq[0]}",
+            run.place_of("gradient_steps", "train_freq"),
+            steps_per_update=steps,
+            n_envs=count,
+        )
+
+
+class NothingToNormalise(RunRule):
+    """Finds on-policy runs whose advantages cannot be normalised."""
+
+    id = "L13"
+    name = "one-sample-to-normalise"
+    severity = Severity.ERROR
+    why = "The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError."
+    fix = "`batch_size` and `n_steps x n_envs` of 2 or more, or `normalize_advantage=False`."
+    BAD: ClassVar = (zoo("ppo", batch_size=1, n_steps=2048), zoo("ppo", n_steps=1, n_envs=1))
+    GOOD: ClassVar = (
+        zoo("ppo", batch_size=64, n_steps=2048),
+        zoo("ppo", batch_size=1, n_steps=2048, normalize_advantage="false"),
+    )
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if a batch, or a rollout, is one sample."""
+        if (
+            run.algorithm.name not in {"PPO", "MaskablePPO", "RecurrentPPO"}
+            or run.value("normalize_advantage") is not True
+        ):
+            return
+        if run.whole("batch_size") == 1 or samples_per_rollout(run) == 1:
+            which = "batch_size" if run.whole("batch_size") == 1 else "n_steps x n_envs"
+            yield self.finding(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
+
+
+class EpisodicWithMany(RunRule):
+    """Finds `train_freq` in episodes with several environments."""
+
+    id = "L14"
+    name = "episodic-training-of-many"
+    severity = Severity.ERROR
+    why = (
+        "Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError."
+    )
+    fix = '`train_freq=(n, "step")`, or one environment.'
+    BAD: ClassVar = (zoo("td3", n_envs=4, train_freq='[1, "episode"]'),)
+    GOOD: ClassVar = (zoo("td3", n_envs=1, train_freq='[1, "episode"]'), zoo("td3", n_envs=4, train_freq=1))
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if the two meet."""
+        freq, count = train_freq(run), run.environments.number
+        if freq is not None and freq[1] == "episode" and count is not None and count > 1:
+            yield self.finding(
+                f"train_freq counts episodes, and there are {count} environments",
+                run.place_of("train_freq"),
+                n_envs=count,
+            )
+
+
+class TargetUpdatedEveryStep(RunRule):
+    """Compares DQN's `target_update_interval` with the number of environments."""
+
+    id = "L15"
+    name = "target-updated-every-step"
+    severity = Severity.WARNING
+    why = (
+        "The interval is counted in steps and divided by the number of environments: the target then follows each step."
+    )
+    fix = "A larger `target_update_interval`."
+    BAD: ClassVar = (zoo("dqn", n_envs=16, target_update_interval=10),)
+    GOOD: ClassVar = (zoo("dqn", n_envs=8, target_update_interval=1000),)
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if the interval is shorter than one vectorised step."""
+        interval, count = run.whole("target_update_interval"), run.environments.number
+        if "target_update_interval" not in run.algorithm.defaults or interval is None or count is None:
+            return
+        if 1 < count > interval > 0:
+            yield self.finding(
+                f"target_update_interval={interval:,} with {count} environments updates the target at every call",
+                run.place_of("target_update_interval"),
+                interval=interval,
+                n_envs=count,
+            )
+
+
+class SmallNetworkOnGpu(RunRule):
+    """Finds on-policy runs of `MlpPolicy` that are put on a GPU."""
+
+    id = "L16"
+    name = "small-network-on-gpu"
+    severity = Severity.INFO
+    why = "The networks are small and acting is step by step: moving each step to the GPU costs more than it saves."
+    fix = '`device="cpu"`.'
+    BAD: ClassVar = (Case('from stable_baselines3 import PPO\nPPO("MlpPolicy", "CartPole-v1", device="cuda")'),)
+    GOOD: ClassVar = (Case('from stable_baselines3 import PPO\nPPO("CnnPolicy", "Pong-v0", device="cuda")'),)
+
+    def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
+        """Yield if a GPU is asked for."""
+        device = run.value("device")
+        if run.algorithm.name not in {"A2C", "PPO"} or run.value("policy") != "MlpPolicy" or device is UNKNOWN:
+            return
+        if isinstance(device, str) and device.startswith("cuda"):
+            yield self.finding(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))

@@ -1,0 +1,171 @@
+"""One training run as far as it is known: what every source gives, and every rule about runs reads.
+
+In:  what was read from a script, a hyperparameter file or a live model.
+Out: settings with the place where each was given; UNKNOWN where it could not be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from holdall.lint.algorithms import Algorithm
+from holdall.lint.finding import Place
+from holdall.lint.values import UNKNOWN, OneOf, whole
+from holdall.schema import Leaf
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one argument, and where it stands."""
+
+    value: object
+    place: Place
+    is_given: bool = True  # False: the library's default
+    divisors: tuple[int, ...] | None = None  # what its expression divides by; None: there is no expression to read
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """An observation or action space, as leaves; bounds where they are known."""
+
+    leaves: tuple[Leaf, ...]
+    is_dict: bool
+    place: Place
+    bounds: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value of the whole space."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def elements(self) -> int:
+        """Numbers in one value of the whole space."""
+        return sum(prod(leaf.shape) for leaf in self.leaves)
+
+    def is_image(self, leaf: Leaf) -> bool:
+        """Whether Stable-Baselines3 takes a leaf for an image: three axes, uint8, 0 to 255."""
+        return len(leaf.shape) == 3 and leaf.dtype == np.uint8
+
+    @property
+    def images(self) -> tuple[Leaf, ...]:
+        """The leaves that are images."""
+        return tuple(leaf for leaf in self.leaves if self.is_image(leaf))
+
+    def stacked(self, count: int) -> Space:
+        """Return the space of `count` values side by side along the last axis."""
+        wide = [replace(leaf, shape=(*leaf.shape[:-1], leaf.shape[-1] * count)) for leaf in self.leaves if leaf.shape]
+        return replace(self, leaves=tuple(wide))
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """The environments of a run."""
+
+    count: object = UNKNOWN
+    vector: str = ""  # "single", "dummy", "subproc", "async"; empty: not known
+    start_method: object = None  # of subprocesses; None: the library's choice
+    observation: Space | None = None  # None: not known
+    action: Space | None = None
+    stack: int = 1  # frames side by side in one observation, as far as wrappers say
+    episode_steps: object = UNKNOWN  # the time limit
+    place: Place | None = None
+    origin: object = None  # the same for the same object; None where it cannot be told
+
+    @property
+    def number(self) -> int | None:
+        """How many, if known."""
+        return whole(self.count)
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """A callback: its class and its arguments."""
+
+    kind: str
+    settings: Mapping[str, Setting]
+    place: Place
+    environments: Environments | None = None  # those it evaluates on
+
+    def value(self, name: str) -> object:
+        """The value of an argument that was given; UNKNOWN otherwise."""
+        return self.settings[name].value if name in self.settings else UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class Learn:
+    """One call of `learn`."""
+
+    total_timesteps: Setting
+    callbacks: tuple[Callback, ...]
+    place: Place
+    repeats_model: bool = False  # in a loop that the model is made before
+    reset_num_timesteps: object = True
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A model and what it is trained with."""
+
+    title: str
+    algorithm: Algorithm
+    given: Mapping[str, Setting]
+    environments: Environments
+    learns: tuple[Learn, ...]
+    place: Place
+    has_more: bool = False  # further arguments were passed that could not be read
+    filled: int | None = None  # transitions already held, for a live model
+
+    def setting(self, name: str) -> Setting:
+        """What an argument is: given, the default, or UNKNOWN."""
+        if name in self.given:
+            return self.given[name]
+        if self.has_more or name not in self.algorithm.defaults:
+            return Setting(UNKNOWN, self.place, is_given=False)
+        return Setting(self.algorithm.defaults[name], self.place, is_given=False)
+
+    def value(self, name: str) -> object:
+        """The value of an argument."""
+        return self.setting(name).value
+
+    def whole(self, name: str) -> int | None:
+        """The value of an argument as a whole number, if it is certain."""
+        return whole(self.value(name))
+
+    def place_of(self, *names: str) -> Place:
+        """Where the first of these arguments that was given stands, or else the run."""
+        return next((self.given[name].place for name in names if name in self.given), self.place)
+
+    @property
+    def total_timesteps(self) -> int | None:
+        """The steps of its one call of `learn`; None if there are several, or it is not known."""
+        if len(self.learns) != 1 or self.learns[0].repeats_model:
+            return None
+        return whole(self.learns[0].total_timesteps.value)
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks of all calls of `learn`."""
+        return tuple(callback for learn in self.learns for callback in learn.callbacks)
+
+    def with_values(self, **values: object) -> Run:
+        """Return the run with other arguments."""
+        given = dict(self.given) | {name: Setting(value, self.place_of(name)) for name, value in values.items()}
+        return replace(self, given=given)
+
+    def with_environments(self, **changes: Any) -> Run:
+        """Return the run with other environments."""
+        return replace(self, environments=replace(self.environments, **changes))
+
+    @property
+    def variants(self) -> tuple[Run, ...]:
+        """The run once for every value of a searched argument; a single argument is searched at a time."""
+        for name, setting in self.given.items():
+            if isinstance(setting.value, OneOf):
+                return tuple(self.with_values(**{name: value}) for value in setting.value.values)
+        return (self,)

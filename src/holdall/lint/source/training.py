@@ -1,0 +1,170 @@
+"""The runs of a script: models that are constructed, their environments, and their calls of `learn`.
+
+In:  a parsed script.  Out: one Run for every construction of an algorithm.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cached_property
+
+from holdall.lint import algorithms
+from holdall.lint.run import Callback, Environments, Learn, Run, Setting
+from holdall.lint.source.environments import EnvironmentReader
+from holdall.lint.source.evaluate import Evaluator
+from holdall.lint.source.script import Script
+from holdall.lint.values import UNKNOWN, whole
+
+_DEEPEST = 4  # names that stand for names that ...
+
+# The leading arguments of Stable-Baselines3's callbacks.
+_CALLBACK_ARGUMENTS = {
+    "CheckpointCallback": ("save_freq", "save_path"),
+    "EvalCallback": ("eval_env", "callback_on_new_best", "callback_after_eval", "n_eval_episodes", "eval_freq"),
+    "MaskableEvalCallback": ("eval_env", "callback_on_new_best", "callback_after_eval", "n_eval_episodes", "eval_freq"),
+    "EveryNTimesteps": ("n_steps", "callback"),
+    "CallbackList": ("callbacks",),
+}
+
+
+class Training:
+    """What one script trains."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.evaluator = Evaluator(script)
+        self._environments = EnvironmentReader(self.evaluator)
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """Every model that the script constructs."""
+        return tuple(self._run(call, made) for call, made in self.constructions)
+
+    @cached_property
+    def constructions(self) -> list[tuple[ast.Call, algorithms.Algorithm]]:
+        """The calls that construct a model."""
+        found = [(call, algorithms.named(self.script.dotted(call.func))) for call in self.script.calls]
+        return [(call, algorithm) for call, algorithm in found if algorithm is not None]
+
+    @cached_property
+    def learn_calls(self) -> list[tuple[ast.Call, ast.Call | None]]:
+        """The calls of `learn`, each with the construction of its model if that is certain."""
+        return [
+            (call, self.constructed(call.func.value))
+            for call in self.script.calls
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "learn"
+        ]
+
+    def constructed(self, node: ast.expr) -> ast.Call | None:
+        """Return the call that constructed the model that an expression means."""
+        match node:
+            case ast.Call() if algorithms.named(self.script.dotted(node.func)):
+                return node
+            case ast.Call(func=ast.Attribute(attr="learn", value=model)):
+                return self.constructed(model)
+            case ast.Name():
+                found = self.script.definition(node)
+                return self.constructed(found.value) if found and found.value else None
+            case ast.Attribute():
+                value = self.evaluator.attribute_node(node)
+                return self.constructed(value) if value else None
+        return None
+
+    def environments(self, node: ast.expr | None) -> Environments:
+        """Describe the environments that an expression makes."""
+        return self._environments.read(node)
+
+    def settings(self, call: ast.Call, positional: tuple[str, ...]) -> tuple[dict[str, Setting], bool]:
+        """Return the arguments of a call by name, and whether there are some that cannot be read."""
+        has_more = len(call.args) > len(positional) or any(isinstance(a, ast.Starred) for a in call.args)
+        given: dict[str, Setting] = {}
+        for name, argument in zip(positional, call.args, strict=False):
+            if isinstance(argument, ast.Starred):
+                break
+            given[name] = self._setting(argument)
+        for keyword in call.keywords:
+            if keyword.arg:
+                given[keyword.arg] = self._setting(keyword.value)
+                continue
+            unpacked = self.evaluator.value(keyword.value)
+            if not isinstance(unpacked, dict):
+                has_more = True
+                continue
+            place = self.script.place(keyword.value)
+            given |= {str(name): Setting(value, place) for name, value in unpacked.items()}
+        return given, has_more
+
+    def _setting(self, node: ast.expr) -> Setting:
+        divisors = tuple(number for number in self._divisors(node) if number is not None)
+        return Setting(self.evaluator.value(node), self.script.place(node), divisors=divisors)
+
+    def _divisors(self, node: ast.expr, depth: int = 0) -> Iterator[int | None]:
+        """Yield what an expression, or one that it names, divides by."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
+                yield whole(self.evaluator.value(part.right))
+            elif isinstance(part, ast.Name) and depth < _DEEPEST:
+                found = self.script.definition(part)
+                if found and found.value is not None:
+                    yield from self._divisors(found.value, depth + 1)
+
+    def _run(self, call: ast.Call, algorithm: algorithms.Algorithm) -> Run:
+        given, has_more = self.settings(call, algorithm.positional)
+        given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
+        learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
+        return Run(
+            algorithm.name,
+            algorithm,
+            given,
+            self.environments(self._argument(call, "env", 1)),
+            learns,
+            self.script.place(call),
+            has_more,
+        )
+
+    @staticmethod
+    def _argument(call: ast.Call, name: str, index: int) -> ast.expr | None:
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                return keyword.value
+        return call.args[index] if index < len(call.args) else None
+
+    # ------------------------------------------------------------ learn and its callbacks
+
+    def _learn(self, call: ast.Call, model: ast.Call) -> Learn:
+        given, has_more = self.settings(call, ("total_timesteps", "callback"))
+        place = self.script.place(call)
+        loop = self.script.loop(call)
+        return Learn(
+            given.get("total_timesteps", Setting(UNKNOWN, place)),
+            tuple(self._callbacks(self._argument(call, "callback", 1))),
+            place,
+            loop is not None and loop not in self.script.ancestors(model),
+            given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
+        )
+
+    def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
+        """Yield the callbacks that an expression holds, as far as they can be told."""
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                for item in items:
+                    yield from self._callbacks(item)
+            case ast.Name():
+                found = self.script.definition(node)
+                if found and found.value:
+                    yield from self._callbacks(found.value)
+            case ast.Attribute():
+                yield from self._callbacks(self.evaluator.attribute_node(node))
+            case ast.Call():
+                yield from self._callback(node)
+
+    def _callback(self, call: ast.Call) -> Iterator[Callback]:
+        kind = self.script.dotted(call.func).rpartition(".")[2]
+        if not kind:
+            return
+        given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
+        evaluated = self._argument(call, "eval_env", 0) if "Eval" in kind else None
+        yield Callback(kind, given, self.script.place(call), self.environments(evaluated) if evaluated else None)
+        if kind == "CallbackList":
+            yield from self._callbacks(self._argument(call, "callbacks", 0))

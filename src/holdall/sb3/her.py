@@ -1,0 +1,179 @@
+"""HerReplayBuffer: Stable-Baselines3's hindsight experience replay over a ReplayMemory.
+
+In:  what its algorithms add.  Out: the samples that its own buffer would return.
+Invariant: the same seed draws the same transitions and goals in the same order, and every tensor
+is equal bit for bit, so the weights are. Observations are stored once, and goals too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.vec_env import VecEnv, VecNormalize
+from stable_baselines3.her import her_replay_buffer
+from stable_baselines3.her.goal_selection_strategy import KEY_TO_GOAL_STRATEGY, GoalSelectionStrategy
+
+from holdall.batch import Draw, Goals
+from holdall.errors import ArgumentError
+from holdall.sb3.infos import InfoSlots, pack_info
+from holdall.sb3.replay import ReplayBuffer
+
+_ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
+
+
+class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type: ignore[override]  # arrays read when asked
+    """Drop-in for Stable-Baselines3's `HerReplayBuffer`.
+
+    `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.HerReplayBuffer)`
+
+    Args:
+        env: The training environment; Stable-Baselines3's algorithms pass it.
+        n_sampled_goal: Transitions told anew for every one that is left as it was.
+        goal_selection_strategy: "future", "final" or "episode".
+        copy_info_dict: Keep infos, and hand them to `compute_reward`. They are kept as JSON and
+            arrays; whatever is neither is refused.
+        budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
+        prefer: The same.
+    """
+
+    _drawable: NDArray[np.int64] | None
+    """Places of finished episodes, until these change."""
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Dict,
+        action_space: spaces.Space[Any],
+        env: VecEnv,
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        n_sampled_goal: int = 4,
+        goal_selection_strategy: GoalSelectionStrategy | str = "future",
+        copy_info_dict: bool = False,
+        *,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+    ) -> None:
+        ReplayBuffer.__init__(
+            self,
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            budget=budget,
+            prefer=prefer,
+        )
+        specs = [self._obs_specs.get(key) for key in (_ACHIEVED, _DESIRED)]
+        if specs[0] is None or specs[0] != specs[1]:
+            raise ArgumentError(
+                f"observation_space ({observation_space}) must have {_ACHIEVED} and {_DESIRED}, of one shape and "
+                "dtype; use ReplayBuffer for spaces without goals"
+            )
+        strategy: Any = goal_selection_strategy
+        if isinstance(strategy, str):
+            strategy = KEY_TO_GOAL_STRATEGY.get(strategy.lower())
+        if not isinstance(strategy, GoalSelectionStrategy):
+            raise ArgumentError(
+                f"goal_selection_strategy ({goal_selection_strategy!r}) must be one of {list(KEY_TO_GOAL_STRATEGY)}"
+            )
+        self.env = env
+        self.copy_info_dict = copy_info_dict
+        self.goal_selection_strategy = strategy
+        self.n_sampled_goal = n_sampled_goal
+        self.her_ratio = 1 - (1.0 / (self.n_sampled_goal + 1))
+        self.infos: Any = InfoSlots(self.buffer_size if copy_info_dict else 0, n_envs)
+        self._forget_episodes()
+
+    def add(  # type: ignore[override]  # as its own, whose observations are dicts
+        self,
+        obs: dict[str, NDArray[Any]],
+        next_obs: dict[str, NDArray[Any]],
+        action: NDArray[Any],
+        reward: NDArray[Any],
+        done: NDArray[Any],
+        infos: list[dict[str, Any]],
+    ) -> None:
+        """Add one transition per environment; the rest of an episode that loses its first step goes with it."""
+        slot = self.pos
+        kept = [pack_info(info) for info in infos] if self.copy_info_dict else []
+        ReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
+        if self.copy_info_dict:
+            self.infos.write(slot, kept)
+        for lane in np.flatnonzero(self.ep_length[slot]).tolist():
+            end = self.ep_start[slot, lane] + self.ep_length[slot, lane]
+            self.ep_length[np.arange(slot, end) % self.buffer_size, lane] = 0
+            self._drawable = None
+        self.ep_start[slot] = self._current_ep_start
+        for lane in np.flatnonzero(done).tolist():
+            self._compute_episode_length(lane)
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw transitions of finished episodes, most of them told anew, in Stable-Baselines3's order."""
+        if self._drawable is None:
+            self._drawable = np.flatnonzero(self.ep_length > 0)
+        if self._drawable.size == 0:
+            raise RuntimeError(
+                "Unable to sample before the end of the first episode: learning_starts must be greater than the "
+                "longest episode of the environment."
+            )
+        places = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
+        slots, lanes = np.unravel_index(places, self.ep_length.shape)
+        told_anew = int(self.her_ratio * batch_size)
+        outcomes = self._outcome_slots(slots[:told_anew], lanes[:told_anew])
+        order = np.roll(np.arange(batch_size), -told_anew)  # real transitions come first
+        goals = Goals(
+            np.arange(batch_size - told_anew, batch_size),
+            self._ids(outcomes, lanes[:told_anew]),
+            _ACHIEVED,
+            _DESIRED,
+            lambda achieved, desired, _: self._rewards_of(achieved, desired, slots[:told_anew], lanes[:told_anew]),
+        )
+        ids = self._ids(slots[order], lanes[order])
+        batch = self.memory.follow(Draw(ids, np.ones(batch_size, np.float32), goals=goals))
+        return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+
+    def reset(self) -> None:
+        """Forget every transition and episode."""
+        ReplayBuffer.reset(self)
+        self.infos = InfoSlots(*self.infos.shape)
+        self._forget_episodes()
+
+    def _forget_episodes(self) -> None:
+        self.ep_start = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
+        self.ep_length = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
+        self._current_ep_start = np.zeros(self.n_envs, dtype=np.int64)
+        self._drawable = None
+
+    def _compute_episode_length(self, env_idx: int) -> None:
+        self._drawable = None
+        super()._compute_episode_length(env_idx)
+
+    def _outcome_slots(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Choose a step of the same episode for every transition."""
+        start, length = self.ep_start[slots, lanes], self.ep_length[slots, lanes]
+        if self.goal_selection_strategy == GoalSelectionStrategy.FINAL:
+            chosen = length - 1
+        else:
+            future = self.goal_selection_strategy == GoalSelectionStrategy.FUTURE
+            least = (slots - start) % self.buffer_size if future else 0
+            chosen = np.random.randint(least, length)  # noqa: NPY002  its generator
+        return np.asarray((chosen + start) % self.buffer_size)
+
+    def _rewards_of(self, achieved: Any, desired: Any, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
+        """Ask the first environment for the rewards of transitions told anew."""
+        if self.env is None:
+            raise ArgumentError(
+                "env is not set, so no reward can be computed for another goal; call set_env(env) first"
+            )
+        infos = self.infos[slots, lanes] if self.copy_info_dict else [{} for _ in range(len(slots))]
+        rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])
+        return rewards[0].astype(np.float32).reshape(-1)

@@ -1,0 +1,102 @@
+"""PrioritizedReplayBuffer: a replay buffer for Stable-Baselines3 that draws by priority.
+
+In:  what its algorithms add, and priorities.  Out: its samples, with ids and weights beside them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch as th
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
+from stable_baselines3.common.vec_env import VecNormalize
+
+from holdall.sampling.prioritized import Prioritized
+from holdall.sb3.replay import ReplayBuffer
+
+
+class PrioritizedSamples(NamedTuple):
+    """Stable-Baselines3's samples, and what they have to be weighted and named by."""
+
+    observations: Any
+    actions: th.Tensor
+    next_observations: Any
+    dones: th.Tensor
+    rewards: th.Tensor
+    discounts: th.Tensor | None
+    weights: th.Tensor  # (batch, 1)
+    ids: NDArray[np.int64]  # for `update_priorities`
+
+
+class PrioritizedReplayBuffer(ReplayBuffer):
+    """A `ReplayBuffer` that draws transitions in proportion to their priorities.
+
+    Stable-Baselines3's algorithms know nothing of priorities: multiply the loss by `weights`, and
+    tell the TD errors with `update_priorities(samples.ids, errors)`, in a `train` of your own;
+    docs/samplers.md has one for DQN.
+
+    Args:
+        alpha: See `holdall.Prioritized`.
+        beta: The same; may be set anew as `buffer.sampler.beta`.
+        n_steps: See `ReplayBuffer`, like all others.
+    """
+
+    def __init__(
+        self,
+        buffer_size: int,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        device: th.device | str = "auto",
+        n_envs: int = 1,
+        optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True,
+        *,
+        alpha: float = 0.6,
+        beta: float = 0.4,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+    ) -> None:
+        self._alpha, self._beta = alpha, beta
+        super().__init__(
+            buffer_size,
+            observation_space,
+            action_space,
+            device,
+            n_envs,
+            optimize_memory_usage,
+            handle_timeout_termination,
+            n_steps=n_steps,
+            gamma=gamma,
+            budget=budget,
+            prefer=prefer,
+        )
+
+    @property
+    def sampler(self) -> Prioritized:
+        """The memory's sampler."""
+        return self._sampler
+
+    def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
+        """Draw transitions in proportion to their priorities."""
+        draw = self.memory.draw(batch_size)
+        samples: ReplayBufferSamples | DictReplayBufferSamples = self._samples(draw.ids, env)
+        weights = self._tensor(draw.weights.reshape(-1, 1))
+        return PrioritizedSamples(**samples._asdict(), weights=weights, ids=draw.ids)
+
+    def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
+        """Tell the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
+        told = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
+        self.memory.update_priorities(ids, told.reshape(-1))
+
+    def _new_sampler(self) -> Prioritized:
+        self._sampler = Prioritized(self._alpha, self._beta)
+        return self._sampler
+
+    def _new_seed(self) -> int:
+        # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.
+        return int(np.random.randint(2**31))  # noqa: NPY002  as everything else here

@@ -1,0 +1,23 @@
+"""The programs in docs/ run as they stand."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors() -> None:
+    """The whole program under "In Stable-Baselines3"."""
+    programs = re.findall(r"```python\n(.*?)```", (DOCS / "samplers.md").read_text(), re.DOTALL)
+    program = next(text for text in programs if "class PrioritizedDQN" in text)
+    names: dict[str, object] = {}
+    exec(compile(program, "docs/samplers.md", "exec"), names)
+    model = names["model"]
+    assert model._n_updates > 50  # type: ignore[attr-defined]  # made by the program
+    scaled = model.replay_buffer.sampler.state()["scaled"]  # type: ignore[attr-defined]  # likewise
+    assert len({float(number) for number in scaled[:400]}) > 100, "no errors were told"

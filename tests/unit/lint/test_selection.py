@@ -1,0 +1,68 @@
+"""Which rules are in force: the command line over pyproject.toml over the defaults."""
+
+from pathlib import Path
+
+import pytest
+
+from holdall.errors import ArgumentError
+from holdall.lint.finding import Severity
+from holdall.lint.rules import RULES
+from holdall.lint.selection import Settings, find_settings, read_settings
+
+
+def test_all_rules_are_in_force_unless_told_otherwise() -> None:
+    assert list(Settings().rules()) == list(RULES)
+
+
+def test_prefixes_select_and_ignore() -> None:
+    assert list(Settings(select=("P01", "F")).rules()) == ["F01", "F02", "P01"]
+    chosen = Settings(select=("M",), ignore=("M0",)).rules()
+    assert chosen
+    assert all(name.startswith("M1") for name in chosen)
+
+
+@pytest.mark.parametrize("wrong", [{"select": ("X",)}, {"ignore": ("M99",)}])
+def test_a_rule_that_does_not_exist_is_refused(wrong: dict[str, tuple[str, ...]]) -> None:
+    with pytest.raises(ArgumentError, match="rule"):
+        Settings().but(**wrong).rules()
+
+
+def test_limits_are_the_users_before_the_machines() -> None:
+    machine = Settings(budget="9.21GB", vram="16GiB", sb3_version="2.7.0").machine()
+    assert (machine.limit_bytes, machine.limit_name) == (9_210_000_000, "the budget")
+    assert machine.vram_bytes == 16 * 2**30
+    assert machine.sb3 == (2, 7, 0)
+    assert machine.cores >= 1
+
+
+def test_severities_are_words() -> None:
+    assert Settings(fail_on="warning").fails_from is Severity.WARNING
+    assert Settings(fail_on="never").fails_from is None
+    with pytest.raises(ArgumentError, match="fail_on"):
+        _ = Settings(fail_on="often").fails_from
+
+
+def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.holdall.lint]\nselect = ["M", "L"]\nignore = ["L10"]\nfail-on = "warning"\nbudget = "32GB"\n'
+    )
+    below = tmp_path / "a" / "b"
+    below.mkdir(parents=True)
+    settings = find_settings(below)
+    assert settings == Settings(select=("M", "L"), ignore=("L10",), fail_on="warning", budget="32GB")
+    assert settings.but(budget="8GB", ignore=None).budget == "8GB"
+
+
+@pytest.mark.parametrize(
+    "table", ["choose = ['M']", "select = 'M'", "fail-on = ['error']", "select = [1]", "= 3"], ids=lambda text: text
+)
+def test_a_setting_that_is_wrong_is_named(tmp_path: Path, table: str) -> None:
+    file = tmp_path / "pyproject.toml"
+    file.write_text(f"[tool.holdall.lint]\n{table}\n")
+    with pytest.raises(ArgumentError, match=r"pyproject\.toml"):
+        read_settings(file)
+
+
+def test_a_project_without_the_table_has_the_defaults(tmp_path: Path) -> None:
+    (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
+    assert find_settings(tmp_path) == Settings()
