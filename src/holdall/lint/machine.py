@@ -42,10 +42,10 @@ def detect(budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: 
     """Describe this machine; what the caller says goes before what is found."""
     ram = int(psutil.virtual_memory().total)
     limits = [(ram, "RAM")]
-    limit, name = min([*limits, (budget_bytes, "the budget")] if budget_bytes is not None else limits)
+    limit, name = min(limits) if budget_bytes is None else (budget_bytes, "the budget")
     return Machine(
         cores=_cores(),
-        ram_bytes=ram,
+        ram_bytes=max(ram, limit),
         limit_bytes=limit,
         limit_name=name,
         vram_bytes=vram_bytes,

@@ -104,8 +104,9 @@ class StoredTwice(RunRule):
         repeated = int(run.environments.observation.nbytes * held * (2 - 1 / stack))
         if repeated < _MATTERS * machine.limit_bytes:
             return
+        what = "each observation is stored twice" if stack == 1 else f"each frame is stored {2 * stack} times"
         yield self.finding(
-            f"each frame is stored {2 * stack} times: {both(repeated)} of {both(needed.resident_bytes)} "
+            f"{what}: {both(repeated)} of {both(needed.resident_bytes)} "
             f"({percent(repeated, needed.resident_bytes)}) hold what is there already",
             run.place_of("buffer_size"),
             repeated_bytes=repeated,

@@ -150,10 +150,9 @@ def _containers(subject: Subject) -> Iterator[tuple[str, int | None]]:
 
 
 def _parts(node: ast.expr) -> list[str]:
-    """Return the names that a tuple, or a record's constructor, is made of."""
+    """Return the names that a tuple, or a record's constructor, is made of; empty for what is no name."""
     items = node.elts if isinstance(node, ast.Tuple) else node.args if isinstance(node, ast.Call) else []
-    names = [item for item in items if isinstance(item, ast.Name | ast.Attribute)]
-    return [item.id if isinstance(item, ast.Name) else item.attr for item in names]
+    return [item.id if isinstance(item, ast.Name) else getattr(item, "attr", "") for item in items]
 
 
 class MovedThenJoined(ScriptRule):

@@ -1,0 +1,119 @@
+"""Lint of live models, and the callback that does it as training starts."""
+
+import warnings
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3 import DQN, PPO, SAC
+from stable_baselines3.common.callbacks import CallbackList, CheckpointCallback, EvalCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import VecFrameStack
+
+import holdall
+from holdall import lint
+from holdall.lint.source.live import read_model
+from holdall.sb3 import LintCallback, ReplayBuffer
+from holdall.sb3.lint import LintError, LintWarning
+
+
+class Camera(gym.Env[Any, Any]):
+    def __init__(self, dtype: type = np.uint8) -> None:
+        image = spaces.Box(0, 255, (36, 36, 3), dtype)
+        self.observation_space = spaces.Dict({"image": image, "vector": spaces.Box(-1, 1, (31,), np.float32)})
+        self.action_space = spaces.Box(-1, 1, (8,), np.float32)
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        return self.observation_space.sample(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        return self.observation_space.sample(), 0.0, False, False, {}
+
+
+def ids(*arguments: Any, **keywords: Any) -> set[str]:
+    return {finding.rule for finding in lint.model(*arguments, **keywords)}
+
+
+def test_every_value_of_a_live_model_is_known() -> None:
+    run = read_model(SAC("MultiInputPolicy", Camera(), buffer_size=100), 50)
+    assert run.algorithm.name == "SAC"
+    assert run.environments.number == 1
+    assert run.environments.observation is not None
+    assert run.environments.observation.nbytes == 36 * 36 * 3 + 31 * 4
+    assert run.whole("buffer_size") == 100
+    assert run.value("replay_buffer_class") is None
+    assert run.value("train_freq") == (1, "step")
+    assert run.total_timesteps == 50
+
+
+def test_a_buffer_beyond_the_budget_is_found_with_the_bytes_that_were_allocated() -> None:
+    model = SAC("MultiInputPolicy", Camera(), buffer_size=1_000)
+    buffer: Any = model.replay_buffer
+    arrays = [*buffer.observations.values(), *buffer.next_observations.values(), buffer.actions]
+    allocated = sum(array.nbytes for array in [*arrays, buffer.rewards, buffer.dones, buffer.timeouts])
+    (finding,) = lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated - 1))
+    assert finding.numbers["needed_bytes"] == allocated
+    assert lint.model(model, settings=lint.Settings(select=("M01",), budget=allocated)) == []
+
+
+def test_holdalls_own_buffer_is_not_judged_by_the_plain_layout() -> None:
+    model = SAC("MultiInputPolicy", Camera(), buffer_size=1_000, replay_buffer_class=ReplayBuffer)
+    assert lint.model(model, settings=lint.Settings(select=("M",), budget=1)) == []
+
+
+def test_rules_about_steps_and_batches_see_a_live_model() -> None:
+    model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2), n_steps=50, batch_size=50, device="cpu")
+    model.batch_size = 64
+    assert "L05" in ids(model)
+    assert "L10" in ids(model, total_timesteps=150)
+    assert "L10" not in ids(model)
+    assert "L03" in ids(DQN("MlpPolicy", "CartPole-v1", learning_starts=1000, buffer_size=100), total_timesteps=100)
+
+
+def test_images_as_floats_and_stacks_are_seen() -> None:
+    class Screen(Camera):
+        def __init__(self) -> None:
+            super().__init__()
+            self.observation_space = spaces.Box(0, 255, (36, 36, 1), np.float32)
+            self.action_space = spaces.Discrete(2)
+
+    env = VecFrameStack(make_vec_env(Screen, n_envs=1), n_stack=4)
+    model = DQN("MlpPolicy", env, buffer_size=100)
+    assert "M06" in ids(model)
+    assert read_model(model).environments.stack == 4
+
+
+def test_what_is_no_model_is_refused() -> None:
+    with pytest.raises(holdall.ArgumentError, match="model"):
+        lint.model(object())
+
+
+def test_the_callback_warns_before_the_first_step() -> None:
+    env = make_vec_env("CartPole-v1", n_envs=2)
+    model = PPO("MlpPolicy", env, n_steps=8, batch_size=16, device="cpu")
+    callback = LintCallback()
+    evaluate = EvalCallback(env, eval_freq=1_000_000, verbose=0)
+    with pytest.warns(LintWarning) as caught:
+        model.learn(16, callback=CallbackList([callback, evaluate]))
+    told = {str(warning.message).split(": ")[1].split()[0] for warning in caught}
+    assert told == {"L17", "L18"}
+    assert {finding.rule for finding in callback.findings} >= told
+
+
+def test_the_callback_stops_a_run_that_cannot_learn() -> None:
+    model = DQN("MlpPolicy", "CartPole-v1", learning_starts=1000, buffer_size=100)
+    with pytest.raises(LintError, match="L03"):
+        model.learn(100, callback=LintCallback())
+    assert model.num_timesteps == 0
+    with pytest.warns(LintWarning, match="L03"):
+        model.learn(8, callback=LintCallback(lint.Settings(fail_on="never")))
+
+
+def test_a_sound_run_is_left_in_peace(tmp_path: Any) -> None:
+    model = PPO("MlpPolicy", "CartPole-v1", n_steps=8, batch_size=8, device="cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.learn(16, callback=[LintCallback(), CheckpointCallback(8, str(tmp_path))])
