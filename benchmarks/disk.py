@@ -2,10 +2,10 @@
 
     python benchmarks/disk.py [--transitions 300000] [--budget 512MiB] [--spill-dir DIR] [--json FILE]
 
-Two measurements on the camera case. The process's unique set size is read 20 times a second, by another process, while
-transitions are added under a limit with a disk tier and batches are drawn in between. Then two memories with the same
-content, one compressed in memory, one with nine tenths of it on disk, are drawn from turn by turn: warm, and after the
-page cache was dropped.
+Two measurements on the camera case with some noise. The process's unique set size is read 20 times a second, by another
+process, while transitions are added under a limit with a disk tier and batches are drawn in between. Then two memories
+with the same content, one compressed in memory, one with nine tenths of it on disk, are drawn from turn by turn: warm,
+and after the page cache was dropped.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from cases import BATCH, CASES
+from cases import BATCH
 from process import commit, held_bytes, machine, versions
-from streams import Step, Stream
+from streams import Step, Stream, camera
 from streams.looped import looped
 
 from holdall import ReplayMemory
@@ -152,7 +152,7 @@ def main() -> None:
     parser.add_argument("--spill-dir", type=Path, help="on the disk that is meant; a temporary folder if not given")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
-    stream = looped(CASES["camera"].stream(None), LAP)
+    stream = looped(camera.stream(noisy=True), LAP)
     with tempfile.TemporaryDirectory(dir=wanted.spill_dir) as place:
         under = stay_under(stream, wanted.transitions, wanted.budget, Path(place))
         drawn = sample_from_disk(stream, wanted.sampled, Path(place))

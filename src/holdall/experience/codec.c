@@ -205,40 +205,34 @@ static int is_cut_soundly(const sealed_block *b) {
            b->group * coded_bytes(&b->form) <= INT32_MAX;
 }
 
+/* Slices of unit `u`, and the bytes that they are decompressed to. */
+static int64_t bytes_of_unit(const sealed_block *b, int64_t u) {
+    const int64_t left = b->slice_count - u * b->group;
+    return (left < b->group ? left : b->group) * coded_bytes(&b->form);
+}
+
 #ifdef _WIN32
-void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
-    (void)first, (void)end;
-    d->read_of = NULL, d->error = ENOSYS;
-    (void)b;
+static int read_file(decoder *d, const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to) {
+    (void)b, (void)start, (void)bytes, (void)to;
+    d->error = ENOSYS;
+    return 0;
 }
 void expect_slices(const sealed_block *b, int64_t first, int64_t end) { (void)b, (void)first, (void)end; }
 #else
-void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
-    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
-    const int64_t unit = first / b->group;
-    int64_t stop = (end - 1) / b->group + 1;
-    if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
-    d->read_of = NULL, d->error = 0;
-    for (int64_t u = unit; u < stop; u++) {
-        if (is_inside(b, u) && (int64_t)b->offsets[u + 1] - b->offsets[unit] <= d->read_bytes) continue;
-        stop = u;
-    }
-    const int64_t bytes = stop > unit ? (int64_t)b->offsets[stop] - b->offsets[unit] : 0;
+/* Read `bytes` bytes from `start` of a block's units on; 0 if the file does not have them. */
+static int read_file(decoder *d, const sealed_block *b, int64_t start, int64_t bytes, uint8_t *to) {
+    d->error = 0;
     for (int64_t done = 0; done < bytes;) {
-        const ssize_t got = pread((int)b->file, d->read + done, (size_t)(bytes - done),
-                                  (off_t)(b->file_start + b->offsets[unit] + done));
+        const ssize_t got =
+            pread((int)b->file, to + done, (size_t)(bytes - done), (off_t)(b->file_start + start + done));
         if (got <= 0) {
             if (got < 0 && errno == EINTR) continue;
             d->error = got < 0 ? errno : 0;
-            return;
+            return 0;
         }
         done += got;
     }
-    for (int64_t u = unit; u < stop; u++) {
-        const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
-        if (checksum(d->read + (b->offsets[u] - b->offsets[unit]), length) != b->checks[u]) stop = u;
-    }
-    d->read_of = b, d->read_first = unit, d->read_end = stop;
+    return 1;
 }
 
 void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
@@ -252,6 +246,26 @@ void expect_slices(const sealed_block *b, int64_t first, int64_t end) {
 #endif
 }
 #endif
+
+void read_slices(decoder *d, const sealed_block *b, int64_t first, int64_t end) {
+    if (!is_cut_soundly(b) || first < 0 || end > b->slice_count || first >= end) return;
+    const int64_t unit = first / b->group;
+    int64_t stop = (end - 1) / b->group + 1;
+    if (d->read_of == b && unit >= d->read_first && stop <= d->read_end) return;
+    d->read_of = NULL;
+    for (int64_t u = unit; u < stop; u++) {
+        if (is_inside(b, u) && (int64_t)b->offsets[u + 1] - b->offsets[unit] <= d->read_bytes) continue;
+        stop = u;
+    }
+    /* A unit that did not shrink is read straight to where it belongs. */
+    if (stop <= unit || (int64_t)b->offsets[unit + 1] - b->offsets[unit] == bytes_of_unit(b, unit)) return;
+    if (!read_file(d, b, b->offsets[unit], (int64_t)b->offsets[stop] - b->offsets[unit], d->read)) return;
+    for (int64_t u = unit; u < stop; u++) {
+        const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
+        if (checksum(d->read + (b->offsets[u] - b->offsets[unit]), length) != b->checks[u]) stop = u;
+    }
+    d->read_of = b, d->read_first = unit, d->read_end = stop;
+}
 
 static int decompress(const decoder *d, const sealed_block *b, const uint8_t *from, int64_t length,
                       uint8_t *to, int64_t expected) {
@@ -272,6 +286,8 @@ static int decompress_unit(decoder *d, const sealed_block *b, int64_t u, uint8_t
     if (!is_inside(b, u)) return 0;
     const int64_t length = (int64_t)b->offsets[u + 1] - b->offsets[u];
     if (b->data) return decompress(d, b, b->data + b->offsets[u], length, to, expected);
+    if (length == expected)
+        return read_file(d, b, b->offsets[u], length, to) && checksum(to, length) == b->checks[u];
     if (d->read_of != b || u < d->read_first || u >= d->read_end) {
         const int64_t end = (u + 1) * b->group;
         read_slices(d, b, u * b->group, end < b->slice_count ? end : b->slice_count);
@@ -286,7 +302,7 @@ static int fetch_coded(decoder *d, const sealed_block *b, int64_t number, uint8_
     if (b->group == 1) return decompress_unit(d, b, number, to, coded);
     const int64_t u = number / b->group, first = u * b->group;
     if (d->unit_of != b || d->unit_number != u) {
-        const int64_t left = b->slice_count - first, bytes = (left < b->group ? left : b->group) * coded;
+        const int64_t bytes = bytes_of_unit(b, u);
         d->unit_of = NULL;
         if (bytes > d->unit_bytes || !decompress_unit(d, b, u, d->unit, bytes)) return 0;
         d->unit_of = b, d->unit_number = u;
