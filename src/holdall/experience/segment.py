@@ -280,18 +280,18 @@ class Segments:
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and subject to its budget."""
         self._overhead_bytes = sum(part.overhead_bytes for segment in self._closed for part in segment.parts)
-        raw: dict[int, FrozenBlock] = {}
+        frozen: dict[int, FrozenBlock] = {}
         for segment in self._closed:
             for field, part in enumerate(segment.parts):
                 block, carried = part.block, part.block.sealed
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
-                elif carried is None and part.log is not None:
-                    raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
+                if part.log is not None:
+                    frozen[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
         self._rebuild_index()
         if self._tiers is not None:
-            for frozen in raw.values():
-                self._tiers.keep(frozen)
+            for each in frozen.values():
+                self._tiers.keep(each)
             self._settle(self.evict_oldest)
 
     @property

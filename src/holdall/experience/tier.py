@@ -43,9 +43,11 @@ class Tiers:
         self._fields: set[int] = set()
 
     def keep(self, frozen: FrozenBlock) -> None:
-        """Take a block that was just frozen."""
+        """Take a block that was just frozen, or one that was sealed elsewhere."""
         self._is_stuck = False
-        if self._measures_early and frozen.field not in self._fields:
+        if frozen.block.sealed is not None:
+            self._sealed.put(frozen)
+        elif self._measures_early and frozen.field not in self._fields:
             self._seal(frozen)
         else:
             self._raw.put(frozen)
