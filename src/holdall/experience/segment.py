@@ -377,13 +377,15 @@ class Segments:
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
         block.replace_by(sealed)
-        if block.is_on_disk:
-            self._blocks_on_disk += 1
-            self._overhead_bytes += block.used_bytes
+        is_held = False
         for i, segment in enumerate(self._closed):
             for field, part in enumerate(segment.parts):
                 if part.block is block:
                     self._index.update(field, i, part)
+                    is_held = True
+        if is_held and block.is_on_disk:  # it may have been evicted while it was written
+            self._blocks_on_disk += 1
+            self._overhead_bytes += block.used_bytes
 
     def take_back(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
         """Go on with a block whose turn at the sealer is over, in its next form if it has one."""

@@ -58,12 +58,17 @@ def seal(block: SliceBlock, to_bytes: int) -> None:
     block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), data)))
 
 
-def move_to_disk(block: SliceBlock) -> None:
-    """Let a block have been written to a file, of which nothing is read here."""
-    codec, offsets = Codec(Method.LZ4, 0, Transform(LEAF.nbytes)), np.zeros(block.used + 1, np.uint32)
+def on_disk(block: SliceBlock) -> Coded:
+    """Say that a block lies in a file, of which nothing is read here."""
+    codec, offsets = Codec(Method.LZ4, 0, Transform(block.slice_bytes)), np.zeros(block.used + 1, np.uint32)
     nowhere: Any = None
     extent = Extent(nowhere, 0, 100, np.zeros(block.used, np.uint32))
-    block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)))
+    return Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)
+
+
+def move_to_disk(block: SliceBlock) -> None:
+    """Let a block have been written to a file."""
+    block.replace_by(PortableCoder().adopt(on_disk(block)))
 
 
 class Memory:
@@ -251,6 +256,32 @@ def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> N
     memory.keep(newer, 200, 200)
     assert sealer.submitted[-1] is sealing, "the newer one fits: the two that left take nothing"
     assert len(sealer.spilled) == 1
+
+
+def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as one on disk nor by what its index takes: that would be taken from the budget for ever."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 4_000)
+    leaf = Leaf("", (50,), np.dtype("u1"))
+    sealer, kernels = Waiting(), chosen_kernels()
+    segments = Segments(kernels, [leaf], 1, 10_000, Tiers(sealer, spills=True), Budget.of(None, "balanced", 1))
+    segments._budget = Budget.of(None, "balanced", 1, spills=True)
+    rows = np.random.default_rng(0).integers(0, 256, (900, 1, 50), np.uint8)
+    for tick in range(800):
+        segments.append(tick, [rows[tick]], [rows[tick + 1]])
+    for frozen in sealer.submitted:
+        segments.take_back(frozen.block, None)
+    assert len(sealer.spilled) > 5
+    written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in sealer.spilled[:2]]
+    before = segments.overhead_bytes
+    segments.take_back(sealer.spilled[1].block, written[1])
+    held = segments.places(np.array([0]), np.array([0]))
+    assert held.reads_files
+    assert segments.overhead_bytes == before + written[1].nbytes
+    segments.evict_before(segments._closed[2].first_tick)
+    after = segments.overhead_bytes
+    segments.take_back(sealer.spilled[0].block, written[0])
+    assert segments.overhead_bytes == after < before
+    assert not segments.places(np.array([799]), np.array([0])).reads_files
 
 
 # ---------------------------------------------------------------- blocks of several segments
