@@ -228,14 +228,25 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
         seal(sealer.submitted[-1].block, 150)
         memory.tiers.take_back(sealer.submitted[-1].block)
     memory.settle(0, 450)
-    memory.tiers.take_back(sealer.spilled[0].block)  # still in memory: it could not be written
-    memory.settle(0, 450)
+    for _ in range(3):  # the disk is tried once more, and then no more until something new comes
+        memory.tiers.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
+        memory.settle(0, 450)
     assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
-    assert len(sealer.spilled) == 1
-    memory.keep(frozen_block(20), 0, MUCH)
-    memory.settle(0, 450)
-    assert sealer.spilled[1:] == sealer.submitted[1:2]
-    assert sealer.submitted[1].block in memory.blocks
+    assert [frozen.block for frozen in sealer.spilled] == [sealer.submitted[0].block, sealer.submitted[1].block]
+    for _ in range(3):
+        memory.keep(frozen_block(20), 0, 450)
+        seal(sealer.submitted[-1].block, 150)
+        memory.tiers.take_back(sealer.submitted[-1].block)
+        memory.tiers.take_back(sealer.spilled[-1].block)
+        memory.settle(0, 450)
+        assert len(memory.blocks) == 3, "what is held is bounded while the disk takes nothing"
+    assert len(sealer.spilled) == 5
+    memory.keep(frozen_block(20), 0, 450)
+    move_to_disk(sealer.spilled[-1].block)
+    memory.tiers.take_back(sealer.spilled[-1].block)
+    held = list(memory.blocks)
+    memory.settle(0, 0)
+    assert list(memory.blocks) == held, "from then on they are spilled again, and none leaves early"
 
 
 def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> None:
