@@ -182,9 +182,7 @@ def test_every_kind_of_code_is_read_from_a_file(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("group", [1, 3, 16])
-def test_neighbours_together_are_read_from_a_file(
-    group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_neighbours_together_are_read_from_a_file(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Units of several slices, the last of them not full."""
     chosen = choice.choose
 
