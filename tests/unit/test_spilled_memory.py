@@ -1,4 +1,4 @@
-"""A memory whose oldest blocks lie on disk gives back, bit for bit, what was added; without a disk, they leave early."""
+"""What lies on disk comes back bit for bit as it was added; without a disk, what does not fit leaves early."""
 
 from __future__ import annotations
 

@@ -51,9 +51,8 @@ def test_a_system_without_positioned_reads_gives_the_same(tmp_path: Path, monkey
     wrong: list[int] = []
 
     def read(seed: int) -> None:
-        for start in np.random.default_rng(seed).integers(0, 9_000, 300).tolist():
-            if file.read(start, 60) != CONTENT[start : start + 60]:
-                wrong.append(start)
+        starts = np.random.default_rng(seed).integers(0, 9_000, 300).tolist()
+        wrong.extend(start for start in starts if file.read(start, 60) != CONTENT[start : start + 60])
 
     threads = [threading.Thread(target=read, args=(seed,)) for seed in range(3)]
     for thread in threads:
