@@ -280,18 +280,18 @@ class Segments:
     def _take_over_blocks(self) -> None:
         """Make the blocks of a loaded memory readable here, and subject to its budget."""
         self._overhead_bytes = sum(part.overhead_bytes for segment in self._closed for part in segment.parts)
-        raw: dict[int, FrozenBlock] = {}
+        frozen: dict[int, FrozenBlock] = {}
         for segment in self._closed:
             for field, part in enumerate(segment.parts):
                 block, carried = part.block, part.block.sealed
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
-                elif carried is None and part.log is not None:
-                    raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
+                if part.log is not None:
+                    frozen[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
         self._rebuild_index()
         if self._tiers is not None:
-            for frozen in raw.values():
-                self._tiers.keep(frozen)
+            for each in frozen.values():
+                self._tiers.keep(each)
             self._settle(self.evict_oldest)
 
     @property
@@ -377,13 +377,15 @@ class Segments:
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
         block.replace_by(sealed)
-        if block.is_on_disk:
-            self._blocks_on_disk += 1
-            self._overhead_bytes += block.used_bytes
+        is_held = False
         for i, segment in enumerate(self._closed):
             for field, part in enumerate(segment.parts):
                 if part.block is block:
                     self._index.update(field, i, part)
+                    is_held = True
+        if is_held and block.is_on_disk:  # it may have been evicted while it was written
+            self._blocks_on_disk += 1
+            self._overhead_bytes += block.used_bytes
 
     def take_back(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
         """Go on with a block whose turn at the sealer is over, in its next form if it has one."""

@@ -40,12 +40,15 @@ class Tiers:
         self._sealing: dict[int, FrozenBlock] = {}  # by identity of the block
         self._spilling: dict[int, FrozenBlock] = {}
         self._is_stuck = False  # the disk did not take the last block
+        self._tries_again = False  # the disk, with one block for every one that comes
         self._fields: set[int] = set()
 
     def keep(self, frozen: FrozenBlock) -> None:
-        """Take a block that was just frozen."""
-        self._is_stuck = False
-        if self._measures_early and frozen.field not in self._fields:
+        """Take a block that was just frozen, or one that was sealed elsewhere."""
+        self._tries_again = True
+        if frozen.block.sealed is not None:
+            self._sealed.put(frozen)
+        elif self._measures_early and frozen.field not in self._fields:
             self._seal(frozen)
         else:
             self._raw.put(frozen)
@@ -57,9 +60,10 @@ class Tiers:
         if frozen is not None:
             self._sealed.put(frozen)
         frozen = self._spilling.pop(id(block), None)
-        if frozen is not None and not block.is_on_disk:
+        if frozen is not None:
+            self._is_stuck = not block.is_on_disk
+        if frozen is not None and self._is_stuck:
             self._sealed.put_back(frozen)
-            self._is_stuck = True
 
     def settle(self, allowance: Allowance, evict: Callable[[], bool]) -> None:
         """Seal, spill and evict until no more is held than may be.
@@ -69,14 +73,15 @@ class Tiers:
         """
         while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
             self._seal(self._raw.take_oldest())
-        while self._spills and not self._is_stuck and self._sealed.blocks and self._held > allowance.closed:
-            oldest = self._sealed.take_oldest()
-            self._spilling[id(oldest.block)] = oldest
-            self._sealer.spill(oldest)
         if self._spills and not self._is_stuck:
+            while self._sealed.blocks and self._held > allowance.closed:
+                self._spill_oldest()
             return
         while self._held > allowance.closed and evict():
             pass
+        if self._is_stuck and self._tries_again and self._sealed.blocks:
+            self._tries_again = False
+            self._spill_oldest()
 
     @property
     def shrinks_to(self) -> float | None:
@@ -99,6 +104,11 @@ class Tiers:
         ratio = self._sealed.nbytes / self._sealed.whole_bytes if self._sealed.whole_bytes else 0.0
         sealing = sum(frozen.block.used_bytes for frozen in self._sealing.values())
         return self._raw.nbytes + self._sealed.nbytes + int(ratio * sealing)
+
+    def _spill_oldest(self) -> None:
+        oldest = self._sealed.take_oldest()
+        self._spilling[id(oldest.block)] = oldest
+        self._sealer.spill(oldest)
 
     def _seal(self, frozen: FrozenBlock) -> None:
         self._sealing[id(frozen.block)] = frozen

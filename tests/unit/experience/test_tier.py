@@ -58,12 +58,17 @@ def seal(block: SliceBlock, to_bytes: int) -> None:
     block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), data)))
 
 
-def move_to_disk(block: SliceBlock) -> None:
-    """Let a block have been written to a file, of which nothing is read here."""
-    codec, offsets = Codec(Method.LZ4, 0, Transform(LEAF.nbytes)), np.zeros(block.used + 1, np.uint32)
+def on_disk(block: SliceBlock) -> Coded:
+    """Say that a block lies in a file, of which nothing is read here."""
+    codec, offsets = Codec(Method.LZ4, 0, Transform(block.slice_bytes)), np.zeros(block.used + 1, np.uint32)
     nowhere: Any = None
     extent = Extent(nowhere, 0, 100, np.zeros(block.used, np.uint32))
-    block.replace_by(PortableCoder().adopt(Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)))
+    return Coded(codec, block.used, offsets, np.zeros(0, np.uint8), extent)
+
+
+def move_to_disk(block: SliceBlock) -> None:
+    """Let a block have been written to a file."""
+    block.replace_by(PortableCoder().adopt(on_disk(block)))
 
 
 class Memory:
@@ -223,14 +228,25 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
         seal(sealer.submitted[-1].block, 150)
         memory.tiers.take_back(sealer.submitted[-1].block)
     memory.settle(0, 450)
-    memory.tiers.take_back(sealer.spilled[0].block)  # still in memory: it could not be written
-    memory.settle(0, 450)
+    for _ in range(3):  # the disk is tried once more, and then no more until something new comes
+        memory.tiers.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
+        memory.settle(0, 450)
     assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
-    assert len(sealer.spilled) == 1
-    memory.keep(frozen_block(20), 0, MUCH)
-    memory.settle(0, 450)
-    assert sealer.spilled[1:] == sealer.submitted[1:2]
-    assert sealer.submitted[1].block in memory.blocks
+    assert [frozen.block for frozen in sealer.spilled] == [sealer.submitted[0].block, sealer.submitted[1].block]
+    for _ in range(3):
+        memory.keep(frozen_block(20), 0, 450)
+        seal(sealer.submitted[-1].block, 150)
+        memory.tiers.take_back(sealer.submitted[-1].block)
+        memory.tiers.take_back(sealer.spilled[-1].block)
+        memory.settle(0, 450)
+        assert len(memory.blocks) == 3, "what is held is bounded while the disk takes nothing"
+    assert len(sealer.spilled) == 5
+    memory.keep(frozen_block(20), 0, 450)
+    move_to_disk(sealer.spilled[-1].block)
+    memory.tiers.take_back(sealer.spilled[-1].block)
+    held = list(memory.blocks)
+    memory.settle(0, 0)
+    assert list(memory.blocks) == held, "from then on they are spilled again, and none leaves early"
 
 
 def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> None:
@@ -251,6 +267,32 @@ def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> N
     memory.keep(newer, 200, 200)
     assert sealer.submitted[-1] is sealing, "the newer one fits: the two that left take nothing"
     assert len(sealer.spilled) == 1
+
+
+def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither as one on disk nor by what its index takes: that would be taken from the budget for ever."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 4_000)
+    leaf = Leaf("", (50,), np.dtype("u1"))
+    sealer, kernels = Waiting(), chosen_kernels()
+    segments = Segments(kernels, [leaf], 1, 10_000, Tiers(sealer, spills=True), Budget.of(None, "balanced", 1))
+    segments._budget = Budget.of(None, "balanced", 1, spills=True)
+    rows = np.random.default_rng(0).integers(0, 256, (900, 1, 50), np.uint8)
+    for tick in range(800):
+        segments.append(tick, [rows[tick]], [rows[tick + 1]])
+    for frozen in sealer.submitted:
+        segments.take_back(frozen.block, None)
+    assert len(sealer.spilled) > 5
+    written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in sealer.spilled[:2]]
+    before = segments.overhead_bytes
+    segments.take_back(sealer.spilled[1].block, written[1])
+    held = segments.places(np.array([0]), np.array([0]))
+    assert held.reads_files
+    assert segments.overhead_bytes == before + written[1].nbytes
+    segments.evict_before(segments._closed[2].first_tick)
+    after = segments.overhead_bytes
+    segments.take_back(sealer.spilled[0].block, written[0])
+    assert segments.overhead_bytes == after < before
+    assert not segments.places(np.array([799]), np.array([0])).reads_files
 
 
 # ---------------------------------------------------------------- blocks of several segments

@@ -1,0 +1,408 @@
+"""Disks fill up, vanish and rot, and workers die: no wrong row, bounded memory, a clear word, and training goes on.
+
+The faults are real ones. Some need a process of their own: `python test_spill_faults.py SCENARIO FOLDER` runs one.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import DamageError, ReplayMemory
+from holdall.experience import seal, segment, spill
+from holdall.experience.budget import Budget
+from holdall.experience.codec import Codec, Method, Transform
+from holdall.experience.native import native_kernels
+from holdall.experience.segment_file import Extent
+from holdall.experience.slices import SliceBlock
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.strategies import box
+
+KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+SHAPE = (80, 60)  # too large for a flat ring
+SEGMENT_BYTES = 45_000
+CLOSED_BYTES = 90_000
+BOUND = CLOSED_BYTES + 3 * SEGMENT_BYTES
+"""What closed blocks may take, and those on their way when the last tick was added."""
+PATIENCE_S = 30
+NOBODY = 65534
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def _small(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+    make_small(monkeypatch)
+
+
+def make_small(patch: pytest.MonkeyPatch) -> None:
+    """Small segments, one block a file, and little room in memory, so that much is spilled soon."""
+    patch.setattr(segment, "SEGMENT_BYTES", SEGMENT_BYTES)
+    patch.setattr(spill, "_FILE_BYTES", 1)
+    patch.setattr(Budget, "closed_allowed", lambda *_: CLOSED_BYTES)
+    patch.setattr(seal, "choose", lambda *_: Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1])))
+
+
+class Film:
+    """A memory with a disk tier, and the oracle, fed with the same frames."""
+
+    def __init__(self, folder: Path) -> None:
+        self.memory = ReplayMemory(box(SHAPE, "u1"), spaces.Discrete(2), 6_000, budget="1GiB", spill_dir=folder, seed=0)
+        self.oracle = OracleMemory(6_000)
+        self._generator = np.random.default_rng(0)
+        self._now = self._frame()
+
+    def feed(self, count: int) -> None:
+        flag = np.zeros(1, np.bool_)
+        for _ in range(count):
+            then = self._frame()
+            given = (self._now, np.zeros(1, np.int64), np.ones(1, np.float32), then, flag, flag)
+            self.memory.add(*given)
+            self.oracle.add(*given)
+            self._now = then
+
+    def settle(self) -> None:
+        """Let the worker finish, and tell the oracle what left early."""
+        self.memory.drain()
+        while self.oracle.first_id < self.memory.first_id:
+            self.oracle._ticks.popleft()
+
+    def check(self) -> None:
+        """Everything that is held is right, and what is in memory is bounded."""
+        self.settle()
+        assert len(self.memory) == len(self.oracle)
+        assert self.memory.first_id == self.oracle.first_id
+        assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+        assert sum(block.used_bytes for block in self.blocks() if not block.is_on_disk) <= BOUND
+
+    def blocks(self) -> list[SliceBlock]:
+        assert self.memory._store is not None
+        return [closed.parts[0].block for closed in self.memory._store._segments._closed]
+
+    def extents(self) -> list[tuple[Extent, NDArray[np.int64]]]:
+        """Return the blocks on disk, each with the ids that lie in it."""
+        assert self.memory._store is not None
+        found = []
+        for closed in self.memory._store._segments._closed:
+            sealed = closed.parts[0].block.sealed
+            if sealed is not None and sealed.extent is not None:
+                first = closed.first_tick
+                found.append((sealed.extent, np.arange(first, first + closed.ticks)))
+        return found
+
+    def _frame(self) -> NDArray[np.uint8]:
+        return self._generator.integers(0, 5, (1, *SHAPE), np.uint8)
+
+
+def break_and_mend(film: Film, break_it: Callable[[], object], mend: Callable[[], object], told: str) -> None:
+    """Spill; let the disk fail, and add much; let it work again, and add more."""
+    film.feed(200)
+    film.check()
+    assert film.memory.first_id == 0
+    assert film.extents()
+    break_it()
+    for _ in range(10):
+        film.feed(60)
+        film.check()
+    failure = film.memory.report().failure
+    assert told in failure, failure
+    assert "spill_dir" in failure
+    assert told in str(film.memory.report())
+    assert film.memory.first_id > 0, "the oldest leave early while the disk takes nothing"
+    mend()
+    film.feed(100)
+    film.settle()
+    assert film.memory.report().failure == ""
+    first_id = film.memory.first_id
+    film.feed(300)
+    film.check()
+    assert film.memory.first_id == first_id, "nothing leaves early once the disk works again"
+    assert len(film.extents()) > 10
+
+
+# ---------------------------------------------------------------- a disk that takes no more
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of one MiB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)]
+    mounted = shutil.which("mount") and subprocess.run(command, capture_output=True, check=False).returncode == 0
+    if not mounted:
+        pytest.skip("only root may mount a small disk; see the test with a limit on the size of files")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+def test_training_goes_on_when_the_disk_is_full(small_disk: Path) -> None:
+    """Really full: what others write takes the last block."""
+    ballast = small_disk / "ballast"
+
+    def fill_up() -> None:
+        with ballast.open("wb", buffering=0) as file:
+            for size in (1 << 16, 1 << 12):
+                try:
+                    while True:
+                        file.write(bytes(size))
+                except OSError:
+                    pass
+        keep_full()
+
+    def keep_full() -> None:
+        # What leaves the memory early frees the disk: a neighbour takes that too, as long as it may.
+        def greedy() -> None:
+            while not mended.wait(0.0005):
+                try:
+                    with ballast.open("ab", buffering=0) as file:
+                        file.write(bytes(1 << 12))
+                except OSError:
+                    pass
+
+        mended.clear()
+        neighbour.append(threading.Thread(target=greedy))
+        neighbour[0].start()
+
+    def mend() -> None:
+        mended.set()
+        neighbour[0].join()
+        ballast.unlink()
+
+    mended, neighbour = threading.Event(), list[threading.Thread]()
+    film = Film(small_disk / "spilled")
+    with film.memory:
+        try:
+            break_and_mend(film, fill_up, mend, "No space left on device")
+        finally:
+            mended.set()
+
+
+def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
+    """What was spilled stays readable, since its files are open; the folder is made again if it can be."""
+    place = tmp_path / "spilled"
+    film = Film(place)
+    with film.memory:
+        film.feed(200)
+        film.settle()
+        folder = next(place.iterdir())
+        shutil.rmtree(folder)
+        film.feed(200)
+        film.check()
+        assert film.memory.first_id == 0
+        assert film.memory.report().failure == ""
+        assert list(folder.glob("*.seg"))
+    assert not list(place.iterdir())
+
+
+def test_training_goes_on_when_all_of_spill_dir_is_deleted(tmp_path: Path) -> None:
+    """It is not made again, since it may be a disk that is no longer mounted; but used when it is there again."""
+    place = tmp_path / "spilled"
+    film = Film(place)
+    with film.memory:
+        break_and_mend(film, lambda: shutil.rmtree(place), place.mkdir, "No such file or directory")
+
+
+def limit_files(folder: Path) -> None:
+    """A limit on the size of files, as a quota sets one: smaller than a block."""
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    film = Film(folder)
+    with film.memory:
+        break_and_mend(
+            film,
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (3_000, hard)),
+            lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard)),
+            "File too large",
+        )
+
+
+def make_read_only(folder: Path) -> None:
+    """Rights that are taken away and given back, from a user who is not root."""
+    with Film(folder / "loaded").memory as memory:
+        memory.drain()  # everything that a process loads, it has loaded by now
+    place = folder / "spilled"
+    place.mkdir()
+    if os.getuid() == 0:
+        os.chown(place, NOBODY, NOBODY)
+        os.setuid(NOBODY)
+    film = Film(place)
+    own = next(place.iterdir())
+    with film.memory:
+        break_and_mend(film, lambda: own.chmod(0o500), lambda: own.chmod(0o700), "Permission denied")
+        shutil.rmtree(own)  # by whom it belongs to: the folder above is another's
+
+
+SCENARIOS = {"limit": limit_files, "read only": make_read_only}
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX limits and rights")
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_training_goes_on_in_a_process_of_its_own_when(scenario: str, tmp_path: Path) -> None:
+    """Files may grow no further, or the folder is read-only."""
+    for folder in (tmp_path, *tmp_path.parents[:3]):
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(folder.stat().st_mode | 0o011)  # for a user who is nobody
+    command = [sys.executable, __file__, scenario, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=100, cwd="/")
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_a_spill_dir_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    """Before anything is added; the message names the argument, its value and the reason."""
+    taken = tmp_path / "file"
+    taken.write_text("not a folder")
+    for place in (taken, taken / "below"):
+        with pytest.raises(ValueError, match=r"^spill_dir \(.*file.*\) cannot be written to") as caught:
+            Film(place)
+        assert str(place) in str(caught.value)
+
+
+# ---------------------------------------------------------------- files that rot
+
+
+def flip(position: int) -> Callable[[Extent], None]:
+    def spoil(extent: Extent) -> None:
+        with extent.file.path.open("r+b", buffering=0) as file:
+            file.seek(extent.start + position % extent.nbytes)
+            byte = file.read(1)[0]
+            file.seek(extent.start + position % extent.nbytes)
+            file.write(bytes([byte ^ 0x10]))
+
+    return spoil
+
+
+def zero(extent: Extent) -> None:
+    with extent.file.path.open("r+b", buffering=0) as file:
+        file.seek(extent.start)
+        file.write(bytes(extent.nbytes))
+
+
+DAMAGES: dict[str, Callable[[Extent], None]] = {
+    "first byte": flip(0),
+    "a byte within": flip(2_345),
+    "last byte": flip(-1),
+    "all zero": zero,
+    "cut by a byte": lambda extent: os.truncate(extent.file.path, extent.start + extent.nbytes - 1),
+    "cut to nothing": lambda extent: os.truncate(extent.file.path, 0),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_to_a_file_is_an_error_that_names_it(damage: str, tmp_path: Path) -> None:
+    """Nothing wrong is ever returned; all that lies elsewhere still is; adding goes on."""
+    film = Film(tmp_path)
+    with film.memory:
+        film.feed(250)
+        film.check()
+        (extent, ids), *others = film.extents()
+        DAMAGES[damage](extent)
+        refused = []
+        for number in ids:
+            try:
+                assert_same_bits(film.memory.gather([number]), film.oracle.gather([number]))
+            except DamageError as error:
+                refused.append(str(error))
+        assert refused
+        assert all(str(extent.file.path) in message for message in refused)
+        with pytest.raises(DamageError, match=r"\.seg"):
+            film.memory.gather(film.oracle.ids)
+        whole = np.concatenate([there for _, there in others])
+        assert_same_bits(film.memory.gather(whole), film.oracle.gather(whole))
+        film.feed(100)
+        film.settle()
+        rest = np.setdiff1d(film.oracle.ids, ids)
+        assert_same_bits(film.memory.gather(rest), film.oracle.gather(rest))
+        film.memory.gather(rest[:64])
+
+
+def test_every_flipped_byte_of_a_block_is_noticed(tmp_path: Path) -> None:
+    """Whichever it is: in a header that a decompressor reads, or deep in noise that it copies."""
+    film = Film(tmp_path)
+    with film.memory:
+        film.feed(150)
+        film.check()
+        extent, ids = film.extents()[0]
+        expected = film.oracle.gather(ids)
+        for position in np.linspace(0, extent.nbytes - 1, 40).astype(int).tolist():
+            flip(position)(extent)
+            with pytest.raises(DamageError):
+                film.memory.gather(ids)
+            flip(position)(extent)
+            assert_same_bits(film.memory.gather(ids), expected)
+
+
+def test_a_descriptor_that_was_closed_by_others_is_an_error(tmp_path: Path) -> None:
+    """Some code closes all descriptors that it does not know; the reason is told, and the rest is read."""
+    film = Film(tmp_path)
+    with film.memory:
+        film.feed(250)
+        film.check()
+        (extent, ids), *others = film.extents()
+        os.close(extent.file.descriptor)
+        try:
+            with pytest.raises(DamageError, match="Bad file descriptor") as caught:
+                film.memory.gather(ids)
+            assert str(extent.file.path) in str(caught.value)
+            whole = np.concatenate([there for _, there in others])
+            assert_same_bits(film.memory.gather(whole), film.oracle.gather(whole))
+        finally:
+            null = os.open(os.devnull, os.O_RDONLY)
+            if null != extent.file.descriptor:
+                os.dup2(null, extent.file.descriptor)
+                os.close(null)
+
+
+# ---------------------------------------------------------------- a worker that dies
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # it dies on purpose
+@pytest.mark.parametrize("dies_at", [0, 1, 5])
+def test_a_worker_that_dies_is_replaced(dies_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block that it was at stays as it is; nobody waits for ever, and nothing is lost."""
+    deaths: list[int] = []
+    do, jobs = seal._Work.do, iter(range(1 << 30))
+
+    def die(work: Any, job: Any, hurry: bool) -> Any:
+        if next(jobs) == dies_at:
+            deaths.append(dies_at)
+            raise SystemExit
+        return do(work, job, hurry)
+
+    monkeypatch.setattr(seal._Work, "do", die)
+    film = Film(tmp_path)
+
+    def use() -> None:
+        film.feed(300)
+        film.check()
+
+    with film.memory:
+        user = threading.Thread(target=use, daemon=True)
+        user.start()
+        user.join(PATIENCE_S)
+        assert not user.is_alive(), "somebody waits for a worker that is dead"
+        assert deaths == [dies_at]
+        film.check()
+        assert film.memory.report().backlog == 0
+        assert film.extents()
+
+
+def main(scenario: str, folder: Path) -> None:
+    """Run one scenario in this process."""
+    patch = pytest.MonkeyPatch()
+    make_small(patch)
+    SCENARIOS[scenario](folder)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

@@ -1,0 +1,491 @@
+"""What lies on disk comes back bit for bit as it was added; without a disk, what does not fit leaves early."""
+
+from __future__ import annotations
+
+import gc
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import ReplayMemory, TransitionIdError
+from holdall.experience import budget, choice, seal, segment, spill
+from holdall.experience.choice import COST_CAPS
+from holdall.experience.codec import Codec
+from holdall.experience.native import native_kernels
+from holdall.experience.slices import SliceBlock
+from holdall.report import MemoryReport
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.strategies import box
+
+KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+SPACE = spaces.Dict(
+    camera=box((36, 44, 3), "u1"),
+    screen=box((36, 36, 4), "u1"),
+    scaled=box((36, 36), "f4"),
+    words=box((600,), "f8"),
+    state=box((6,), "f4"),
+)
+ACTIONS = spaces.Discrete(3)
+RARE = np.array([0x7FF4000000000001, 0xFFF8000000000123, 0x8000000000000000, 0], np.uint64).view("f8")
+"""NaNs with payloads, and zeros of either sign."""
+
+
+@pytest.fixture(params=KERNELS, autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Small segments, either kind of loops, and any cost: what is chosen must not depend on how busy a machine is."""
+    monkeypatch.setenv("HOLDALL_KERNELS", request.param)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
+    monkeypatch.setitem(COST_CAPS, "memory", 1e9)
+    return str(request.param)
+
+
+def smooth(generator: np.random.Generator, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Draw images whose pixels resemble their neighbours."""
+    return generator.integers(0, 3, shape, np.uint8).cumsum(axis=-1, dtype=np.uint8)
+
+
+TILES = np.random.default_rng(99).integers(0, 256, (6, 36, 36), np.uint8)
+"""Noise that many frames have in common: what a dictionary is for."""
+
+
+def observed(generator: np.random.Generator, lanes: int, before: Any = None) -> dict[str, Any]:
+    newest = TILES[generator.integers(0, 6, lanes)][..., None].copy()
+    newest[:, :4] = generator.integers(0, 256, (lanes, 4, 36, 1), np.uint8)
+    frames = np.zeros((lanes, 36, 36, 4), np.uint8) if before is None else before["screen"]
+    return {
+        "camera": smooth(generator, (lanes, 36, 3, 44)).swapaxes(2, 3).copy(),
+        "screen": np.concatenate([frames[..., 1:], newest], axis=-1),
+        "scaled": smooth(generator, (lanes, 36, 36)) / np.float32(255),
+        "words": RARE[generator.integers(0, 4, (lanes, 600))],
+        "state": generator.normal(size=(lanes, 6)).astype("f4"),
+    }
+
+
+def ticks_of(lanes: int, seed: int = 0) -> Iterator[dict[str, Any]]:
+    """Let steps pass in all lanes at once; every 17th ends an episode."""
+    generator = np.random.default_rng(seed)
+    obs = observed(generator, lanes)
+    for tick in range(1 << 30):
+        next_obs = observed(generator, lanes, obs)
+        ends = np.full(lanes, tick % 17 == 16)
+        yield {
+            "obs": obs,
+            "action": generator.integers(0, 3, lanes),
+            "reward": generator.normal(size=lanes).astype("f4"),
+            "next_obs": next_obs,
+            "terminated": ends,
+            "truncated": np.zeros(lanes, np.bool_),
+        }
+        obs = observed(generator, lanes) if ends[0] else next_obs
+
+
+class Pair:
+    """A memory and the oracle, fed with the same ticks."""
+
+    def __init__(self, capacity: int = 6_000, lanes: int = 1, **settings: Any) -> None:
+        self.memory = ReplayMemory(SPACE, ACTIONS, capacity, lanes, prefer="memory", seed=0, **settings)
+        self.oracle = OracleMemory(capacity, lanes)
+        self._lanes = lanes
+        self._ticks = ticks_of(lanes)
+        self._generator = np.random.default_rng(7)
+
+    def feed(self, count: int, *, invalid: float = 0.0) -> None:
+        for _ in range(count):
+            tick = next(self._ticks)
+            if invalid:
+                tick["valid"] = self._generator.random(self._lanes) >= invalid
+            self.memory.add(**tick)
+            self.oracle.add(**tick)
+
+    def let_leave(self) -> None:
+        """Tell the oracle what did not fit the budget."""
+        first_id = self.memory.first_id
+        assert first_id >= self.oracle.first_id
+        while self.oracle.first_id < first_id:
+            self.oracle._ticks.popleft()
+
+    def check(self, count: int, seed: int = 0) -> None:
+        ids = np.random.default_rng(seed).choice(self.oracle.ids, count)
+        assert_same_bits(self.memory.gather(ids), self.oracle.gather(ids))
+
+    def check_all(self) -> None:
+        assert len(self.memory) == len(self.oracle)
+        assert (self.memory.first_id, self.memory.next_id) == (self.oracle.first_id, self.oracle.next_id)
+        assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+
+
+def blocks_of(memory: ReplayMemory) -> list[SliceBlock]:
+    """Return the closed blocks of all fields, each once."""
+    assert memory._store is not None
+    segments = memory._store._segments
+    parts = [part for closed in segments._closed for part in closed.parts if part.log is not None]
+    going_on = {id(part.block) for part in segments._open.parts}
+    return list({id(part.block): part.block for part in parts if id(part.block) not in going_on}.values())
+
+
+def on_disk(report: MemoryReport) -> set[str]:
+    return {field.name for field in report.fields if field.disk_bytes}
+
+
+def small_limit(**settings: Any) -> int:
+    """Return the least budget that a memory of these spaces takes: the refusal of a smaller one names it."""
+    with pytest.raises(ValueError, match="give it at least") as caught:
+        ReplayMemory(SPACE, ACTIONS, budget=1, **settings)
+    return int(str(caught.value).split("give it at least ")[1].split(" bytes")[0])
+
+
+LARGE = {"obs.camera", "obs.screen", "obs.scaled", "obs.words"}
+
+
+# ---------------------------------------------------------------- all on disk
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+def test_a_batch_is_the_oracles_before_while_and_after_spilling(lanes: int, tmp_path: Path) -> None:
+    """Palettes, predictors, dictionaries and groups on disk, in memory, raw and half way: no row tells them apart."""
+    pair = Pair(lanes=lanes, budget=None, spill_dir=tmp_path)
+    with pair.memory:
+        for seed in range(12):
+            pair.feed(12)
+            pair.check(40, seed)
+        pair.check_all()
+        pair.memory.drain()
+        pair.check_all()
+        assert on_disk(pair.memory.report()) == LARGE
+        blocks = blocks_of(pair.memory)
+        assert all(block.is_on_disk for block in blocks)
+        assert len(blocks) > 10
+        assert_same_bits(batch := pair.memory.sample(64), pair.oracle.gather(batch.ids))
+
+
+def test_every_kind_of_code_is_read_from_a_file(tmp_path: Path) -> None:
+    """The blocks of the test above do lie on disk behind palettes, predictors and dictionaries."""
+    pair = Pair(budget=None, spill_dir=tmp_path)
+    with pair.memory:
+        pair.feed(150)
+        pair.memory.drain()
+        codecs = {block.sealed.codec for block in blocks_of(pair.memory) if block.sealed is not None}
+        assert any(codec.transform.word_bytes for codec in codecs)
+        assert any(codec.transform.predictor for codec in codecs)
+        assert any(codec.dictionary is not None or codec.group > 1 for codec in codecs)
+        pair.check_all()
+
+
+@pytest.mark.parametrize("group", [1, 3, 16])
+def test_neighbours_together_are_read_from_a_file(group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Units of several slices, the last of them not full."""
+    chosen = choice.choose
+
+    def together(*given: Any) -> Codec:
+        codec = chosen(*given)
+        return Codec(codec.method, codec.level, codec.transform, codec.dictionary, group)
+
+    monkeypatch.setattr(seal, "choose", together)
+    pair = Pair(lanes=2, budget=None, spill_dir=tmp_path)
+    with pair.memory:
+        pair.feed(80)
+        pair.check(60)
+        pair.memory.drain()
+        groups = {block.sealed.codec.group for block in blocks_of(pair.memory) if block.sealed is not None}
+        assert group in groups
+        pair.check_all()
+
+
+def test_what_defies_compression_is_spilled_as_it_is(tmp_path: Path) -> None:
+    """Noise takes its own bytes on disk and, but for an index, none in memory."""
+    generator = np.random.default_rng(0)
+    memory = ReplayMemory(box((5000,), "u1"), ACTIONS, 4_000, budget=None, spill_dir=tmp_path)
+    oracle, flag = OracleMemory(4_000), np.zeros(1, np.bool_)
+    rows = generator.integers(0, 256, (301, 1, 5000), np.uint8)
+    with memory:
+        for tick in range(300):
+            given = (rows[tick], np.zeros(1, np.int64), np.zeros(1, np.float32), rows[tick + 1], flag, flag)
+            memory.add(*given)
+            oracle.add(*given)
+        memory.drain()
+        field = memory.report().fields[0]
+        assert field.disk_bytes > 0.8 * rows.nbytes
+        assert field.slice_bytes < 0.2 * rows.nbytes
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+def test_eviction_and_spilling_go_side_by_side(tmp_path: Path) -> None:
+    """Blocks leave from the disk, from memory and on their way; what is held is right, and the rest is gone."""
+    pair = Pair(capacity=90, budget=None, spill_dir=tmp_path)
+    with pair.memory:
+        for seed in range(20):
+            pair.feed(20)
+            pair.check(40, seed)
+        pair.memory.drain()
+        pair.check_all()
+        assert pair.memory.first_id == 310
+        with pytest.raises(TransitionIdError):
+            pair.memory.gather([309])
+        assert pair.memory.report().disk_bytes < 2_000_000
+
+
+def test_batches_that_are_held_stay_as_they_were_when_their_files_are_gone(tmp_path: Path) -> None:
+    """A batch belongs to the caller, whatever becomes of the blocks that it was read from."""
+    pair = Pair(capacity=60, budget=None, spill_dir=tmp_path)
+    held = []
+    with pair.memory:
+        pair.feed(60)
+        pair.memory.drain()
+        for seed in range(5):
+            ids = np.random.default_rng(seed).choice(pair.oracle.ids, 24)
+            held.append((pair.memory.gather(ids), pair.oracle.gather(ids)))
+        pair.feed(80)
+        pair.memory.drain()
+    assert not list(tmp_path.iterdir())
+    for batch, expected in held:
+        assert_same_bits(batch, expected)
+
+
+def test_threads_read_what_was_added_while_it_is_sealed_and_spilled(tmp_path: Path) -> None:
+    """One adds, three gather, one draws: every row is the one that was added under its id."""
+    count = 200
+    steps = [tick for tick, _ in zip(ticks_of(1), range(count), strict=False)]
+    oracle = OracleMemory(count)
+    for step in steps:
+        oracle.add(**step)
+    memory = ReplayMemory(SPACE, ACTIONS, count, budget=None, prefer="memory", spill_dir=tmp_path)
+    errors: list[BaseException] = []
+    added = threading.Event()
+    memory.add(**steps[0])
+
+    def read(seed: int, draws: bool) -> None:
+        generator = np.random.default_rng(seed)
+        try:
+            while not added.is_set():
+                held = memory.next_id
+                ids = generator.integers(0, held, 16)
+                batch = memory.sample(min(16, held)) if draws else memory.gather(ids)
+                assert_same_bits(batch, oracle.gather(batch.ids))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=read, args=(seed, seed == 3)) for seed in range(4)]
+    with memory:
+        for thread in threads:
+            thread.start()
+        try:
+            for step in steps[1:]:
+                memory.add(**step)
+            memory.drain()
+        finally:
+            added.set()
+            for thread in threads:
+                thread.join(60)
+        assert not errors, errors[0]
+        assert on_disk(memory.report()) == LARGE
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+# ---------------------------------------------------------------- a budget
+
+
+@pytest.fixture
+def tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let a limit be shared out to few small segments, so that a small one is soon full."""
+    monkeypatch.setattr(budget, "_SEGMENTS_OF_A_BUDGET", 8)
+    monkeypatch.setattr(budget, "SEGMENTS_ON_THE_WAY", 1)
+    monkeypatch.setattr(budget, "_STAGING_SHARE", 64)
+
+
+@pytest.mark.usefixtures("tight")
+def test_the_oldest_go_to_disk_and_the_newest_stay(tmp_path: Path) -> None:
+    """Nothing is lost, what is in memory stays within the limit, and the newest blocks stay."""
+    limit = small_limit(capacity=6_000)
+    pair = Pair(budget=limit, spill_dir=tmp_path)
+    with pair.memory:
+        for seed in range(8):
+            pair.feed(60)
+            pair.check(40, seed)
+            assert pair.memory.report().total_bytes <= limit
+        pair.memory.drain()
+        pair.check_all()
+        report = pair.memory.report()
+        assert on_disk(report) == LARGE
+        assert report.total_bytes <= limit
+        assert report.capacity_that_fits is None
+        oldest, newest = blocks_of(pair.memory)[0], blocks_of(pair.memory)[-1]
+        assert oldest.is_on_disk
+        assert not newest.is_on_disk
+
+
+@pytest.mark.usefixtures("tight")
+@pytest.mark.parametrize("invalid", [0.0, 0.4], ids=["all valid", "some lanes made none"])
+def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
+    """`first_id` and `len` say so exactly; all from there on is held, nothing before it is ever returned."""
+    limit = small_limit(capacity=6_000, num_envs=2)
+    pair = Pair(lanes=2, budget=limit)
+    with pair.memory:
+        for seed in range(8):
+            pair.feed(40, invalid=invalid)
+            pair.let_leave()
+            assert len(pair.memory) == len(pair.oracle)
+            pair.check(40, seed)
+            assert pair.memory.report().total_bytes <= limit
+        pair.memory.drain()
+        pair.let_leave()
+        pair.check_all()
+        first = pair.memory.first_id
+        assert first > 0
+        assert pair.memory.next_id - first < 6_000
+        for gone in (0, first - 1):
+            with pytest.raises(TransitionIdError, match=f"ids holds {gone}"):
+                pair.memory.gather([gone])
+        batch = pair.memory.sample(60)
+        assert batch.ids.min() >= first
+        assert_same_bits(batch, pair.oracle.gather(batch.ids))
+
+
+@pytest.mark.usefixtures("tight")
+def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
+    """From the ratio that was measured, as soon as one block of every field was sealed; within a quarter."""
+    limit = small_limit(capacity=6_000)
+    pair = Pair(budget=limit)
+    with pair.memory:
+        told = None
+        for _ in range(20):
+            pair.feed(30)
+            pair.memory.drain()
+            told = told or pair.memory.report().capacity_that_fits
+        assert told is not None
+        assert "holds about" in str(pair.memory.report())
+        pair.let_leave()
+        assert pair.memory.first_id > 0
+        assert len(pair.memory) == pytest.approx(told, rel=0.25)
+
+
+@pytest.mark.usefixtures("tight")
+def test_what_fits_does_not_leave_early() -> None:
+    """Nothing is evicted for want of room that compressing gives."""
+    limit = small_limit(capacity=6_000)
+    pair = Pair(budget=limit)
+    with pair.memory:
+        pair.feed(40)
+        raw = sum(block.used_bytes for block in blocks_of(pair.memory))
+        pair.memory.drain()
+        assert 0 < raw < limit
+        pair.check_all()
+    roomy = Pair(budget="1GiB")
+    with roomy.memory:
+        roomy.feed(150)
+        roomy.memory.drain()
+        roomy.check_all()
+        assert roomy.memory.report().capacity_that_fits is None
+
+
+def test_a_machine_with_memory_to_spare_spills_nothing(tmp_path: Path) -> None:
+    """By default the newest stay raw, and what is sealed stays in memory, up to half of what is available."""
+    pair = Pair(budget="auto", spill_dir=tmp_path)
+    with pair.memory:
+        pair.feed(100)
+        pair.memory.drain()
+        pair.check_all()
+        assert pair.memory.report().disk_bytes == 0
+
+
+def test_a_machine_that_has_little_left_spills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is available is looked at when the memory is made."""
+    monkeypatch.setattr(budget, "available_bytes", lambda: 800_000)
+    pair = Pair(budget="auto", spill_dir=tmp_path)
+    with pair.memory:
+        pair.feed(250)
+        pair.memory.drain()
+        pair.check_all()
+        assert on_disk(pair.memory.report()) == LARGE
+        assert sum(block.used_bytes for block in blocks_of(pair.memory) if not block.is_on_disk) <= 400_000
+
+
+# ---------------------------------------------------------------- pickling
+
+
+@pytest.mark.parametrize("setting", ["all on disk", "a limit"])
+def test_a_pickled_memory_is_the_same_and_spills_to_a_folder_of_its_own(
+    setting: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """What lies on disk travels in the pickle: nothing is shared, and the one does not need the other."""
+    if setting == "a limit":
+        request.getfixturevalue("tight")
+    limit = None if setting == "all on disk" else small_limit(capacity=6_000)
+    pair = Pair(budget=limit, spill_dir=tmp_path)
+    with pair.memory:
+        pair.feed(150 if limit is None else 400)
+        pickled = pickle.dumps(pair.memory, protocol=5)
+        assert pair.memory.report().disk_bytes > 0
+    assert not list(tmp_path.iterdir())
+    pair.memory = pickle.loads(pickled)
+    with pair.memory:
+        assert len(list(tmp_path.iterdir())) == 1
+        pair.check_all()
+        pair.memory.drain()
+        pair.check_all()
+        assert on_disk(pair.memory.report()) == LARGE
+        if limit is not None:
+            assert pair.memory.report().total_bytes <= limit
+        pair.feed(60)
+        pair.memory.drain()
+        pair.check_all()
+
+
+LOAD = """
+import pickle, sys
+import numpy as np
+from pathlib import Path
+memory = pickle.loads(Path(sys.argv[1]).read_bytes())
+memory.drain()
+batch = memory.gather(np.arange(memory.next_id))
+sys.stdout.buffer.write(batch.obs["camera"].tobytes() + batch.next_obs["screen"].tobytes())
+assert memory.report().disk_bytes > 0
+"""
+
+
+@pytest.mark.skipif(len(KERNELS) < 2, reason="the compiled loops were not built here")
+def test_what_one_kind_of_loops_spilled_is_read_by_the_other(tmp_path: Path, kernels: str) -> None:
+    """Units, checksums and dictionaries are the same bytes for both; the folder goes when its process ends."""
+    pair = Pair(budget=None, spill_dir=tmp_path / "spilled")
+    with pair.memory:
+        pair.feed(120)
+        pair.memory.drain()
+        (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
+    other = next(name for name in KERNELS if name != kernels)
+    command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
+    environment = os.environ | {"HOLDALL_KERNELS": other}
+    done = subprocess.run(command, capture_output=True, check=False, timeout=100, env=environment)
+    assert done.returncode == 0, done.stderr.decode()[-2000:]
+    expected = pair.oracle.gather(pair.oracle.ids)
+    assert done.stdout == expected.obs["camera"].tobytes() + expected.next_obs["screen"].tobytes()
+    assert not list((tmp_path / "spilled").iterdir())
+
+
+# ---------------------------------------------------------------- files
+
+
+def test_files_go_with_their_last_block(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was evicted takes no room on disk for longer than its neighbours in the same file do."""
+    monkeypatch.setattr(spill, "_FILE_BYTES", 100_000)
+    pair = Pair(capacity=120, budget=None, spill_dir=tmp_path)
+    with pair.memory:
+        most = 0
+        for _ in range(10):
+            pair.feed(40)
+            pair.memory.drain()
+            gc.collect()
+            files = list(tmp_path.glob("*/*.seg"))
+            most = max(most, sum(file.stat().st_size for file in files))
+        held = pair.memory.report().disk_bytes
+        assert most < held + 2 * 200_000 + 400_000
+        assert min(int(file.stem) for file in tmp_path.glob("*/*.seg")) > 3
+        pair.check_all()
