@@ -24,10 +24,12 @@ from numpy.typing import NDArray
 from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
+from holdall.experience.batches import Batches
 from holdall.experience.budget import Budget
-from holdall.experience.build import BatchBuilder, Reading, of_ids
+from holdall.experience.build import Job, of_ids
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
+from holdall.experience.loader import Loader
 from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
@@ -39,7 +41,7 @@ from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
 
-_SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir")
+_SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
 """Samplers whose tests show that they draw what is held alone; what others draw is checked."""
 
@@ -60,6 +62,8 @@ class ReplayMemory:
         spill_dir: Where the oldest compressed transitions go that the budget does not hold; None: nowhere. Without
             it, transitions that do not fit a limit leave before their time, see `report().capacity_that_fits`.
         device: None for NumPy batches; "cpu" or "cuda" for torch tensors there.
+        store_device: "cuda" keeps every slice there, uncompressed, and makes batches of them; the host keeps
+            what `budget` says, for saving. For those whose memory fits on their GPU.
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
         sampler: How `sample` draws; `Uniform()` by default.
@@ -78,6 +82,7 @@ class ReplayMemory:
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
         device: str | None = None,
+        store_device: str | None = None,
         seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         sampler: Sampler | None = None,
@@ -85,7 +90,7 @@ class ReplayMemory:
         _require_count("num_envs", num_envs, 1)
         _require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
         schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._set_up(schema, capacity // num_envs, device, budget, prefer, spill_dir)
+        self._set_up(schema, capacity // num_envs, device, budget, prefer, spill_dir, store_device)
         self._generator = _generator_of(seed)
         self._sampler: Sampler = Uniform() if sampler is None else sampler
 
@@ -97,12 +102,13 @@ class ReplayMemory:
         budget: str | int | None,
         prefer: str,
         spill_dir: str | os.PathLike[str] | None,
+        store_device: str | None,
     ) -> None:
         self._schema = schema
         self._lanes = schema.num_envs
         self._capacity_ticks = capacity_ticks
-        self._device = device
-        self._delivery = Delivery(device, schema.leaves)
+        self._device, self._store_device = device, store_device
+        self._delivery = Delivery.of(device, store_device, schema.leaves)
         kernels = chosen_kernels()
         self._lock = threading.Lock()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
@@ -110,7 +116,7 @@ class ReplayMemory:
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._builder = BatchBuilder(schema, self._assembler, self._delivery)
+        self._batches = Batches(schema, kernels, self._assembler, self._delivery, store_device is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
             self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed, folder)
@@ -215,18 +221,41 @@ class ReplayMemory:
         _require_count("batch_size", batch_size, 1)
         with self._lock:
             store = self._open()
-            if batch_size > store.transitions:
-                raise ArgumentError(
-                    f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
-                    "held; add more first, or draw a smaller batch"
-                )
-            draw = self._draw(store, batch_size)
-            reading = Reading.of(draw, store)
-        return self._builder.build(draw, reading)
+            draw = self._draw(store, self._require_enough(store, batch_size))
+            reading = self._batches.look_up(draw, store)
+        return self._batches.make(draw, reading)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
         return self.follow(of_ids(_as_ids(ids)))
+
+    def loader(self, batch_size: int, prefetch: int = 2, device: str | None = None) -> Loader:
+        """Return an endless iterator over batches of `batch_size`, made ahead in the background.
+
+        A batch is drawn when the one `prefetch` before it is asked for, in that very call, so one seed gives one
+        sequence of batches. Transitions added and priorities told since then are not in it: it is `prefetch`
+        batches old, and never more. With `prefetch=0` it is what `sample` would return.
+
+        Args:
+            prefetch: Batches under way besides the one asked for; each takes the memory of a batch.
+            device: Where batches are wanted; the memory's own device by default.
+        """
+        _require_count("batch_size", batch_size, 1)
+        _require_count("prefetch", prefetch, 0)
+        batches = self._batches
+        if device is not None and device != self._device:
+            delivery = Delivery(device, self._schema.leaves)
+            batches = self._batches.elsewhere(delivery)
+        batches.keep(prefetch + 2)
+
+        def start() -> Job:
+            with self._lock:
+                store = self._open()
+                draw = self._draw(store, self._require_enough(store, batch_size))
+                reading = batches.look_up(draw, store)
+            return batches.start(draw, reading)
+
+        return Loader(start, prefetch)
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
@@ -239,8 +268,8 @@ class ReplayMemory:
         with self._lock:
             store = self._open()
             self._require_drawn(store, draw)
-            reading = Reading.of(draw, store)
-        return self._builder.build(draw, reading)
+            reading = self._batches.look_up(draw, store)
+        return self._batches.make(draw, reading)
 
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
@@ -310,7 +339,7 @@ class ReplayMemory:
             return MemoryReport(
                 transitions=store.transitions,
                 fields=tuple(store.report()),
-                staging_bytes=self._assembler.staging.nbytes,
+                staging_bytes=self._assembler.staging.nbytes + self._batches.pinned_bytes,
                 segments=store.segments,
                 backlog=store.sealer.backlog,
                 failure=store.sealer.failure,
@@ -329,6 +358,7 @@ class ReplayMemory:
         if store is not None:
             store.close()
         self._assembler.crew.dismiss()
+        self._batches.dismiss()
 
     def __enter__(self) -> Self:
         return self
@@ -349,6 +379,7 @@ class ReplayMemory:
                 "schema": self._schema,
                 "capacity_ticks": self._capacity_ticks,
                 "device": self._device,
+                "store_device": self._store_device,
                 "budget": self._budget,
                 "prefer": self._prefer,
                 "spill_dir": self._spill_dir,
@@ -392,6 +423,14 @@ class ReplayMemory:
             extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
+
+    def _require_enough(self, store: Store, batch_size: int) -> int:
+        if batch_size > store.transitions:
+            raise ArgumentError(
+                f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
+                "held; add more first, or draw a smaller batch"
+            )
+        return batch_size
 
     def _draw(self, store: Store, count: int) -> Draw:
         if store.transitions == 0:

@@ -38,6 +38,7 @@ class Staging:
     """Memory for batches that is used again when nothing refers to it any more."""
 
     def __init__(self, most_bytes: int = 1 << 62) -> None:
+        self.most = _POOLED_ARRAYS
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[Bytes]] = {}
         self._lock = threading.Lock()
@@ -56,7 +57,7 @@ class Staging:
                     return _aligned(blocks[position], nbytes)
             block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
             kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
-            if len(blocks) < _POOLED_ARRAYS and kept + nbytes <= self._most_bytes:
+            if len(blocks) < self.most and kept + nbytes <= self._most_bytes:
                 blocks.append(block)
             return _aligned(block, nbytes)
 
@@ -104,6 +105,7 @@ class Delivery:
 
     def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
         self._torch_device: torch.device | None = None
+        self._torch: Any = None
         if device is None:
             return
         self._torch = _import_torch()
@@ -119,6 +121,26 @@ class Delivery:
             )
         for leaf in leaves:
             self.require(leaf)
+
+    @classmethod
+    def of(cls, device: str | None, store_device: str | None, leaves: list[Leaf]) -> Delivery:
+        """Deliver to the device that the store is on, unless none was named for it."""
+        if store_device is not None and device not in {None, store_device}:
+            raise ArgumentError(
+                f"store_device ({store_device}) and device ({device}) differ; batches are made where the store is, so "
+                "leave device out"
+            )
+        return cls(device if store_device is None else store_device, leaves)
+
+    @property
+    def module(self) -> Any:
+        """Torch itself, if tensors are asked for."""
+        return self._torch
+
+    @property
+    def torch_device(self) -> torch.device | None:
+        """Where tensors are asked for; None for arrays."""
+        return self._torch_device
 
     def hand_over(self, array: Array) -> Any:
         """Return the array, or a tensor that shares its memory or is its copy on the device."""

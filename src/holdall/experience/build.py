@@ -6,14 +6,16 @@ Invariant: every observation is copied once, straight to where the batch has it.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw, Goals
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, DamageError
 from holdall.experience.assemble import Delivery, ObservationAssembler
+from holdall.experience.mirror import Mirror, Mirrored
 from holdall.experience.store import Rows, Store
 from holdall.schema import Array, Schema
 
@@ -24,43 +26,89 @@ class Reading(NamedTuple):
     rows: Rows  # of the ids
     last: Rows | None  # of the last ids, if they are others
     outcomes: Rows | None  # of the transitions that become goals
+    mirrored: Mirrored | None = None  # where the slices are on a device
 
     @classmethod
-    def of(cls, draw: Draw, store: Store) -> Reading:
+    def of(cls, draw: Draw, store: Store, mirror: Mirror | None = None) -> Reading:
         """Read the rows of a draw, all of whose ids are held."""
         return cls(
             store.read(draw.ids.reshape(-1)),
             None if draw.last_ids is None else store.read(draw.last_ids.reshape(-1)),
             None if draw.goals is None else store.read(draw.goals.ids),
+            None if mirror is None else mirror.brought_up_to_date(store),
         )
 
 
+class Job(Protocol):
+    """A batch that was drawn, looked up, and is still to be put together."""
+
+    def work(self) -> None:
+        """Do what takes long, in any thread."""
+
+    def receive(self) -> Batch:
+        """Return the batch to the thread that will use it."""
+
+
+class Builder(Protocol):
+    """Makes batches of one memory's transitions, on one device."""
+
+    def start(self, draw: Draw, reading: Reading) -> Job:
+        """Begin a batch; called by the thread that will use it."""
+
+
+class _HostJob:
+    """A batch in arrays, or in tensors that share their memory."""
+
+    def __init__(self, builder: BatchBuilder, draw: Draw, reading: Reading) -> None:
+        self._arguments = (builder, draw, reading)
+        self._batch: Batch | None = None
+
+    def work(self) -> None:
+        """See `Job`."""
+        builder, draw, reading = self._arguments
+        self._batch = builder.build(draw, reading)
+
+    def receive(self) -> Batch:
+        """See `Job`."""
+        if self._batch is None:
+            self.work()
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise DamageError("a batch was received before it was made; report this")
+        return batch
+
+
 class BatchBuilder:
-    """Makes batches of one memory's transitions."""
+    """Makes batches in arrays, and hands them over as they are or as tensors."""
 
     def __init__(self, schema: Schema, assembler: ObservationAssembler, delivery: Delivery) -> None:
         self._schema = schema
         self._assembler = assembler
         self._delivery = delivery
 
+    def start(self, draw: Draw, reading: Reading) -> Job:
+        """See `Builder`."""
+        return _HostJob(self, draw, reading)
+
     def build(self, draw: Draw, reading: Reading) -> Batch:
         """Copy the large fields, which takes no lock, and make the batch."""
         schema, rows = self._schema, reading.rows
         last = reading.last or rows
-        obs, next_obs = self._observations(rows, reading.last)
+        pairs = [self.observation_pair(reading, leaf) for leaf in range(len(schema.observation.leaves))]
+        obs, next_obs = dict(enumerate(pair[0] for pair in pairs)), dict(enumerate(pair[1] for pair in pairs))
         reward = rows.reward if draw.reward is None else draw.reward
         if draw.goals is not None and reading.outcomes is not None and draw.goals.rows.size:
-            self._tell_anew(draw.goals, reading.outcomes, obs, next_obs, reward, rows.extras)
+            self.tell_anew(draw.goals, reading.outcomes, obs, next_obs, reward, rows.extras)
 
         def deliver(array: Array) -> Any:
             return self._delivery.hand_over(array.reshape(*draw.ids.shape, *array.shape[1:]))
 
         hand_over = self._delivery.hand_over
         return Batch(
-            obs=schema.observation.build([deliver(array) for array in obs]),
+            obs=schema.observation.build([deliver(array) for array in obs.values()]),
             action=schema.action.build([deliver(array) for array in rows.action]),
             reward=deliver(reward),
-            next_obs=schema.observation.build([deliver(array) for array in next_obs]),
+            next_obs=schema.observation.build([deliver(array) for array in next_obs.values()]),
             terminated=deliver(last.terminated),
             truncated=deliver(last.truncated),
             extras=schema.extras.build([deliver(array) for array in rows.extras]),
@@ -70,14 +118,12 @@ class BatchBuilder:
             mask=None if draw.mask is None else hand_over(draw.mask),
         )
 
-    def _observations(self, rows: Rows, last: Rows | None) -> tuple[list[Array], list[Array]]:
-        """Return observations and next observations, one array a leaf."""
-        leaves = range(len(self._schema.observation.leaves))
-        if last is None:
-            both = [self._pair(rows, leaf, wanted=(True, True)) for leaf in leaves]
-            return [obs for obs, _ in both], [next_obs for _, next_obs in both]
-        first = [self._pair(rows, leaf, wanted=(True, False))[0] for leaf in leaves]
-        return first, [self._pair(last, leaf, wanted=(False, True))[1] for leaf in leaves]
+    def observation_pair(self, reading: Reading, leaf: int) -> tuple[Array, Array]:
+        """Return observations and next observations of one leaf."""
+        if reading.last is None:
+            return self._pair(reading.rows, leaf, wanted=(True, True))
+        first = self._pair(reading.rows, leaf, wanted=(True, False))[0]
+        return first, self._pair(reading.last, leaf, wanted=(False, True))[1]
 
     def _pair(self, rows: Rows, leaf: int, wanted: tuple[bool, bool]) -> tuple[Array, Array]:
         """Return observation and next observation of one leaf; one that is not wanted may be empty."""
@@ -86,12 +132,16 @@ class BatchBuilder:
         field = rows.large.index(leaf)
         return self._assembler.assemble(rows.places, field, self._schema.observation.leaves[leaf], wanted)
 
-    def _tell_anew(
+    def goals_are_among(self, goals: Goals, leaves: Collection[int]) -> bool:
+        """Whether goals lie in one of some leaves."""
+        return any(self._leaf(key) in leaves for key in (goals.achieved_key, goals.desired_key))
+
+    def tell_anew(
         self,
         goals: Goals,
         outcomes: Rows,
-        obs: list[Array],
-        next_obs: list[Array],
+        obs: dict[int, Array],
+        next_obs: dict[int, Array],
         reward: Array,
         extras: list[Array],
     ) -> None:

@@ -24,19 +24,19 @@ _MOST_HANDS = 4
 class Crew:
     """Threads for one memory; started when first needed, and again after a fork."""
 
-    def __init__(self, hands: int | None = None) -> None:
-        self.hands = hands or min(_usable_cores(), _MOST_HANDS)
+    def __init__(self, hands: int | None = None, most: int = _MOST_HANDS) -> None:
+        self.hands = hands or min(_usable_cores(), most)
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
 
-    def share(self, work: Callable[[int, int], None], rows: int, nbytes: int) -> None:
+    def share(self, work: Callable[[int, int], None], rows: int, nbytes: int, piece_bytes: int = _PIECE_BYTES) -> None:
         """Run `work(first, end)` over pieces of `rows` that together cover it.
 
         Pieces are taken one by one, so a helper that the system does not schedule costs nothing:
         the calling thread then does them all.
         """
-        pieces = max(1, min(nbytes // _PIECE_BYTES, rows))
+        pieces = max(1, min(nbytes // piece_bytes, rows))
         taken = itertools.count()
 
         def take_pieces() -> None:

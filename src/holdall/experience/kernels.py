@@ -12,6 +12,7 @@ from holdall.errors import ArgumentError
 from holdall.experience.arena import Bytes
 from holdall.experience.crew import Crew
 from holdall.experience.native import native_kernels
+from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import OpenPart, Places
 from holdall.experience.portable import PortableKernels
 from holdall.experience.portable_codec import Coder
@@ -33,6 +34,9 @@ class Kernels(Protocol):
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew, /) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
+
+    def namer(self) -> SliceNamer | None:
+        """Return what names the slices of a batch, each once; None where that is not compiled."""
 
 
 def chosen_kernels() -> Kernels:

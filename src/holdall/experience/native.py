@@ -19,6 +19,7 @@ from holdall.experience.arena import Bytes, address, release_tail
 from holdall.experience.crew import Crew
 from holdall.experience.libraries import system_libraries
 from holdall.experience.native_codec import NativeCoder
+from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import RECORD_FIELDS, Cursors, OpenPart, Places
 from holdall.experience.portable import PortableKernels
 from holdall.experience.portable_codec import Coder, PortableCoder
@@ -26,7 +27,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 6
+_VERSION = 7
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
@@ -86,6 +87,7 @@ class NativeKernels:
     name = "native"
 
     def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self.append_tick = library.holdall_append
         self.append_tick.argtypes = [pointer] * 5
@@ -108,6 +110,12 @@ class NativeKernels:
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
         return NativePart(self, window, lanes, block, arena_bytes)
+
+    def namer(self) -> SliceNamer | None:
+        """See `Kernels.namer`."""
+        coder = self.coder
+        reading = (lambda nbytes: coder.reading(nbytes)[0]) if isinstance(coder, NativeCoder) else None
+        return SliceNamer(self._library, reading)
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew) -> None:
         """See `Kernels.gather`."""

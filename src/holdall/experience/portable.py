@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes, as_bytes, release_tail
 from holdall.experience.crew import Crew
+from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
 from holdall.experience.portable_codec import Coder, PortableCoder
 from holdall.experience.sealed import SealedSlices
@@ -60,6 +61,10 @@ class PortableKernels:
                 obs[rows] = _windows(record, start, lane, places.lanes, rows, content)
             if next_obs is not None:
                 next_obs[rows] = _windows(record, after, lane, places.lanes, rows, content)
+
+    def namer(self) -> SliceNamer | None:
+        """See `Kernels.namer`."""
+        return None
 
 
 class PortableBlock(SliceBlock):

@@ -450,6 +450,15 @@ class Segments:
         closed = [segment.parts[field] for segment in self._closed]
         return [*closed, self._open.parts[field]]
 
+    def parts(self, field: int) -> list[OpenPart | ClosedPart]:
+        """Return what all segments hold of one field, oldest first."""
+        return self._parts(field)
+
+    @property
+    def version(self) -> int:
+        """Of the tables that readers use: another one when segments or their blocks are others."""
+        return self._index.version
+
     def _rebuild_index(self) -> None:
         first_ticks = [*(segment.first_tick for segment in self._closed), self._open.first_tick]
         self._index.rebuild(first_ticks, [self._parts(field) for field in range(len(self._leaves))])

@@ -207,6 +207,16 @@ class Store:
         """Copy the rewards of `ids`, of any shape."""
         return np.empty(0, np.float32) if self._reward is None else _take(self._reward, self._slots(ids))
 
+    @property
+    def large_segments(self) -> Segments:
+        """The segments of the large fields."""
+        return self._segments
+
+    @property
+    def large_fields(self) -> int:
+        """Fields that lie in segments."""
+        return len(self._large)
+
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[Array, NDArray[np.bool_], NDArray[np.bool_]]:
         """Copy rewards and flags of `ids`, of any shape."""
         slot = self._slots(ids)

@@ -59,8 +59,10 @@ def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list
     """Add up the real ones of (batch, n) rewards, from the first on."""
     dtype = np.result_type(rewards.dtype, np.float32)
     # A reward of another episode must not count, be it infinite; -0.0 changes no sum, not even that of zeros.
-    terms = np.where(real, rewards.astype(dtype), dtype.type(-0.0)) * np.array(powers[:-1], dtype)
-    total: NDArray[Any] = terms[:, 0].copy()
-    for k in range(1, terms.shape[1]):
-        total += terms[:, k]
+    counted = np.where(real, rewards.astype(dtype), dtype.type(-0.0))
+    with np.errstate(invalid="ignore", over="ignore"):  # what an environment pays is not ours to warn of
+        terms = counted * np.array(powers[:-1], dtype)
+        total: NDArray[Any] = terms[:, 0].copy()
+        for k in range(1, terms.shape[1]):
+            total += terms[:, k]
     return total

@@ -1,0 +1,94 @@
+"""Batches of one memory: which way they go, given the device they are wanted on.
+
+In:  draws.  Out: jobs that end in batches.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdall.batch import Batch, Draw
+from holdall.experience.assemble import Delivery, ObservationAssembler
+from holdall.experience.build import BatchBuilder, Builder, Job, Reading
+from holdall.experience.crew import Crew
+from holdall.experience.device import CudaLine, HostLine, Line
+from holdall.experience.kernels import Kernels
+from holdall.experience.mirror import Mirror
+from holdall.experience.store import Store
+from holdall.experience.upload import DeviceBuilder
+from holdall.schema import Schema
+
+if TYPE_CHECKING:
+    import torch
+
+_MOST_HANDS = 12
+"""Threads that fill pinned memory: the bus takes more than a few of them can bring."""
+
+
+class Batches:
+    """Looks transitions up, and makes batches of them.
+
+    Args:
+        mirrored: Keep all slices on the delivery's device, and make batches of them there.
+    """
+
+    def __init__(
+        self, schema: Schema, kernels: Kernels, assembler: ObservationAssembler, delivery: Delivery, mirrored: bool
+    ) -> None:
+        self._parts = (schema, kernels, assembler)
+        self._mirror: Mirror | None = None
+        self._crew: Crew | None = None
+        plain = BatchBuilder(schema, assembler, delivery)
+        self._builder: Builder = plain
+        torch, device = delivery.module, delivery.torch_device
+        if device is not None and (mirrored or is_remote(device)):
+            line: Line = CudaLine(torch, device) if device.type == "cuda" else HostLine(torch)
+            self._build_on(line, plain, mirrored, torch)
+
+    def _build_on(self, line: Line, plain: BatchBuilder, mirrored: bool, torch: Any) -> None:
+        schema, kernels, _ = self._parts
+        namer = kernels.namer()
+        self._crew = Crew(most=_MOST_HANDS)
+        self._builder = DeviceBuilder(schema, plain, line, namer, self._crew, torch)
+        if mirrored and namer is not None:
+            self._mirror = Mirror(line, kernels.coder)
+
+    def keep(self, batches: int) -> None:
+        """See to it that so many batches can be in use without new memory for each."""
+        staging = self._parts[2].staging
+        staging.most = max(staging.most, batches + 1)
+        if isinstance(self._builder, DeviceBuilder):
+            self._builder.blocks.most = max(self._builder.blocks.most, batches + 1)
+
+    def elsewhere(self, delivery: Delivery) -> Batches:
+        """Return the same for another device."""
+        return Batches(*self._parts, delivery, mirrored=False)
+
+    def look_up(self, draw: Draw, store: Store) -> Reading:
+        """Find all that a draw needs; under the memory's lock."""
+        return Reading.of(draw, store, self._mirror)
+
+    def start(self, draw: Draw, reading: Reading) -> Job:
+        """Begin a batch; without the lock, in the thread that will use it."""
+        return self._builder.start(draw, reading)
+
+    def make(self, draw: Draw, reading: Reading) -> Batch:
+        """Make a batch at once."""
+        job = self.start(draw, reading)
+        job.work()
+        return job.receive()
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory on the host."""
+        return self._builder.pinned_bytes if isinstance(self._builder, DeviceBuilder) else 0
+
+    def dismiss(self) -> None:
+        """End the threads."""
+        if self._crew is not None:
+            self._crew.dismiss()
+
+
+def is_remote(device: torch.device) -> bool:
+    """Whether a device has memory of its own, so that batches have to be sent there."""
+    return device.type == "cuda"

@@ -1,0 +1,246 @@
+"""Memory on a device, and the way there: used again and again, and never while somebody looks at it.
+
+In:  sizes.  Out: tensors of bytes on the host, on the device, and for batches.
+Invariant: nothing here waits for the whole device. A block of a batch is written to again only when
+no tensor looks into it, and only after what the consumer had asked the device for by then.
+
+A CUDA device has a stream of its own for this; `HostLine` is the same without one, so that all that
+is built on it runs, and is tested, where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import threading
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from holdall.experience.arena import address
+from holdall.experience.assemble import ALIGNMENT_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+_KEPT_SIZES = 8
+"""Sizes of batches whose blocks are kept."""
+
+
+class Line(Protocol):
+    """How bytes get to a device."""
+
+    device: torch.device
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """Allocate memory on the host that the device can read by itself."""
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        """Allocate memory on the device."""
+
+    def anchor(self, nbytes: int) -> Any:
+        """Allocate memory for batches, and return what refers to it."""
+
+    def lend(self, anchor: Any) -> torch.Tensor:
+        """Return the memory of an anchor as bytes; the anchor is referred to for as long as they can be seen."""
+
+    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+        """Let the calling thread's copies and kernels take their turn on this line."""
+
+    def mark(self) -> Any:
+        """Return a mark of all that this line was given so far."""
+
+    def mark_consumer(self) -> Any:
+        """Return a mark of all that the calling thread gave its own stream so far."""
+
+    def hold(self, mark: Any) -> None:
+        """Let this line go on only behind a mark."""
+
+    def hold_consumer(self, mark: Any) -> None:
+        """Let the calling thread's own stream go on only behind a mark."""
+
+    def wait(self, mark: Any) -> None:
+        """Wait, on the host, until a mark was passed."""
+
+
+class HostLine:
+    """The host itself: everything is done when it is asked for."""
+
+    def __init__(self, torch: Any) -> None:
+        self._torch = torch
+        self.device = torch.device("cpu")
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        return self.device_bytes(nbytes)
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.from_numpy(self.anchor(nbytes))
+        return tensor
+
+    def anchor(self, nbytes: int) -> Any:
+        """See `Line`."""
+        block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+        start = -address(block) % ALIGNMENT_BYTES
+        # An array of its own, so that views refer to it and not to the block behind it.
+        return np.frombuffer(block.data[start : start + nbytes], np.uint8)
+
+    def lend(self, anchor: Any) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.from_numpy(anchor[:])
+        return tensor
+
+    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Line`."""
+        return contextlib.nullcontext()
+
+    def mark(self) -> Any:
+        """See `Line`."""
+        return None
+
+    mark_consumer = mark
+
+    def hold(self, mark: Any) -> None:
+        """See `Line`."""
+
+    hold_consumer = hold
+    wait = hold
+
+
+class CudaLine:
+    """A CUDA device, reached over a stream of its own."""
+
+    def __init__(self, torch: Any, device: torch.device) -> None:
+        self._torch = torch
+        index: int | None = device.index
+        self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
+        self._stream = torch.cuda.Stream(self.device)
+
+    def host_bytes(self, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
+        return tensor
+
+    def device_bytes(self, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
+        tensor.record_stream(self._stream)
+        return tensor
+
+    def anchor(self, nbytes: int) -> Any:
+        """See `Line`."""
+        return _Anchor(self.device_bytes(nbytes))
+
+    def lend(self, anchor: Any) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.as_tensor(_Lease(anchor), device=self.device)
+        return tensor
+
+    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+        """See `Line`."""
+        stream: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(self._stream)
+        return stream
+
+    def mark(self) -> Any:
+        """See `Line`."""
+        return self._stream.record_event()
+
+    def mark_consumer(self) -> Any:
+        """See `Line`."""
+        return self._torch.cuda.current_stream(self.device).record_event()
+
+    def hold(self, mark: Any) -> None:
+        """See `Line`."""
+        self._stream.wait_event(mark)
+
+    def hold_consumer(self, mark: Any) -> None:
+        """See `Line`."""
+        self._torch.cuda.current_stream(self.device).wait_event(mark)
+
+    def wait(self, mark: Any) -> None:
+        """See `Line`."""
+        mark.synchronize()
+
+
+class _Anchor:
+    """Memory on a device that leases refer to."""
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
+
+
+class _Lease:
+    """An anchor's memory under the protocol by which torch takes over memory of others without copying it.
+
+    torch refers to the lease until the last tensor that looks into the memory is gone.
+    """
+
+    def __init__(self, anchor: _Anchor) -> None:
+        self._anchor = anchor
+        self.__cuda_array_interface__ = {
+            "shape": (anchor.memory.numel(),),
+            "typestr": "|u1",
+            "data": (anchor.memory.data_ptr(), False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+class Blocks:
+    """Memory for batches on a device: a block is lent again when no tensor looks into it any more."""
+
+    def __init__(self, line: Line) -> None:
+        self.most = 4
+        self._line = line
+        self._anchors_by_size: dict[int, list[Any]] = {}
+        self._lock = threading.Lock()
+
+    def take(self, nbytes: int) -> torch.Tensor:
+        """Return `nbytes` bytes on the device that nobody else can see."""
+        with self._lock:
+            anchors = self._anchors_by_size[nbytes] = self._anchors_by_size.pop(nbytes, [])
+            if len(self._anchors_by_size) > _KEPT_SIZES:
+                del self._anchors_by_size[next(iter(self._anchors_by_size))]  # the size not asked for the longest
+            for position in range(len(anchors)):
+                # One reference by the list, one by the call: no lease is left.
+                if sys.getrefcount(anchors[position]) <= 2:
+                    return self._line.lend(anchors[position])
+            anchor = self._line.anchor(nbytes)
+            if len(anchors) < self.most:
+                anchors.append(anchor)
+            return self._line.lend(anchor)
+
+
+class Passage:
+    """Memory that grows to what is needed, on the host and on the device, for what travels between them."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+        self.host = line.host_bytes(0)
+        self.device = line.device_bytes(0)
+        self.array = self.host.numpy()
+        self._left: Any = None
+
+    def make_room(self, nbytes: int) -> None:
+        """See to it that `nbytes` fit and that what was here before has left."""
+        if self._left is not None:
+            self._line.wait(self._left)
+            self._left = None
+        if self.host.numel() < nbytes:
+            room = nbytes + nbytes // 4
+            self.host, self.device = self._line.host_bytes(room), self._line.device_bytes(room)
+            self.array = self.host.numpy()
+
+    def send(self, first: int, end: int) -> None:
+        """Start the copy of some bytes to the device; called at work on the line."""
+        self.device[first:end].copy_(self.host[first:end], non_blocking=True)
+
+    def leave(self) -> None:
+        """Note that all that had to be sent was."""
+        self._left = self._line.mark()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held on the host."""
+        return self.host.numel()

@@ -1,0 +1,211 @@
+"""Batches on a device, on a line without one: the bits of those in arrays, each slice sent once, nothing allocated."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+from holdall import ArgumentError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence
+from holdall.experience import batches
+from holdall.experience.device import Blocks, HostLine, Passage
+from holdall.experience.native import native_kernels
+from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
+from holdall.testing.oracle import as_array, map_leaves
+from holdall.testing.strategies import box
+
+SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
+    "frames first": (box((4, 36, 36), "u1"), [LeafPlan(axis=0)]),
+    "frames last": (box((36, 36, 4), "u1"), [LeafPlan(axis=2)]),
+    "colour frames last": (box((24, 20, 12), "u1"), [LeafPlan(axis=2, step=3)]),
+    "camera": (spaces.Dict(image=box((33, 31, 3), "u1"), state=box((7,), "f4")), []),
+    "short rows": (box((700, 3), "f4"), [LeafPlan(axis=0)]),
+    "several large": (
+        spaces.Dict(far=box((4, 36, 36), "u1"), near=box((50, 50), "u2"), z=box((), "?")),
+        [LeafPlan(axis=0)],
+    ),
+    "vector": (box((5,), "f8"), []),
+    "changing its mind": (box((4, 36, 36), "u1"), [LeafPlan(axis=None, later=LeafPlan(axis=0), later_from=90)]),
+}
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="slices are named by the compiled loops")
+
+
+@pytest.fixture(autouse=True)
+def line_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device="cpu" go the way of a GPU."""
+    monkeypatch.setattr(batches, "is_remote", lambda device: True)
+
+
+def on(where: str) -> dict[str, Any]:
+    return {where: "cpu"}
+
+
+def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **options: Any) -> ReplayMemory:
+    space, plans = SPACES[name]
+    stream = Stream(
+        space,
+        spaces.Discrete(3),
+        lanes,
+        plans=plans,
+        mishaps=Mishaps(ends=0.05, skipped_steps=0.02, foreign_next=0.02),
+        extras={"log_prob": box((2,), "f4")},
+    )
+    memory = ReplayMemory(
+        space, spaces.Discrete(3), 200, lanes, seed=3, extras=stream.extras, sampler=sampler, **options
+    )
+    for _ in range(ticks):
+        memory.add(**stream.tick().arguments())
+    return memory
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("budget", ["auto", None])
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_every_batch_has_the_bits_of_one_in_arrays(name: str, budget: str | None, where: str) -> None:
+    """Raw and sealed, sent or already there; sizes change from batch to batch."""
+    arrays = fed(name, budget=budget)
+    there = fed(name, budget=budget, **on(where))
+    for memory in (arrays, there):
+        memory.drain()
+    for count in (1, 50, 7, 120, 50):
+        batch = there.sample(count)
+        assert isinstance(batch.reward, torch.Tensor)
+        assert_same_bits(batch, arrays.sample(count))
+
+
+@pytest.mark.parametrize("where", ["device", "store_device"])
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: NStep(3, 0.9), lambda: Sequence(6, 3), Prioritized, lambda: Sequence(5, by=Prioritized())],
+    ids=["n-step", "sequence", "prioritized", "prioritized sequence"],
+)
+def test_every_sampler_goes_the_same_way(sampler: Any, where: str) -> None:
+    """Two ids a row, two axes, weights and masks."""
+    arrays, there = fed("camera", sampler=sampler()), fed("camera", sampler=sampler(), **on(where))
+    stacked, stacked_there = (
+        fed("frames first", sampler=sampler()),
+        fed("frames first", sampler=sampler(), **on(where)),
+    )
+    for _ in range(3):
+        assert_same_bits(there.sample(40), arrays.sample(40))
+        assert_same_bits(stacked_there.sample(40), stacked.sample(40))
+
+
+def test_hindsight_goes_the_same_way() -> None:
+    """Goals that are vectors are told anew before they are sent; goals that are images in arrays."""
+    for shape, dtype in (((2,), "f4"), ((40, 40, 3), "u1")):
+        space = spaces.Dict(
+            observation=box((4, 36, 36), "u1"), achieved_goal=box(shape, dtype), desired_goal=box(shape, dtype)
+        )
+
+        def memory(space: Any = space, **options: Any) -> ReplayMemory:
+            stream = Stream(space, spaces.Discrete(3), 2)
+            sampler = Hindsight(
+                "future", 4, lambda achieved, desired, _: (achieved == desired).reshape(len(achieved), -1).mean(1)
+            )
+            made = ReplayMemory(space, spaces.Discrete(3), 200, 2, seed=1, sampler=sampler, **options)
+            made.extend(**stream.ticks(100).arguments())
+            return made
+
+        assert_same_bits(memory(device="cpu").sample(40), memory().sample(40))
+
+
+@pytest.mark.parametrize("name", ["frames first", "camera", "several large", "short rows"])
+def test_a_mirror_follows_a_memory_that_grows_and_evicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments open, close, are sealed and go; regions are used again; what was drawn before stays right."""
+    from holdall.experience import segment
+
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
+    space, plans = SPACES[name]
+    streams = [Stream(space, spaces.Discrete(3), 2, plans=plans) for _ in range(2)]
+    options: dict[str, Any] = {"capacity": 150, "num_envs": 2, "seed": 0, "budget": None}
+    arrays = ReplayMemory(space, spaces.Discrete(3), **options)
+    there = ReplayMemory(space, spaces.Discrete(3), store_device="cpu", **options)
+    kept = []
+    for tick in range(400):
+        for memory, stream in zip((arrays, there), streams, strict=True):
+            memory.add(**stream.tick().arguments())
+        if tick % 5 == 4:
+            batch, expected = there.sample(10), arrays.sample(10)
+            assert_same_bits(batch, expected)
+            kept.append((batch, expected))
+            del kept[:-8]
+    for batch, expected in kept:
+        assert_same_bits(batch, expected)
+
+
+def test_a_loaded_memory_is_mirrored_too() -> None:
+    """Its sealed slices are decoded once, to be sent."""
+    import pickle
+
+    memory = fed("frames first", budget=None, store_device="cpu")
+    memory.drain()
+    copied = pickle.loads(pickle.dumps(memory))
+    for _ in range(3):
+        assert_same_bits(copied.sample(50), memory.sample(50))
+
+
+def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack of four and the next one are five frames, not eight; frames that rows share are sent once."""
+    sent: list[int] = []
+    send = Passage.send
+
+    def noted(self: Passage, first: int, end: int) -> None:
+        sent.append(end - first)
+        send(self, first, end)
+
+    monkeypatch.setattr(Passage, "send", noted)
+    memory = fed("frames first", device="cpu", lanes=1)
+    frames = memory.report().fields[0].slice_bytes // (36 * 36)
+    ids = np.repeat(np.arange(memory.first_id, memory.next_id), 3)
+    sent.clear()
+    memory.gather(ids)
+    names = 2 * 4 * 4 * len(ids)
+    assert sum(sent) - names <= frames * 36 * 36 + 64
+
+
+def test_batches_belong_to_the_caller() -> None:
+    """Ten batches held, and views of others, while a hundred are drawn; then their memory is used again."""
+    memory = fed("several large", device="cpu")
+    held = [memory.sample(32) for _ in range(10)]
+    views = [memory.sample(32).next_obs["far"][3:9, 1:] for _ in range(3)]
+    copies = map_leaves(lambda leaf: np.array(as_array(leaf)), [(b.obs, b.next_obs, b.reward) for b in held] + views)
+    for _ in range(100):
+        batch = memory.sample(32)
+        map_leaves(lambda leaf: leaf.zero_(), (batch.obs, batch.next_obs, batch.reward))
+    now = map_leaves(lambda leaf: np.array(as_array(leaf)), [(b.obs, b.next_obs, b.reward) for b in held] + views)
+    assert_same_bits(now, copies)
+
+
+def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
+    """A view of a view is enough to keep one."""
+    blocks = Blocks(HostLine(torch))
+    first = blocks.take(1000)
+    place, view = first.data_ptr(), first[10:].view(-1, 2)[3]
+    del first
+    gc.collect()
+    assert blocks.take(1000).data_ptr() != place
+    del view
+    assert place in {blocks.take(1000).data_ptr() for _ in range(2)}
+
+
+def test_a_steady_state_allocates_nothing() -> None:
+    """The same blocks and the same pinned memory, batch after batch."""
+    memory = fed("several large", device="cpu")
+    for _ in range(5):
+        memory.sample(64)
+    pinned = memory.report().staging_bytes
+    places = {memory.sample(64).obs["far"].data_ptr() for _ in range(50)}
+    assert len(places) <= 2
+    assert memory.report().staging_bytes == pinned
+
+
+def test_store_and_batches_are_on_one_device() -> None:
+    """Two different ones are refused."""
+    with pytest.raises(ArgumentError, match=r"^store_device \(cpu\) and device \(cuda\) differ"):
+        fed("vector", device="cuda", store_device="cpu")
