@@ -43,6 +43,8 @@ _SEGMENTS_OF_A_MEMORY = 16
 _FEWEST_TICKS = 16
 _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
+_SPARED_WHILE_STUCK = 2
+"""Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
@@ -148,14 +150,12 @@ class Segments:
         if stale:
             self._evict(stale)
 
-    def evict_oldest(self) -> bool:
-        """Drop the oldest segment, if one is closed; say whether one was."""
-        if self._closed:
-            self._evict(1)
-            return True
-        return False
+    def evict_oldest(self) -> int | None:
+        """Drop the oldest segment and return the bytes that it had on disk; None if none is closed."""
+        return self._evict(1) if self._closed else None
 
-    def _evict(self, stale: int) -> None:
+    def _evict(self, stale: int) -> int:
+        """Drop the oldest segments and return the bytes that they had on disk."""
         leaving = [part for segment in self._closed[:stale] for part in segment.parts]
         del self._closed[:stale]
         self._index.drop(stale)
@@ -163,12 +163,15 @@ class Segments:
         kept |= {id(part.block) for part in self._open.parts}
         gone = {id(part.block): part.block for part in leaving if id(part.block) not in kept}
         self._overhead_bytes -= sum(part.overhead_bytes for part in leaving)
+        disk_bytes = 0
         for block in gone.values():
             self._arenas.give_up(block.arena)
             self._blocks_on_disk -= block.is_on_disk
             self._overhead_bytes -= block.used_bytes if block.is_on_disk else 0
+            disk_bytes += block.sealed.disk_bytes if block.sealed is not None else 0
         if self._tiers is not None:
             self._tiers.forget(gone.values())
+        return disk_bytes
 
     def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
         """Find the observations of the given ticks and lanes."""
@@ -394,13 +397,14 @@ class Segments:
         if self._tiers is not None:
             self._tiers.take_back(block)
         # Nothing leaves beside the caller's back: ids that it was just told of must stay good until it adds more.
-        self._settle(lambda: False)
+        self._settle(lambda: None)
 
-    def _settle(self, evict: Callable[[], bool]) -> None:
+    def _settle(self, evict: Callable[[], int | None]) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
         if self._tiers is not None and self._budget is not None:
             closed = self._closed_allowed(self._budget)
-            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed), evict)
+            at_most = closed + _SPARED_WHILE_STUCK * self.segment_bytes
+            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed, at_most), evict)
 
     def _closed_allowed(self, budget: Budget) -> int:
         return budget.closed_allowed(self.fixed_bytes, self._overhead_bytes, self.segment_bytes)

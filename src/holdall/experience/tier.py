@@ -14,12 +14,16 @@ from typing import NamedTuple
 from holdall.experience.seal import FrozenBlock, Sealer
 from holdall.experience.slices import SliceBlock
 
+_WORTH_TRYING_BYTES = 128 * 2**20
+"""Bytes on disk that are given up before a full disk is tried again: a file goes with the last block in it."""
+
 
 class Allowance(NamedTuple):
     """What closed blocks may take in memory."""
 
     raw: int
     closed: int  # raw or sealed
+    at_most: int  # the same while the disk takes nothing: what is set aside for writing is not needed then
 
 
 class Tiers:
@@ -63,13 +67,17 @@ class Tiers:
         if frozen is not None:
             self._is_stuck = not block.is_on_disk
         if frozen is not None and self._is_stuck:
-            self._sealed.put_back(frozen)
+            waiting, self._spilling = list(self._spilling.values()), {}
+            self._sealer.withdraw({id(other.block) for other in waiting})
+            for back in reversed([frozen, *waiting]):
+                self._sealed.put_back(back)
 
-    def settle(self, allowance: Allowance, evict: Callable[[], bool]) -> None:
+    def settle(self, allowance: Allowance, evict: Callable[[], int | None]) -> None:
         """Seal, spill and evict until no more is held than may be.
 
         Args:
-            evict: Drops the oldest segment before its time; says whether there was one.
+            evict: Drops the oldest segment before its time; returns the bytes that it had on disk, None if there was
+                none to drop.
         """
         while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
             self._seal(self._raw.take_oldest())
@@ -77,11 +85,20 @@ class Tiers:
             while self._sealed.blocks and self._held > allowance.closed:
                 self._spill_oldest()
             return
-        while self._held > allowance.closed and evict():
-            pass
+        self._make_room(allowance, evict)
         if self._is_stuck and self._tries_again and self._sealed.blocks:
             self._tries_again = False
             self._spill_oldest()
+
+    def _make_room(self, allowance: Allowance, evict: Callable[[], int | None]) -> None:
+        """Drop the oldest segments: all that is too much, or enough that a full disk may take the rest."""
+        ceiling = allowance.at_most if self._spills else allowance.closed
+        freed = 0
+        while self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES):
+            on_disk = evict()
+            if on_disk is None:
+                return
+            freed += on_disk
 
     @property
     def shrinks_to(self) -> float | None:
