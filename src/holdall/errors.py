@@ -41,6 +41,8 @@ class DamageError(HoldallError, OSError):
 
 class SpillError(HoldallError, OSError):
     """The disk tier cannot be written to."""
+
+
 class CheckpointError(HoldallError, OSError):
     """A checkpoint could not be written or found; the one before is as it was."""
 

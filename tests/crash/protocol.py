@@ -46,6 +46,7 @@ class Run:
             commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
             epoch=self.place.epoch,
             time=0.0,
+            first_tick=0,
             next_tick=len(self._refs),
             capacity_ticks=1,
             schema={},

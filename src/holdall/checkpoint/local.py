@@ -272,7 +272,8 @@ def told(url: str, what: str) -> Iterator[None]:
     except OSError as error:
         remedy = _REMEDIES.get(error.errno or 0, "check the disk")
         raise CheckpointError(
-            error.errno, f"{url} could not be {what} ({error.strerror or error}); {remedy}. Earlier checkpoints are intact"
+            error.errno,
+            f"{url} could not be {what} ({error.strerror or error}); {remedy}. Earlier checkpoints are intact",
         ) from error
 
 

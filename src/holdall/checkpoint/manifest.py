@@ -8,6 +8,7 @@ A manifest that does not pass is no checkpoint.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import re
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ DATA_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
 MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 _EPOCH = re.compile(r"[0-9a-f]{16}")
 _SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
 _MOST_NUMBER = 2**62
@@ -76,6 +78,7 @@ class Manifest:
     commit: str  # names this very attempt to write it
     epoch: str  # names the writer
     time: float  # seconds since 1970, for people
+    first_tick: int
     next_tick: int
     capacity_ticks: int
     schema: dict[str, Any]
@@ -84,12 +87,13 @@ class Manifest:
     rows: tuple[Chunk, ...] = ()
     segments: tuple[SegmentEntry, ...] = ()
     blocks: tuple[BlockEntry, ...] = ()
+    dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
     attached: dict[str, Ref] = field(default_factory=dict)
 
     @property
     def refs(self) -> list[Ref]:
         """All records that belong to the checkpoint."""
-        found = [self.state, *self.attached.values()]
+        found = [self.state, *self.attached.values(), *self.dictionaries.values()]
         found += [chunk.ref for chunk in self.rows] + [segment.ref for segment in self.segments]
         return found + [ref for block in self.blocks for ref in block.refs]
 
@@ -114,6 +118,7 @@ def encode(manifest: Manifest) -> bytes:
         "commit": manifest.commit,
         "epoch": manifest.epoch,
         "time": manifest.time,
+        "first_tick": manifest.first_tick,
         "next_tick": manifest.next_tick,
         "capacity_ticks": manifest.capacity_ticks,
         "schema": manifest.schema,
@@ -122,6 +127,7 @@ def encode(manifest: Manifest) -> bytes:
         "rows": [[chunk.first_tick, chunk.ticks, *packed(chunk.ref)] for chunk in manifest.rows],
         "segments": [[s.first_tick, s.ticks, list(s.blocks), *packed(s.ref)] for s in manifest.segments],
         "blocks": [[b.slice_bytes, b.slices, [packed(ref) for ref in b.refs]] for b in manifest.blocks],
+        "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
         "attached": {name: packed(ref) for name, ref in manifest.attached.items()},
     }
     text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
@@ -179,6 +185,7 @@ def _decoded(words: Any) -> Manifest:
         commit=_match(_HEX32, words["commit"]),
         epoch=_match(_EPOCH, words["epoch"]),
         time=float(words["time"]),
+        first_tick=_count(words["first_tick"]),
         next_tick=_count(words["next_tick"]),
         capacity_ticks=_count(words["capacity_ticks"]),
         schema=words["schema"],
@@ -187,13 +194,14 @@ def _decoded(words: Any) -> Manifest:
         rows=_in_order(rows),
         segments=_in_order(segments),
         blocks=blocks,
+        dictionaries={_match(_SHA256, name): unpacked(ref) for name, ref in words["dictionaries"].items()},
         attached={_match(ATTACHMENT_NAME, name): unpacked(ref) for name, ref in words["attached"].items()},
     )
 
 
 def _in_order(runs: Any) -> Any:
     """Return runs of ticks that follow each other without a gap, or refuse them."""
-    for before, after in zip(runs, runs[1:], strict=False):
+    for before, after in itertools.pairwise(runs):
         if before.first_tick + before.ticks != after.first_tick:
             raise ValueError(f"ticks {before.first_tick + before.ticks} to {after.first_tick} are missing")
     return runs
