@@ -25,10 +25,7 @@ def generator_state(generator: np.random.Generator) -> dict[str, Any]:
 def restored_generator(state: Any) -> np.random.Generator:
     """Make a generator that goes on where the saved one stood."""
     try:
-        name = state["bit_generator"]
-        if name not in _KNOWN:
-            raise ValueError(f"unknown kind {name!r}")
-        bits = getattr(np.random, name)(0)
+        bits = getattr(np.random, _KNOWN[_KNOWN.index(state["bit_generator"])])(0)
         bits.state = state
     except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise DamageError(f"the saved generator makes no sense ({error}); load an older checkpoint") from error

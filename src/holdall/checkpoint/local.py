@@ -158,7 +158,7 @@ class LocalPlace:
         return LocalFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
 
     def link_file(self, path: Path) -> str:
-        """Take a finished, synced file of records of the same disk over, without copying it; OSError if it cannot be."""
+        """Take a finished, synced file of records over without copying it; OSError on another disk."""
         self._sequence += 1
         name = data_name(self.epoch, self._sequence)
         self._disk.link(path, self._segments / name)

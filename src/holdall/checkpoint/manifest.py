@@ -88,12 +88,13 @@ class Manifest:
     segments: tuple[SegmentEntry, ...] = ()
     blocks: tuple[BlockEntry, ...] = ()
     dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
-    attached: dict[str, Ref] = field(default_factory=dict)
+    attached: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # a trainer's own files, in pieces
 
     @property
     def refs(self) -> list[Ref]:
         """All records that belong to the checkpoint."""
-        found = [self.state, *self.attached.values(), *self.dictionaries.values()]
+        found = [self.state, *self.dictionaries.values()]
+        found += [ref for refs in self.attached.values() for ref in refs]
         found += [chunk.ref for chunk in self.rows] + [segment.ref for segment in self.segments]
         return found + [ref for block in self.blocks for ref in block.refs]
 
@@ -128,7 +129,7 @@ def encode(manifest: Manifest) -> bytes:
         "segments": [[s.first_tick, s.ticks, list(s.blocks), *packed(s.ref)] for s in manifest.segments],
         "blocks": [[b.slice_bytes, b.slices, [packed(ref) for ref in b.refs]] for b in manifest.blocks],
         "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
-        "attached": {name: packed(ref) for name, ref in manifest.attached.items()},
+        "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
     }
     text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
@@ -195,7 +196,10 @@ def _decoded(words: Any) -> Manifest:
         segments=_in_order(segments),
         blocks=blocks,
         dictionaries={_match(_SHA256, name): unpacked(ref) for name, ref in words["dictionaries"].items()},
-        attached={_match(ATTACHMENT_NAME, name): unpacked(ref) for name, ref in words["attached"].items()},
+        attached={
+            _match(ATTACHMENT_NAME, name): tuple(unpacked(ref) for ref in refs)
+            for name, refs in words["attached"].items()
+        },
     )
 
 

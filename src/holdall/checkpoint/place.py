@@ -60,7 +60,10 @@ class Place(Protocol):
 
     url: str
     epoch: str
-    library: Library
+
+    @property
+    def library(self) -> Library:
+        """What is there, to be read."""
 
     def new_file(self) -> NewFile:
         """Begin a file of records."""

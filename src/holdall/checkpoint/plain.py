@@ -26,30 +26,33 @@ def encode(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) ->
     """Return what JSON can hold; arrays are appended to `arrays` and named by their place there."""
     if depth > _MOST_DEPTH:
         raise CheckpointError(f"{what} is nested deeper than {_MOST_DEPTH}; make it flatter")
-    if isinstance(value, np.generic):
-        value = value.item()
-    if value is None or isinstance(value, bool | str):
-        return value
-    if isinstance(value, int):
-        return value if -_SAFE < value < _SAFE else {"$int": hex(value)}
-    if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": value.hex()}
-    if isinstance(value, bytes):
-        value, kind = np.frombuffer(value, np.uint8), "$bytes"
-    else:
-        kind = "$array"
-    if isinstance(value, np.ndarray):
-        if value.dtype.kind not in "biuf":
-            raise CheckpointError(f"{what} holds an array of {value.dtype}; only numbers can be saved")
-        arrays.append(value)
-        little = value.dtype.newbyteorder("<")
-        return {kind: len(arrays) - 1, "dtype": little.str, "shape": list(value.shape)}
     if isinstance(value, Mapping):
         if not all(isinstance(key, str) and not key.startswith("$") for key in value):
             raise CheckpointError(f"{what} has keys that are no text, or begin with $; name them otherwise")
         return {key: encode(child, arrays, f"{what}[{key!r}]", depth + 1) for key, child in value.items()}
     if isinstance(value, list | tuple):
         return [encode(child, arrays, what, depth + 1) for child in value]
+    if isinstance(value, np.ndarray):
+        return _array_words(value, arrays, "$array", what)
+    if isinstance(value, bytes):
+        return _array_words(np.frombuffer(value, np.uint8), arrays, "$bytes", what)
+    return _scalar_words(value.item() if isinstance(value, np.generic) else value, what)
+
+
+def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
+    if value.dtype.kind not in "biuf":
+        raise CheckpointError(f"{what} holds an array of {value.dtype}; only numbers can be saved")
+    arrays.append(value)
+    return {kind: len(arrays) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
+
+
+def _scalar_words(value: Any, what: str) -> Any:
+    if value is None or isinstance(value, bool | str):
+        return value
+    if isinstance(value, int):
+        return value if -_SAFE < value < _SAFE else {"$int": hex(value)}
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": value.hex()}
     raise CheckpointError(f"{what} holds a {type(value).__name__}; numbers, text, arrays, dicts and lists can be saved")
 
 

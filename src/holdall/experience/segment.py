@@ -310,6 +310,10 @@ class Segments:
                     block.sealed = self._kernels.coder.adopt(carried.coded)
                 elif carried is None and part.log is not None:
                     raw[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
+        blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
+        on_disk = [block for block in blocks.values() if block.is_on_disk]
+        self._blocks_on_disk = len(on_disk)
+        self._overhead_bytes += sum(block.used_bytes for block in on_disk)
         self._rebuild_index()
         if self._tiers is not None:
             for frozen in raw.values():

@@ -192,6 +192,9 @@ class FrozenStore:
     newest: dict[int, Array]  # by small leaf: the next observations of the newest tick, where they have no row yet
     paired: list[int]  # small leaves whose next observations have a column of their own
     scouts: dict[str, Any]
+    reward_dtype: np.dtype[Any] | None
+    has_invalid: bool
+    transitions: int
 
 
 @dataclass(frozen=True, slots=True)

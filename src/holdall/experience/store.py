@@ -352,6 +352,9 @@ class Store:
             },
             paired=[i for i, ring in self._small.items() if not ring.is_shared],
             scouts={str(i): scout.state() for i, scout in self._scouts.items()},
+            reward_dtype=self.reward_dtype,
+            has_invalid=self._invalid is not None,
+            transitions=self.transitions,
         )
 
     def release(self, rows: FrozenRows) -> None:
@@ -375,6 +378,12 @@ class Store:
             self._reward = self._ring(Leaf("", (), content.reward_dtype))
         if content.has_invalid:
             self._invalid = self._ring(_FLAG)
+        self._counted_from = self.first_tick
+
+    @property
+    def row_layout(self) -> tuple[int, tuple[str, ...]]:
+        """Ticks in a chunk of rows, and its columns."""
+        return self.chunk_ticks, tuple(self._columns())
 
     def columns_like(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shape and dtype of one tick of every column."""
