@@ -236,6 +236,7 @@ def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, fi
     if manifest.next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
         raise DamageError("the small fields are not those of the schema")
     return StoreContent(
+        first_tick=first_tick,
         next_tick=manifest.next_tick,
         large=large,
         windows=[window_of(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],

@@ -201,6 +201,7 @@ class FrozenStore:
 class StoreContent:
     """What a store is made of again; its rows follow, chunk by chunk."""
 
+    first_tick: int
     next_tick: int
     large: list[int]
     windows: list[Window]

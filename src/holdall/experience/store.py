@@ -131,13 +131,14 @@ class Store:
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = 0
         self.flags_changed = 0
+        self._loaded_from = 0  # oldest tick of a store that was saved, and may have been smaller
         self._frozen: list[FrozenRows] = []  # snapshots whose rows are still to be read
         self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were set anew
 
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(0, self.next_tick - self._capacity_ticks)
+        by_capacity = max(self._loaded_from, self.next_tick - self._capacity_ticks)
         return max(by_capacity, self._segments.first_tick) if self._large else by_capacity
 
     @property
@@ -365,7 +366,7 @@ class Store:
     def thaw(self, content: StoreContent) -> None:
         """Take over what was saved, in a store as it was made; its rows follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
-        self.next_tick, self._large = content.next_tick, list(content.large)
+        self._loaded_from, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._small = {i: ring for i, ring in self._small.items() if i not in self._large}
         for i, ring in self._small.items():
             ring.refill(self.next_tick, content.newest.get(i), is_paired=i in content.paired)
