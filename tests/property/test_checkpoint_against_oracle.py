@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import save, writing
+from holdall.checkpoint import save, saver, writing
 from holdall.experience import ring, segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
@@ -23,7 +24,7 @@ BUDGETS = (None, "auto")
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("add"), st.integers(1, 60)),
-        st.tuples(st.just("save"), st.integers(0, 12)),
+        st.tuples(st.just("save"), st.sampled_from([0, 1, 3, 12, 30, 90])),
         st.tuples(st.just("load"), st.sampled_from([None, None, None, 7, 30, 300])),
         st.tuples(st.just("flags"), st.integers(0, 2**31)),
     ),
@@ -49,6 +50,7 @@ class Pair:
         )
         self.oracle = OracleMemory(capacity_ticks * lanes, lanes)
         self.saved: tuple[OracleMemory, list[Any]] | None = None
+        self.gate = threading.Event()  # nothing is written before it opens, so that all may be written over by then
         self._generator = np.random.default_rng(1)
 
     def add(self, ticks: int) -> None:
@@ -64,7 +66,11 @@ class Pair:
         then = copy.deepcopy(self.oracle)
         generator = copy.deepcopy(self.memory._generator)
         self.add(ticks_meanwhile)
+        if ticks_meanwhile % 2:
+            self.flags(ticks_meanwhile)
+        self.gate.set()
         handle.result()
+        self.gate.clear()
         self.saved = then, [generator]
 
     def flags(self, seed: int) -> None:
@@ -131,10 +137,13 @@ def test_a_loaded_memory_is_the_one_that_was_saved(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for module, name, value in small:
             patch.setattr(module, name, value)
+        written = saver.Saver._saved
+        patch.setattr(saver.Saver, "_saved", lambda own, job: (pair.gate.wait(), written(own, job))[1])
         pair = Pair(stream, capacity_ticks, budget, Path(folder) / "run")
         try:
             for what, argument in [("add", 3), *course, ("save", 2), ("load", None), ("add", 70)]:
                 getattr(pair, what)(argument)
             pair.check()
         finally:
+            pair.gate.set()
             pair.memory.close()
