@@ -115,12 +115,12 @@ class Pair:
 def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
     """Small limits make chunks settle, segments roll, blocks go on and rings pair within a few ticks."""
     return [
-        (snapshot, "_CHUNK_BYTES", draw(st.sampled_from([1, 300, 20_000, 2**19]))),
+        (snapshot, "_CHUNK_BYTES", draw(st.sampled_from([300, 5_000, 100_000, 2**19]))),
         (segment, "SEGMENT_BYTES", draw(st.sampled_from([1, 30_000, 200_000, 2**24]))),
         (ring, "_UNSHARED_BEFORE_PAIRING", draw(st.sampled_from([4, 1024]))),
         (save, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
-        (save, "PIECE_BYTES", draw(st.sampled_from([1, 2**22]))),
-        (writing, "FILE_BYTES", draw(st.sampled_from([1, 2**26]))),
+        (save, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
+        (writing, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
     ]
 
 
