@@ -426,7 +426,7 @@ class ReplayMemory:
             ticks = None if capacity is None else int(capacity) // lanes
             found = restored(manifest, path / "segments", ticks)
             memory = cls.__new__(cls)
-            memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir)
+            memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
                 memory._take_over(found, sampler)
             except BaseException:

@@ -13,7 +13,7 @@ import errno
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -182,7 +182,7 @@ def after_power_cuts(
                 yield cut, disk
 
 
-def _random_choice(generator: random.Random, names: int, variants: list[tuple[str, ...]]) -> tuple[Any, ...]:
+def _random_choice(generator: random.Random, names: int, variants: Sequence[tuple[str, ...]]) -> tuple[Any, ...]:
     # Mostly all or nothing with a few exceptions: these are the states that protocols get wrong.
     base = generator.random() < 0.5
     odd = generator.choice([0.1, 0.3, 0.5])
@@ -192,7 +192,8 @@ def _random_choice(generator: random.Random, names: int, variants: list[tuple[st
 
 def _undone(issued: list[Call]) -> tuple[list[int], list[int]]:
     """Return the calls whose names are not durable, and the nodes (by identity) whose bytes are not."""
-    names, dirty = [], {}
+    names: list[int] = []
+    dirty: dict[int, bool] = {}
     for index, call in enumerate(issued):
         if call.what == "sync_directory":
             names = [i for i in names if _directory_of(issued[i]) != call.path]

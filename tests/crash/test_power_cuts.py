@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from holdall.checkpoint.local import LocalPlace
@@ -138,16 +140,16 @@ def test_a_protocol_that_leaves_a_step_out_is_caught(mutant: str) -> None:
 class CollectsWithoutSync(SimulatedDisk):
     """A disk on which the sync between removing manifests and removing files does not happen."""
 
-    def unlink(self, path: object) -> None:  # type: ignore[override]  # the same, with one more duty
-        super().unlink(path)  # type: ignore[arg-type]
-        if "/manifests/" in str(path) and not str(path).endswith(".tmp"):
-            self._skip_next = True
+    _is_collecting = False
 
-    def sync_directory(self, path: object) -> None:  # type: ignore[override]
-        if getattr(self, "_skip_next", False) and "manifests" in str(path):
-            self._skip_next = False
-            return
-        super().sync_directory(path)  # type: ignore[arg-type]
+    def unlink(self, path: Path) -> None:
+        super().unlink(path)
+        self._is_collecting = path.parent.name == "manifests" and path.suffix == ".json"
+
+    def sync_directory(self, path: Path) -> None:
+        if not (self._is_collecting and path.name == "manifests"):
+            super().sync_directory(path)
+        self._is_collecting = False
 
 
 def test_collecting_without_a_sync_in_between_is_caught() -> None:

@@ -124,7 +124,7 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
     ]
 
 
-@settings(max_examples=max(1, settings.default.max_examples // 4))  # each of them writes and syncs dozens of files
+@settings(max_examples=(settings.default or settings()).max_examples // 4)  # each writes and syncs dozens of files
 @given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), limits(), steps)
 def test_a_loaded_memory_is_the_one_that_was_saved(
     stream: Stream,
@@ -138,8 +138,8 @@ def test_a_loaded_memory_is_the_one_that_was_saved(
         for module, name, value in small:
             patch.setattr(module, name, value)
         written = saver.Saver._saved
-        patch.setattr(saver.Saver, "_saved", lambda own, job: (pair.gate.wait(), written(own, job))[1])
         pair = Pair(stream, capacity_ticks, budget, Path(folder) / "run")
+        patch.setattr(saver.Saver, "_saved", lambda own, job: (pair.gate.wait(), written(own, job))[1])
         try:
             for what, argument in [("add", 3), *course, ("save", 2), ("load", None), ("add", 70)]:
                 getattr(pair, what)(argument)

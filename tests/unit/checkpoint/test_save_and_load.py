@@ -20,7 +20,7 @@ FRAMES = spaces.Dict(
         "state": spaces.Box(-1, 1, (6,), np.float32),
     }
 )
-PLANS = [LeafPlan(axis=0, content="table"), LeafPlan()]
+PLANS = [LeafPlan(axis=0), LeafPlan()]
 
 
 class Trainer:
@@ -191,7 +191,7 @@ def test_a_place_that_holds_no_checkpoints_of_this_version_is_refused(tmp_path: 
     """With a word on what it is."""
     if content is not None:
         (tmp_path / "FORMAT").write_bytes(content)
-    with pytest.raises(OSError, match="FORMAT|upgrade"):
+    with pytest.raises(OSError, match=r"FORMAT|upgrade"):
         ReplayMemory.load(tmp_path)
 
 

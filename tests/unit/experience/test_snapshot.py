@@ -93,11 +93,11 @@ def test_chunks_that_were_saved_are_not_asked_for_again(monkeypatch: pytest.Monk
         first = store.freeze({})
         columns = tuple(first.rows.take(0).columns)
         store.release(first.rows)
-        second = store.freeze({number: (0, columns) for number in first.rows.wanted})
+        second = store.freeze(dict.fromkeys(first.rows.wanted, (0, columns)))
         store.release(second.rows)
         assert second.rows.wanted
         assert not any(is_settled(n, second.rows.chunk_ticks, 300) for n in second.rows.wanted)
-        other_columns = store.freeze({number: (0, ("reward.0",)) for number in first.rows.wanted})
+        other_columns = store.freeze(dict.fromkeys(first.rows.wanted, (0, ("reward.0",))))
         store.release(other_columns.rows)
         assert other_columns.rows.wanted == first.rows.wanted
 
@@ -106,14 +106,14 @@ def test_the_short_way_of_adding_comes_back_when_the_rows_were_read() -> None:
     """It does not look after rows that it writes over, so it rests meanwhile."""
     with filled(capacity_ticks=40_000, ticks=30_000) as memory:
         store = store_of(memory)
-        assert store.quick is not None
+        offered = [store.quick is not None]
         frozen = store.freeze({})
-        assert store.quick is None
+        offered.append(store.quick is not None)
         add(memory, 30_000, 2)
-        assert store.quick is None
+        offered.append(store.quick is not None)
         store.release(frozen.rows)
         add(memory, 30_002, 2)
-        assert store.quick is not None
+        assert [*offered, store.quick is not None] == [True, False, False, True]
 
 
 def test_slices_of_an_open_block_are_those_of_the_moment() -> None:
