@@ -1,10 +1,13 @@
 """holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory."""
 
 from holdall.batch import Batch, RolloutBatch
+from holdall.checkpoint.handle import Checkpoint, SaveHandle
 from holdall.errors import (
     ArgumentError,
+    CheckpointError,
     ClosedError,
     DamageError,
+    FencedError,
     HoldallError,
     MissingPackageError,
     SpaceError,
@@ -22,8 +25,11 @@ from holdall.sampling.uniform import Uniform
 __all__ = [
     "ArgumentError",
     "Batch",
+    "Checkpoint",
+    "CheckpointError",
     "ClosedError",
     "DamageError",
+    "FencedError",
     "FieldReport",
     "Hindsight",
     "HoldallError",
@@ -34,6 +40,7 @@ __all__ = [
     "ReplayMemory",
     "RolloutBatch",
     "RolloutMemory",
+    "SaveHandle",
     "Sequence",
     "SpaceError",
     "TransitionIdError",

@@ -7,6 +7,8 @@
     ├── ClosedError (RuntimeError)       use after close()
     ├── DamageError (OSError)            stored bytes that do not make sense
     ├── SpillError (OSError)             a disk tier that cannot be written to
+    ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
+    │   └── FencedError                  another writer has the place
     └── MissingPackageError (ImportError) an optional package that this call needs
 
 Each message names the argument, its value, the rule and the remedy.
@@ -39,6 +41,14 @@ class DamageError(HoldallError, OSError):
 
 class SpillError(HoldallError, OSError):
     """The disk tier cannot be written to."""
+
+
+class CheckpointError(HoldallError, OSError):
+    """A checkpoint could not be written or found; the one before is as it was."""
+
+
+class FencedError(CheckpointError):
+    """Another writer has the place that a checkpoint was to be written to."""
 
 
 class MissingPackageError(HoldallError, ImportError):

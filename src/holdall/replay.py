@@ -22,6 +22,16 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.checkpoint.attach import checked_attachments
+from holdall.checkpoint.generators import generator_state, restored_generator
+from holdall.checkpoint.handle import Progress, SaveHandle
+from holdall.checkpoint.local import LocalLibrary
+from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.restore import Attached, Restored, restored
+from holdall.checkpoint.save import Snapshot, store_words
+from holdall.checkpoint.saver import Savers
+from holdall.checkpoint.schema_words import schema_words
+from holdall.checkpoint.source import newest, place_of
 from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.batches import Batches
@@ -111,6 +121,8 @@ class ReplayMemory:
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         kernels = chosen_kernels()
         self._lock = threading.Lock()
+        self._savers = Savers(kernels.coder)
+        self._attached = Attached()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = Crew()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
@@ -347,12 +359,97 @@ class ReplayMemory:
                 capacity_that_fits=store.capacity_that_fits,
             )
 
+    def save(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        attach: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint of this moment in the background, and return at once.
+
+        Saving again to the same place writes only what is new. A save that fails says so when its handle is asked for
+        the result; the memory goes on, and the checkpoints before are intact.
+
+        Args:
+            url: A directory.
+            attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
+                done. They are part of the checkpoint, see `attached`.
+            keep: How many checkpoints stay; older ones are removed once this one is safe.
+            progress: Is told, in the background, of what is written and of the bytes so far.
+        """
+        _require_count("keep", keep, 1)
+        files = checked_attachments(attach)
+        saver = self._savers.to(place_of(url))
+        with self._lock:
+            store = self._open()
+            frozen = store.freeze(saver.rows_saved())
+            sampled, generator = self._sampler.state(), generator_state(self._generator)
+        kind = type(self._sampler).__name__
+        state = {
+            "store": store_words(frozen),
+            "sampler": {"kind": kind, "state": sampled},
+            "generator": generator,
+        }
+        words = schema_words(self._schema)
+        snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
+        return saver.save(snapshot, frozen.transitions, int(keep), progress)
+
+    @classmethod
+    def load(
+        cls,
+        url: str | os.PathLike[str],
+        capacity: int | None = None,
+        device: str | None = None,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
+        sampler: Sampler | None = None,
+    ) -> Self:
+        """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
+
+        Compressed and raw blocks stay in their files and are read when they are sampled from.
+
+        Args:
+            url: Where it was saved.
+            capacity: Transitions to hold, if not as many as before; the newest are kept.
+            sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
+                one of another kind starts anew. None: `Uniform()`.
+        """
+        path = place_of(url)
+
+        def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
+            lanes = max(1, int(manifest.schema.get("num_envs", 1)))
+            if capacity is not None:
+                _require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
+            ticks = None if capacity is None else int(capacity) // lanes
+            found = restored(manifest, path / "segments", ticks)
+            memory = cls.__new__(cls)
+            memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
+            try:
+                memory._take_over(found, sampler)
+            except BaseException:
+                memory.close()
+                raise
+            found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
+            memory._savers.to(path, found.ledger)
+            return memory
+
+        return newest(LocalLibrary(path), build)
+
+    @property
+    def attached(self) -> Attached:
+        """Files that were saved with the memory that this one was loaded from, by name."""
+        return self._attached
+
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         self._open().sealer.drain()
 
     def close(self) -> None:
         """Free everything; batches that were handed out stay as they are."""
+        self._savers.close()
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
@@ -444,6 +541,25 @@ class ReplayMemory:
         for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
             if ids is not None:
                 self._require_held(store, ids.reshape(-1))
+
+    def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
+        """Become what was saved."""
+        with self._lock:
+            store = self._open()
+            store.thaw(found.content)
+            for chunk in found.rows(store.columns_like()):
+                store.take_rows(chunk)
+        self._attached = found.attached
+        self._generator = restored_generator(found.state["generator"])
+        saved = found.state["sampler"]
+        self._sampler = Uniform() if sampler is None else sampler
+        if type(self._sampler).__name__ == saved["kind"]:
+            self._sampler.restore(saved["state"])
+        elif sampler is None:
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
+                f"sampler={saved['kind']}(...) with its settings, or another one to start anew"
+            )
 
     def _open(self) -> Store:
         if self._store is None:

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.arena import as_bytes, reserve
+from holdall.experience.snapshot import Apart, put_rows
 from holdall.schema import Array, Leaf
 
 _UNSHARED_BEFORE_PAIRING = 1024
@@ -104,6 +105,45 @@ class ObservationRing:
             self._paired[: len(state["paired"])] = state["paired"]
         self._apart, self._expected = state["apart"], state["expected"]
 
+    def columns(self) -> dict[str, Array]:
+        """Return the rings of rows: of observations, and of next observations if they have one of their own."""
+        return {"obs": self._rows} if self._paired is None else {"obs": self._rows, "next": self._paired}
+
+    def apart(self) -> Apart:
+        """Return the next observations kept apart now, unharmed by what comes later."""
+        return self._apart.freeze()
+
+    def newest_next(self, next_tick: int) -> Array:
+        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
+        return np.array(self._rows[next_tick % self._ring_ticks])
+
+    def refill(self, next_tick: int, newest: Array | None, *, is_paired: bool) -> None:
+        """Begin to take over rows that were saved.
+
+        Args:
+            newest: Next observations of the newest tick, if they have no row of their own.
+        """
+        if is_paired:
+            self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
+        elif newest is not None:
+            self._rows[next_tick % self._ring_ticks] = newest
+            self._expected = newest.tobytes()
+
+    def put(
+        self, first_tick: int, rows: Array, following: Array | None, apart: tuple[NDArray[np.int64], Array] | None
+    ) -> None:
+        """Take over rows of ticks from `first_tick` on, in order.
+
+        Args:
+            following: Their next observations, if these have rows of their own.
+            apart: If they have not: ascending ids of those that no later row shows, and these.
+        """
+        put_rows(self._rows, first_tick, rows)
+        if self._paired is not None and following is not None:
+            put_rows(self._paired, first_tick, following)
+        if self._paired is None and apart is not None:
+            self._apart.append(*apart)
+
     def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not."""
         standing = as_bytes(self._rows[slot], self._lanes)
@@ -167,6 +207,10 @@ class RowsById:
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
             rows[found] = self._rows[self._first + place[found]]
+
+    def freeze(self) -> Apart:
+        """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
+        return Apart(self._ids, self._rows, self._first, self._end)
 
     def _move(self, needed: int) -> None:
         """Move what is held into new arrays with a quarter of room to spare."""

@@ -5,6 +5,8 @@ In:  ticks as they come.  Out: for every field whose search is over, how its obs
 
 from __future__ import annotations
 
+from typing import Any
+
 from holdall.experience.arena import as_bytes
 from holdall.experience.window import Window, WindowScout
 from holdall.schema import Array, Leaf
@@ -18,6 +20,24 @@ class WindowSearches:
         self._scouts: dict[int, WindowScout] = {}
         self._in_vain: dict[int, int] = {}
         self._rest: dict[int, int] = {}  # segments to pass before the next search
+
+    def state(self) -> dict[str, Any]:
+        """Return how far the searches are, as plain numbers."""
+        return {
+            "scouts": {str(field): scout.state() for field, scout in self._scouts.items()},
+            "in_vain": {str(field): count for field, count in self._in_vain.items()},
+            "rest": {str(field): count for field, count in self._rest.items()},
+        }
+
+    def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
+        """Go on where `state` was returned elsewhere."""
+        self._scouts = {}
+        for field, leaf in enumerate(leaves):
+            if str(field) in state["scouts"]:
+                self.begin(field, leaf)
+                self._scouts[field].restore(state["scouts"][str(field)])
+        self._in_vain = {int(field): int(count) for field, count in state["in_vain"].items()}
+        self._rest = {int(field): int(count) for field, count in state["rest"].items()}
 
     def begin(self, field: int, leaf: Leaf) -> None:
         """Look at a field from the next tick on."""

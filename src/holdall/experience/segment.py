@@ -30,6 +30,7 @@ from holdall.experience.seal import FrozenBlock
 from holdall.experience.sealed import CarriedSlices, SealedSlices
 from holdall.experience.search import WindowSearches
 from holdall.experience.slices import SliceBlock
+from holdall.experience.snapshot import FrozenSegments, OpenSlices, StoreContent
 from holdall.experience.tier import Allowance, Tiers
 from holdall.experience.window import Window
 from holdall.schema import Array, Leaf
@@ -268,6 +269,27 @@ class Segments:
             "segments": [segment for segment in segments if segment.ticks],
         }
 
+    def freeze(self) -> FrozenSegments:
+        """Return what is held now; closed segments by reference, since they never change."""
+        parts = [part.closed() for part in self._open.parts]
+        return FrozenSegments(
+            windows=list(self._windows),
+            closed=list(self._closed),
+            open=Segment(self._open.first_tick, self._open.ticks, parts),
+            filling=[OpenSlices.of(part, closed) for part, closed in zip(self._open.parts, parts, strict=True)],
+            searches=self._searches.state(),
+        )
+
+    def thaw(self, content: StoreContent, leaves: list[Leaf]) -> None:
+        """Take over what was saved; the cursors follow, as columns."""
+        nothing = [np.empty((0, self._lanes), np.uint32)] * len(leaves)
+        self.restore({"windows": content.windows, "cursors": nothing, "segments": content.segments}, leaves)
+        self._searches.restore(content.searches, leaves)
+
+    def columns(self) -> list[Cursors]:
+        """Return the rings of cursors, field by field."""
+        return self._cursors
+
     def restore(self, state: dict[str, Any], leaves: list[Leaf]) -> None:
         """Take over what `state` returned elsewhere; the next tick opens a new segment."""
         self._leaves, self._windows, self._cursors = [], [], []
@@ -289,8 +311,12 @@ class Segments:
                 block, carried = part.block, part.block.sealed
                 if isinstance(carried, CarriedSlices):
                     block.sealed = self._kernels.coder.adopt(carried.coded)
-                if part.log is not None:
+                if part.log is not None and not block.is_on_disk:
                     frozen[id(block)] = FrozenBlock(field, self._leaves[field], part.window, block, self._lanes)
+        blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
+        on_disk = [block for block in blocks.values() if block.is_on_disk]
+        self._blocks_on_disk = len(on_disk)
+        self._overhead_bytes += sum(block.used_bytes for block in on_disk)
         self._rebuild_index()
         if self._tiers is not None:
             for each in frozen.values():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -27,6 +28,15 @@ from holdall.experience.seal import Sealer
 from holdall.experience.sealed import SealedSlices
 from holdall.experience.segment import Segments
 from holdall.experience.slices import SliceBlock
+from holdall.experience.snapshot import (
+    FrozenRows,
+    FrozenStore,
+    RowChunk,
+    StoreContent,
+    chunk_ticks_of,
+    is_settled,
+    put_rows,
+)
 from holdall.experience.spill import SpillFolder
 from holdall.experience.tier import Tiers
 from holdall.experience.window import WindowScout
@@ -121,11 +131,14 @@ class Store:
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = 0
         self.flags_changed = 0
+        self._loaded_from = 0  # oldest tick of a store that was saved, and may have been smaller
+        self._frozen: list[FrozenRows] = []  # snapshots whose rows are still to be read
+        self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were set anew
 
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(0, self.next_tick - self._capacity_ticks)
+        by_capacity = max(self._loaded_from, self.next_tick - self._capacity_ticks)
         return max(by_capacity, self._segments.first_tick) if self._large else by_capacity
 
     @property
@@ -137,6 +150,8 @@ class Store:
         """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
         now = self.next_tick
         slot = now % self._ring_ticks
+        for frozen in self._frozen:
+            frozen.before_tick(now)
         for i, ring in self._small.items():
             ring.write(now, tick.obs[i], tick.next_obs[i])
         if self._large:
@@ -177,6 +192,10 @@ class Store:
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
         self.flags_changed += 1
+        for frozen in self._frozen:
+            frozen.before_flags(ids // self._lanes)
+        for number in np.unique(ids // (self._lanes * self.chunk_ticks)).tolist():
+            self._versions[number] = self._versions.get(number, 0) + 1
         slot = self._slots(ids)
         self._terminated.reshape(-1)[slot] = terminated
         self._truncated.reshape(-1)[slot] = truncated
@@ -294,6 +313,110 @@ class Store:
             for rows, past in zip(rings, state["rings"][name], strict=True):
                 rows[: len(past)] = past
 
+    @property
+    def chunk_ticks(self) -> int:
+        """Ticks whose rows are written to a checkpoint as one chunk."""
+        return chunk_ticks_of(sum(ring[0].nbytes for ring in self._columns().values()))
+
+    def freeze(self, saved: Mapping[int, tuple[int, tuple[str, ...]]]) -> FrozenStore:
+        """Return what is held now; `release` when its rows were read.
+
+        Args:
+            saved: Chunks of rows that are not needed, by number: the version and the columns in which they were saved.
+        """
+        columns = self._columns()
+        chunk_ticks, names = self.chunk_ticks, tuple(columns)
+        self._versions = {n: v for n, v in self._versions.items() if (n + 1) * chunk_ticks > self.first_tick}
+        known = [
+            number
+            for number, (version, written) in saved.items()
+            if version == self._versions.get(number, 0)
+            and written == names
+            and is_settled(number, chunk_ticks, self.next_tick)
+        ]
+        apart = {f"obs.{i}": ring.apart() for i, ring in self._small.items() if ring.is_shared}
+        rows = FrozenRows(columns, apart, self.first_tick, self.next_tick, self._lanes, chunk_ticks, known)
+        if rows.is_pending:
+            self._frozen.append(rows)
+            self.quick = None
+        return FrozenStore(
+            next_tick=self.next_tick,
+            first_tick=self.first_tick,
+            rows=rows,
+            versions=dict(self._versions),
+            large=list(self._large),
+            segments=self._segments.freeze() if self._large else None,
+            newest={
+                i: ring.newest_next(self.next_tick)
+                for i, ring in self._small.items()
+                if ring.is_shared and self.next_tick
+            },
+            paired=[i for i, ring in self._small.items() if not ring.is_shared],
+            scouts={str(i): scout.state() for i, scout in self._scouts.items()},
+            reward_dtype=self.reward_dtype,
+            has_invalid=self._invalid is not None,
+            transitions=self.transitions,
+        )
+
+    def release(self, rows: FrozenRows) -> None:
+        """Forget a snapshot whose rows were read, or are not wanted any more."""
+        rows.drop()
+        self._frozen = [frozen for frozen in self._frozen if frozen is not rows]
+
+    def thaw(self, content: StoreContent) -> None:
+        """Take over what was saved, in a store as it was made; its rows follow with `take_rows`, oldest first."""
+        leaves = self._schema.observation.leaves
+        self._loaded_from, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
+        self._small = {i: ring for i, ring in self._small.items() if i not in self._large}
+        for i, ring in self._small.items():
+            ring.refill(self.next_tick, content.newest.get(i), is_paired=i in content.paired)
+        self._scouts = {i: scout for i, scout in self._scouts.items() if str(i) in content.scouts}
+        for i, scout in self._scouts.items():
+            scout.restore(content.scouts[str(i)])
+        self._segments.thaw(content, [leaves[i] for i in self._large])
+        if content.reward_dtype is not None:
+            self.reward_dtype = content.reward_dtype
+            self._reward = self._ring(Leaf("", (), content.reward_dtype))
+        if content.has_invalid:
+            self._invalid = self._ring(_FLAG)
+        self._counted_from = self.first_tick
+
+    @property
+    def row_layout(self) -> tuple[int, tuple[str, ...]]:
+        """Ticks in a chunk of rows, and its columns."""
+        return self.chunk_ticks, tuple(self._columns())
+
+    def columns_like(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
+        """Return the shape and dtype of one tick of every column."""
+        return {name: (ring.shape[1:], ring.dtype) for name, ring in self._columns().items()}
+
+    def take_rows(self, chunk: RowChunk) -> None:
+        """Take over the rows of some ticks; those that this store would not hold any more are passed over."""
+        first = max(chunk.first_tick, self.first_tick)
+        skipped = first - chunk.first_tick
+        if skipped >= chunk.ticks:
+            return
+        rows = {name: column[skipped:] for name, column in chunk.columns.items()}
+        for name, ring in self._columns().items():
+            if not name.startswith(("obs.", "next.")):
+                put_rows(ring, first, rows[name])
+        for i, small in self._small.items():
+            apart = chunk.apart.get(f"obs.{i}")
+            if apart is not None:
+                kept = int(np.searchsorted(apart[0], first * self._lanes))
+                apart = apart[0][kept:], apart[1][kept:]
+            small.put(first, rows[f"obs.{i}"], rows.get(f"next.{i}"), apart)
+        if self._invalid is not None:
+            self._invalid_count += int(np.count_nonzero(rows["invalid.0"]))
+
+    def _columns(self) -> dict[str, Array]:
+        """All rings by name, those of observations and cursors too: what a chunk of rows consists of."""
+        columns = {f"{name}.{i}": ring for name, rings in self._rings().items() for i, ring in enumerate(rings)}
+        for i, small in self._small.items():
+            columns |= {f"{kind}.{i}": ring for kind, ring in small.columns().items()}
+        cursors = zip(self._large, self._segments.columns(), strict=True)
+        return columns | {f"cursors.{i}": ring for i, ring in cursors}
+
     def _rings(self) -> dict[str, list[Array]]:
         """All flat rings but those of observations, by name."""
         return {
@@ -348,6 +471,8 @@ class Store:
 
     def _quick_tick(self) -> QuickTick | QuickDictTick | None:
         """Offer the short way to write a tick, unless fields are there that it does not know."""
+        if self._frozen:  # the short way does not save what it is about to write over
+            return None
         if self.quick is not None:
             return None if self._invalid is not None else self.quick
         known = len(self._action) == 1 and not self._extras and self._invalid is None

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 from math import gcd, prod
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,6 +96,18 @@ class WindowScout:
         self._pairs = 0
         self.finding: Window | None = None
         self.done = not any(length > 1 for length in leaf.shape)
+
+    def state(self) -> list[Any]:
+        """Return the evidence so far, as plain numbers."""
+        return [self._pairs, [[axis, step, votes] for (axis, step), votes in self._votes.items()]]
+
+    def restore(self, state: Any) -> None:
+        """Go on where `state` was returned elsewhere."""
+        pairs, votes = state
+        self._pairs = int(pairs)
+        for axis, step, count in votes:
+            if 0 <= axis < len(self._leaf.shape) and 0 < step < self._leaf.shape[axis]:
+                self._votes[int(axis), int(step)] = int(count)
 
     def look(self, obs: Bytes, next_obs: Bytes) -> None:
         """Take one tick as evidence: rows of bytes, one per lane."""

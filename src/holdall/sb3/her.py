@@ -7,6 +7,7 @@ is equal bit for bit, so the weights are. Observations are stored once, and goal
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
             arrays; whatever is neither is refused.
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: The same.
+        spill_dir: The same.
     """
 
     _drawable: NDArray[np.int64] | None
@@ -59,6 +61,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         *,
         budget: str | int | None = "auto",
         prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         ReplayBuffer.__init__(
             self,
@@ -71,6 +74,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
             handle_timeout_termination,
             budget=budget,
             prefer=prefer,
+            spill_dir=spill_dir,
         )
         specs = [self._obs_specs.get(key) for key in (_ACHIEVED, _DESIRED)]
         if specs[0] is None or specs[0] != specs[1]:
@@ -108,10 +112,10 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         ReplayBuffer.add(self, obs, next_obs, action, reward, done, infos)
         if self.copy_info_dict:
             self.infos.write(slot, kept)
-        for lane in np.flatnonzero(self.ep_length[slot]).tolist():
-            end = self.ep_start[slot, lane] + self.ep_length[slot, lane]
-            self.ep_length[np.arange(slot, end) % self.buffer_size, lane] = 0
-            self._drawable = None
+        first_tick = self.memory.first_id // self.n_envs
+        for tick in range(self._held_from, first_tick):
+            self._forget_rest_of_episodes(tick % self.buffer_size)
+        self._held_from = first_tick
         self.ep_start[slot] = self._current_ep_start
         for lane in np.flatnonzero(done).tolist():
             self._compute_episode_length(lane)
@@ -147,10 +151,18 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         self.infos = InfoSlots(*self.infos.shape)
         self._forget_episodes()
 
+    def _forget_rest_of_episodes(self, slot: int) -> None:
+        """Drop what is left of the episodes that lose the step in a slot."""
+        for lane in np.flatnonzero(self.ep_length[slot]).tolist():
+            end = self.ep_start[slot, lane] + self.ep_length[slot, lane]
+            self.ep_length[np.arange(slot, end) % self.buffer_size, lane] = 0
+            self._drawable = None
+
     def _forget_episodes(self) -> None:
         self.ep_start = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
         self.ep_length = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
         self._current_ep_start = np.zeros(self.n_envs, dtype=np.int64)
+        self._held_from = 0  # tick
         self._drawable = None
 
     def _compute_episode_length(self, env_idx: int) -> None:

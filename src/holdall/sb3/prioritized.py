@@ -5,6 +5,7 @@ In:  what its algorithms add, and priorities.  Out: its samples, with ids and we
 
 from __future__ import annotations
 
+import os
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         gamma: float = 0.99,
         budget: str | int | None = "auto",
         prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         self._alpha, self._beta = alpha, beta
         super().__init__(
@@ -74,6 +76,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
             gamma=gamma,
             budget=budget,
             prefer=prefer,
+            spill_dir=spill_dir,
         )
 
     @property

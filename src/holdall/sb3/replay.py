@@ -8,6 +8,7 @@ and the tensors are equal bit for bit, so the weights are. Where Stable-Baseline
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from math import prod
 from typing import Any
@@ -50,6 +51,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         gamma: What a reward is worth a step later, for `n_steps` above 1.
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: The same.
+        spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
     """
 
     def __init__(
@@ -66,12 +68,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
         gamma: float = 0.99,
         budget: str | int | None = "auto",
         prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
         # Past its parent, whose constructor allocates everything that this class is here to spare.
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._budget, self._prefer = budget, prefer
+        self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = require_count("n_steps", n_steps, 1)
         self.gamma = gamma
@@ -123,7 +126,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  likewise
-        return self._samples(self._ids(batch_inds, env_indices), env)
+        ids = self._ids(batch_inds, env_indices)
+        left_early = ids < self.memory.first_id  # a budget without a disk tier may hold less than all slots
+        if left_early.any():
+            held = np.random.randint(self.memory.first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002
+            ids = np.where(left_early, held, ids)
+        return self._samples(ids, env)
 
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
         """Gather transitions, or the n-step returns that begin with them."""
@@ -140,7 +148,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ticks, lanes = np.divmod(ids, self.n_envs)
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
         steps = self._ids(slots % self.buffer_size, lanes[:, None])
-        written = steps >= 0
+        written = steps >= self.memory.first_id
         rewards, terminated, truncated = self.memory.outcomes(np.where(written, steps, ids[:, None]))
         newest = steps // self.n_envs == self.memory.next_id // self.n_envs - 1
         return Run(np.where(written, rewards, np.float32(0)), terminated | truncated | newest)
@@ -229,6 +237,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             num_envs=self.n_envs,
             budget=self._budget,
             prefer=self._prefer,
+            spill_dir=self._spill_dir,
             sampler=self._new_sampler(),
             seed=self._new_seed(),
         )

@@ -1,0 +1,229 @@
+"""Manifests: one immutable file per checkpoint, which names everything that belongs to it.
+
+In:  what was written, and where.  Out: canonical JSON and a line with its sha256; and back.
+Invariant: what is decoded was checked: the sum, every name, every number against its neighbours.
+A manifest that does not pass is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from holdall.errors import DamageError
+
+FORMAT = "holdall checkpoint"
+VERSION = 1
+KNOWN_FEATURES: frozenset[str] = frozenset()
+"""What a reader must understand beyond version 1; a manifest that asks for more is refused."""
+
+MOST_MANIFEST_BYTES = 64 * 2**20
+DATA_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
+MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
+ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
+_HEX32 = re.compile(r"[0-9a-f]{32}")
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_EPOCH = re.compile(r"[0-9a-f]{16}")
+_SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
+_MOST_NUMBER = 2**62
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """One record: its file, its first byte, its length, and the first half of the sha256 of preamble and head."""
+
+    file: str
+    start: int
+    nbytes: int
+    digest: str
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """A run of ticks and the record that holds it."""
+
+    first_tick: int
+    ticks: int
+    ref: Ref
+
+
+@dataclass(frozen=True, slots=True)
+class SegmentEntry:
+    """A segment: its logs, and which of the manifest's blocks its fields name."""
+
+    first_tick: int
+    ticks: int
+    ref: Ref
+    blocks: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlockEntry:
+    """A block of slices, in one record, or in several if it was still being filled."""
+
+    slice_bytes: int
+    slices: int
+    refs: tuple[Ref, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """A checkpoint."""
+
+    number: int
+    commit: str  # names this very attempt to write it
+    epoch: str  # names the writer
+    time: float  # seconds since 1970, for people
+    first_tick: int
+    next_tick: int
+    capacity_ticks: int
+    schema: dict[str, Any]
+    files: dict[str, int]  # bytes by name of every file that holds a record named below
+    state: Ref
+    rows: tuple[Chunk, ...] = ()
+    segments: tuple[SegmentEntry, ...] = ()
+    blocks: tuple[BlockEntry, ...] = ()
+    dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
+    attached: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # a trainer's own files, in pieces
+
+    @property
+    def refs(self) -> list[Ref]:
+        """All records that belong to the checkpoint."""
+        found = [self.state, *self.dictionaries.values()]
+        found += [ref for refs in self.attached.values() for ref in refs]
+        found += [chunk.ref for chunk in self.rows] + [segment.ref for segment in self.segments]
+        return found + [ref for block in self.blocks for ref in block.refs]
+
+
+def manifest_name(number: int) -> str:
+    """Name the manifest of a number."""
+    return f"{number:016d}.json"
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Write a manifest."""
+    place = {name: index for index, name in enumerate(manifest.files)}
+
+    def packed(ref: Ref) -> list[Any]:
+        return [place[ref.file], ref.start, ref.nbytes, ref.digest]
+
+    words = {
+        "format": FORMAT,
+        "version": VERSION,
+        "features": sorted(KNOWN_FEATURES),
+        "number": manifest.number,
+        "commit": manifest.commit,
+        "epoch": manifest.epoch,
+        "time": manifest.time,
+        "first_tick": manifest.first_tick,
+        "next_tick": manifest.next_tick,
+        "capacity_ticks": manifest.capacity_ticks,
+        "schema": manifest.schema,
+        "files": [[name, nbytes] for name, nbytes in manifest.files.items()],
+        "state": packed(manifest.state),
+        "rows": [[chunk.first_tick, chunk.ticks, *packed(chunk.ref)] for chunk in manifest.rows],
+        "segments": [[s.first_tick, s.ticks, list(s.blocks), *packed(s.ref)] for s in manifest.segments],
+        "blocks": [[b.slice_bytes, b.slices, [packed(ref) for ref in b.refs]] for b in manifest.blocks],
+        "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
+        "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
+    }
+    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def decode(raw: bytes, name: str) -> Manifest:
+    """Read a manifest, or say why it is none."""
+    text, line = raw[:-_SUM_LINE_BYTES], raw[-_SUM_LINE_BYTES:]
+    if line != b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n":
+        raise DamageError(f"manifest {name}: its checksum does not fit; it was cut short or damaged")
+    try:
+        words = json.loads(text)
+        _require_readable(words, name)
+        return _decoded(words)
+    except DamageError:
+        raise
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
+        raise DamageError(f"manifest {name} makes no sense ({type(error).__name__}: {error})") from error
+
+
+def _require_readable(words: Any, name: str) -> None:
+    if words["format"] != FORMAT:
+        raise DamageError(f"manifest {name} is of the format {words['format']!r}, none of holdall's")
+    unknown = sorted(set(words["features"]) - KNOWN_FEATURES)
+    if words["version"] != VERSION or unknown:
+        wants = f"version {words['version']!r}" + (f" with {', '.join(map(str, unknown))}" if unknown else "")
+        raise DamageError(f"manifest {name} is of {wants}, and this holdall reads version {VERSION}; upgrade it")
+
+
+def _decoded(words: Any) -> Manifest:
+    files = {_match(DATA_NAME, name): _count(nbytes) for name, nbytes in words["files"]}
+    names = list(files)
+
+    def unpacked(packed: Any) -> Ref:
+        index, start, nbytes, digest = packed
+        ref = Ref(names[_count(index)], _count(start), _count(nbytes), _match(_HEX32, digest))
+        if ref.start + ref.nbytes > files[ref.file]:
+            raise ValueError(f"a record of {ref.file} ends behind its file")
+        return ref
+
+    blocks = tuple(
+        BlockEntry(_count(slice_bytes), _count(slices), tuple(unpacked(ref) for ref in refs))
+        for slice_bytes, slices, refs in words["blocks"]
+    )
+    segments = tuple(
+        SegmentEntry(_count(first), _count(ticks), unpacked(ref), tuple(_below(len(blocks), b) for b in numbers))
+        for first, ticks, numbers, *ref in words["segments"]
+    )
+    rows = tuple(Chunk(_count(first), _count(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
+    if not isinstance(words["schema"], dict):
+        raise TypeError("its schema is no object")
+    return Manifest(
+        number=_count(words["number"]),
+        commit=_match(_HEX32, words["commit"]),
+        epoch=_match(_EPOCH, words["epoch"]),
+        time=float(words["time"]),
+        first_tick=_count(words["first_tick"]),
+        next_tick=_count(words["next_tick"]),
+        capacity_ticks=_count(words["capacity_ticks"]),
+        schema=words["schema"],
+        files=files,
+        state=unpacked(words["state"]),
+        rows=_in_order(rows),
+        segments=_in_order(segments),
+        blocks=blocks,
+        dictionaries={_match(_SHA256, name): unpacked(ref) for name, ref in words["dictionaries"].items()},
+        attached={
+            _match(ATTACHMENT_NAME, name): tuple(unpacked(ref) for ref in refs)
+            for name, refs in words["attached"].items()
+        },
+    )
+
+
+def _in_order(runs: Any) -> Any:
+    """Return runs of ticks that follow each other without a gap, or refuse them."""
+    for before, after in itertools.pairwise(runs):
+        if before.first_tick + before.ticks != after.first_tick:
+            raise ValueError(f"ticks {before.first_tick + before.ticks} to {after.first_tick} are missing")
+    return runs
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value <= _MOST_NUMBER:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+def _below(limit: int, value: Any) -> int:
+    if _count(value) >= limit:
+        raise ValueError(f"block {value} of {limit}")
+    return int(value)
+
+
+def _match(pattern: re.Pattern[str], value: Any) -> str:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise ValueError(f"{value!r} is no name here")
+    return value

@@ -1,0 +1,135 @@
+"""Places: where checkpoints lie, a directory or a prefix of an object store.
+
+    FORMAT                     what this is, written once
+    LOCK                       the writer's, on a disk only
+    segments/EPOCH-SEQ.seg     files of records
+    manifests/NUMBER.json      one a checkpoint
+
+Invariant: a manifest appears after everything that it names, complete, and under a number that
+nothing had before.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterable
+from typing import Protocol
+
+from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest
+from holdall.errors import CheckpointError, DamageError
+
+MOST_FORMAT_BYTES = 4096
+
+Buffer = bytes | bytearray | memoryview
+
+
+class NewFile(Protocol):
+    """A file of records that is being written; nobody sees it before it is finished."""
+
+    name: str
+    nbytes: int
+
+    def write(self, data: Buffer) -> None:
+        """Add bytes at its end."""
+
+    def finish(self) -> None:
+        """Make it durable under its name, at the latest when the next manifest is committed."""
+
+    def abandon(self) -> None:
+        """Throw it away."""
+
+
+class Library(Protocol):
+    """Checkpoints to be read."""
+
+    url: str
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the manifests that are there, newest first."""
+
+    def manifest(self, number: int) -> Manifest:
+        """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of records that is there, by name."""
+
+
+class Place(Protocol):
+    """A place that one writer holds."""
+
+    url: str
+    epoch: str
+
+    @property
+    def library(self) -> Library:
+        """What is there, to be read."""
+
+    def new_file(self) -> NewFile:
+        """Begin a file of records."""
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a checkpoint of what was finished; FencedError if its number is taken."""
+
+    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+        """Remove all but the last `keep` checkpoints, and the files that nothing names; return their bytes."""
+
+    def close(self) -> None:
+        """Let another writer in."""
+
+
+def new_epoch() -> str:
+    """Name a writer: without it, one that comes after a crash would use the same names again."""
+    return secrets.token_hex(8)
+
+
+def data_name(epoch: str, sequence: int) -> str:
+    """Name a file of records."""
+    return f"{epoch}-{sequence:016x}.seg"
+
+
+def format_text() -> bytes:
+    """Return the content of FORMAT."""
+    words = {"format": FORMAT, "min_reader": VERSION, "version": VERSION}
+    return json.dumps(words, sort_keys=True).encode() + b"\n"
+
+
+def require_format(raw: bytes, url: str) -> None:
+    """Refuse a place that is none of holdall's, or newer than this reader."""
+    try:
+        words = json.loads(raw)
+        known = words["format"] == FORMAT
+        readable = known and type(words["min_reader"]) is int and words["min_reader"] <= VERSION
+    except (ValueError, KeyError, TypeError, RecursionError):
+        known = readable = False
+    if not known:
+        raise DamageError(f"{url}: its FORMAT file is damaged, or none of holdall's; choose another place")
+    if not readable:
+        raise DamageError(f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it")
+
+
+def newest_whole(library: Library) -> tuple[Manifest, list[str]]:
+    """Return the newest manifest that is whole, and why newer ones are not."""
+    sizes = library.file_sizes()
+    passed_over = []
+    for number in library.numbers():
+        try:
+            manifest = library.manifest(number)
+            require_files(manifest, sizes)
+        except (DamageError, CheckpointError) as error:
+            passed_over.append(str(error))
+            continue
+        return manifest, passed_over
+    why = f" ({passed_over[0]})" if passed_over else ""
+    raise CheckpointError(f"{library.url} holds no checkpoint that is whole{why}; check the path, or start anew")
+
+
+def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
+    """Refuse a manifest whose files are not all there, in full."""
+    for name, nbytes in manifest.files.items():
+        if name not in sizes:
+            raise CheckpointError(f"checkpoint {manifest.number} needs the file {name}, which is not there")
+        if sizes[name] < nbytes:
+            raise CheckpointError(
+                f"checkpoint {manifest.number} needs {nbytes} bytes of the file {name}, which has {sizes[name]}"
+            )

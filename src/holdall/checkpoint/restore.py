@@ -1,0 +1,276 @@
+"""Restoring: a checkpoint becomes a memory's content again.
+
+In:  a manifest and the files that it names.  Out: what a store takes over, and rows chunk by chunk.
+Invariant: everything is checked before it is used. Full blocks stay where they are and are read when they are sampled
+from, slice by slice, each against its own checksum; all the rest is read and checked now.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdall.checkpoint.ledger import Ledger
+from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref
+from holdall.checkpoint.plain import dtype_of
+from holdall.checkpoint.records import (
+    Like,
+    unpack_file,
+    unpack_logs,
+    unpack_piece,
+    unpack_rows,
+    unpack_state,
+    window_of,
+)
+from holdall.checkpoint.schema_words import schema_of
+from holdall.errors import CheckpointError, DamageError
+from holdall.experience.arena import reserve
+from holdall.experience.codec import Dictionary
+from holdall.experience.part import ClosedPart
+from holdall.experience.record import Record, unpack
+from holdall.experience.sealed import CarriedSlices
+from holdall.experience.segment import Segment
+from holdall.experience.segment_file import SegmentFile
+from holdall.experience.slice_record import unpack_dictionary, unpack_slices
+from holdall.experience.slices import KeptBlock
+from holdall.experience.snapshot import RowChunk, StoreContent
+from holdall.schema import Schema
+
+_MOST_BLOCK_BYTES = 2**34
+
+
+class Shelf:
+    """The files of a checkpoint, opened as they are needed and read by position."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, tuple[SegmentFile, int]] = {}
+
+    def open(self, name: str) -> tuple[SegmentFile, int]:
+        """Return a file, and its bytes."""
+        found = self._files.get(name)
+        if found is None:
+            path = self._folder / name
+            try:
+                descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            except OSError as error:
+                raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+            found = SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
+            self._files[name] = found
+        return found
+
+    def record(self, ref: Ref) -> tuple[Record, SegmentFile]:
+        """Read the head of a record, which must be the very one that the manifest names."""
+        file, nbytes = self.open(ref.file)
+        record = unpack(file.read, ref.start, nbytes)
+        body = sum(part.nbytes for part in record.parts.values())
+        head = file.read(ref.start, record.nbytes - body)
+        if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
+            raise DamageError(f"the record at byte {ref.start} of {file.path} is another than the manifest names")
+        return record, file
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a memory is made of again."""
+
+    manifest: Manifest
+    schema: Schema
+    content: StoreContent
+    state: dict[str, Any]
+    ledger: Ledger
+    rows: Callable[[Like], Iterator[RowChunk]]
+    attached: Attached
+
+
+@dataclass(slots=True)
+class _Blocks:
+    """Blocks as they are read, each once."""
+
+    shelf: Shelf
+    manifest: Manifest
+    dictionaries: dict[str, Dictionary] = field(default_factory=dict)
+    found: dict[int, KeptBlock] = field(default_factory=dict)
+
+    def block(self, number: int) -> KeptBlock:
+        """Return a block; full ones stay in their file."""
+        if number not in self.found:
+            entry = self.manifest.blocks[number]
+            record, file = self.shelf.record(entry.refs[0])
+            if record.kind == "piece":
+                self.found[number] = self._filled(entry)
+            else:
+                self.found[number] = self._full(entry, record, file)
+        return self.found[number]
+
+    def _filled(self, entry: BlockEntry) -> KeptBlock:
+        if entry.slices * entry.slice_bytes > _MOST_BLOCK_BYTES:
+            raise DamageError(f"a block claims {entry.slices} slices of {entry.slice_bytes} bytes")
+        arena = reserve(entry.slices * entry.slice_bytes)
+        done = 0
+        for ref in entry.refs:
+            record, file = self.shelf.record(ref)
+            slices = unpack_piece(record, file.read, entry.slice_bytes, done, entry.slices - done)
+            arena[done * entry.slice_bytes :][: slices.size] = slices
+            done += slices.size // entry.slice_bytes
+        if done != entry.slices:
+            raise DamageError(f"a block of {entry.slices} slices has {done}")
+        return KeptBlock(entry.slice_bytes, entry.slices, arena)
+
+    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile) -> KeptBlock:
+        coded = unpack_slices(record, file, self.dictionaries)
+        if (
+            coded.count != entry.slices
+            or coded.codec.transform.slice_bytes != entry.slice_bytes
+            or len(entry.refs) != 1
+        ):
+            raise DamageError(f"the block at byte {record.start} of {file.path} is another than the manifest says")
+        return KeptBlock(entry.slice_bytes, entry.slices, CarriedSlices(coded))
+
+
+class Attached(Mapping[str, bytes]):
+    """A trainer's own files, as they were saved with the memory; read when they are asked for."""
+
+    def __init__(self, shelf: Shelf | None = None, refs: Mapping[str, tuple[Ref, ...]] | None = None) -> None:
+        self._shelf = shelf
+        self._refs = dict(refs or {})
+
+    def __getitem__(self, name: str) -> bytes:
+        return b"".join(self._pieces(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def extract(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write a file out, piece by piece."""
+        with Path(path).open("wb") as file:
+            for piece in self._pieces(name):
+                file.write(piece)
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        for ref in self._refs[name]:
+            if self._shelf is not None:
+                record, file = self._shelf.record(ref)
+                yield unpack_file(record, file.read)
+
+
+@contextlib.contextmanager
+def sensible(what: str) -> Iterator[None]:
+    """Turn what goes wrong with words that make no sense into an error that says so."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(error, DamageError):
+            raise
+        raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
+
+
+def restored(manifest: Manifest, folder: Path, capacity_ticks: int | None) -> Restored:
+    """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
+
+    Args:
+        folder: Where the files of records lie.
+        capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+    """
+    with sensible(f"checkpoint {manifest.number} of {folder.parent}"):
+        schema = schema_of(manifest.schema)
+        shelf = Shelf(folder)
+        record, file = shelf.record(manifest.state)
+        state = unpack_state(record, file.read)
+        held = capacity_ticks or manifest.capacity_ticks
+        first_tick = max(manifest.first_tick, manifest.next_tick - held)
+        dictionaries = {}
+        for name, ref in manifest.dictionaries.items():
+            record, file = shelf.record(ref)
+            dictionaries[name] = unpack_dictionary(record, file)
+        blocks = _Blocks(shelf, manifest, dictionaries)
+        content = _content(manifest, schema, state["store"], blocks, first_tick)
+        return Restored(
+            manifest=manifest,
+            schema=schema,
+            content=content,
+            state=state,
+            ledger=_ledger(manifest, blocks, first_tick),
+            rows=lambda like: _rows(manifest, shelf, first_tick, like),
+            attached=Attached(shelf, manifest.attached),
+        )
+
+
+def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, first_tick: int) -> StoreContent:
+    observed = schema.observation.leaves
+    large = [int(i) for i in words["large"]]
+    if sorted(set(large)) != sorted(large) or not set(large) <= set(range(len(observed))):
+        raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
+    leaves = [observed[i] for i in large]
+    segments = []
+    for entry in manifest.segments:
+        if entry.first_tick + entry.ticks <= first_tick:
+            continue
+        record, file = blocks.shelf.record(entry.ref)
+        named = [blocks.block(number) for number in entry.blocks]
+        parts: list[ClosedPart] = unpack_logs(record, file.read, schema.num_envs, leaves, named)
+        segments.append(Segment(entry.first_tick, entry.ticks, parts))
+    if large and manifest.next_tick:
+        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
+        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
+            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
+    newest = {}
+    for i, leaf in enumerate(observed):
+        rows = words["newest"].get(str(i))
+        if rows is not None:
+            if rows.shape != (schema.num_envs, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
+                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
+            newest[i] = rows
+    paired = [int(i) for i in words["paired"]]
+    small = set(range(len(observed))) - set(large)
+    if manifest.next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
+        raise DamageError("the small fields are not those of the schema")
+    return StoreContent(
+        first_tick=first_tick,
+        next_tick=manifest.next_tick,
+        large=large,
+        windows=[window_of(window, leaf) for window, leaf in zip(words["windows"], leaves, strict=True)],
+        segments=segments,
+        searches=words["searches"] or {"scouts": {}, "in_vain": {}, "rest": {}},
+        newest=newest,
+        paired=paired,
+        scouts=dict(words["scouts"]),
+        reward_dtype=None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"]),
+        has_invalid=bool(words["has_invalid"]),
+    )
+
+
+def _rows(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like) -> Iterator[RowChunk]:
+    done = first_tick
+    for chunk in manifest.rows:
+        if chunk.first_tick + chunk.ticks <= first_tick:
+            continue
+        if chunk.first_tick > done:
+            raise DamageError(f"the rows of ticks {done} to {chunk.first_tick} are missing")
+        with sensible(f"the rows of tick {chunk.first_tick}"):
+            record, file = shelf.record(chunk.ref)
+            yield unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, like)
+        done = chunk.first_tick + chunk.ticks
+    if done != manifest.next_tick:
+        raise DamageError(f"the rows end at tick {done}, not at {manifest.next_tick}")
+
+
+def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:
+    """Say what the place holds of the memory, so that the next save writes only what is new."""
+    ledger = Ledger(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
+    for number, block in blocks.found.items():
+        ledger.blocks[block] = manifest.blocks[number].refs
+    ledger.logs = {
+        entry.first_tick: entry.ref for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick
+    }
+    return ledger

@@ -1,0 +1,293 @@
+"""Saving: a snapshot becomes records, and the records a checkpoint.
+
+In:  a snapshot, and what the place holds already.  Out: the manifest, committed.
+Invariant: what is held in memory beyond the snapshot's own references is one record at a time. Whatever fails, the
+ledger names nothing that is not there, and the checkpoints before are as they were.
+
+Rows come first, since the memory goes on writing over them; then the blocks that are still being filled, since they
+pin their arenas; then full blocks, oldest first, since they are the next to be evicted.
+"""
+
+from __future__ import annotations
+
+import itertools
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from holdall.checkpoint.ledger import Filling, Ledger
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.place import Place
+from holdall.checkpoint.plain import dtype_name
+from holdall.checkpoint.records import (
+    PIECE_BYTES,
+    pack_file,
+    pack_logs,
+    pack_piece,
+    pack_rows,
+    pack_state,
+    window_words,
+)
+from holdall.checkpoint.writing import RecordWriter
+from holdall.errors import CheckpointError, DamageError
+from holdall.experience.arena import Bytes
+from holdall.experience.codec import Codec, Method, Transform
+from holdall.experience.portable_codec import Coder
+from holdall.experience.record import Buffer
+from holdall.experience.sealed import Coded
+from holdall.experience.segment_file import Extent
+from holdall.experience.slice_record import dictionary_name, pack_dictionary, pack_slices
+from holdall.experience.slices import SliceBlock
+from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, OpenSlices, is_settled
+
+_MOST_PIECES = 16
+"""Pieces of a block being filled, after which it is written anew as one."""
+_FILE_PIECE_BYTES = 16 * 2**20
+
+
+@dataclass(slots=True)
+class Snapshot:
+    """All that a checkpoint holds, at the moment of `save`."""
+
+    store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
+    schema: dict[str, Any]
+    capacity_ticks: int
+    state: dict[str, Any]
+    attach: Mapping[str, Path | bytes]
+    lock: threading.Lock  # of the memory: rows are read under it
+    release: Callable[[FrozenRows], None]
+
+
+class _Pending(NamedTuple):
+    """A full block that may have to be written."""
+
+    number: int  # in the manifest
+    block: SliceBlock
+    is_direct: bool  # its slices lie in memory in place of a log
+
+
+class Saving:
+    """One snapshot on its way into a place."""
+
+    def __init__(self, place: Place, ledger: Ledger, coder: Coder, told: Callable[[str, int], None]) -> None:
+        self._place = place
+        self._ledger = ledger
+        self._fresh = Ledger()
+        self._coder = coder
+        self._told = told
+        self._phase = ""
+        self.bytes_written = 0
+        # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
+        self._lasting = RecordWriter(place, self._wrote)
+        self._brief = RecordWriter(place, self._wrote)
+
+    def run(self, snapshot: Snapshot, number: int) -> Manifest:
+        """Write everything and commit it."""
+        try:
+            manifest = self._write(snapshot, number)
+            self._told("commit", self.bytes_written)
+            self._place.commit(manifest)
+        except BaseException:
+            self._lasting.abandon()
+            self._brief.abandon()
+            raise
+        self._ledger.merge(self._fresh)
+        self._ledger.forget_before(manifest.first_tick)
+        in_use = self._ledger.files_in_use() | set(manifest.files)
+        self._ledger.files = {name: nbytes for name, nbytes in self._ledger.files.items() if name in in_use}
+        return manifest
+
+    def _write(self, snapshot: Snapshot, number: int) -> Manifest:
+        store, snapshot.store = snapshot.store, None
+        if store is None:
+            raise CheckpointError("a snapshot was saved twice; report this")
+        rows = self._write_rows(store, snapshot)
+        blocks: list[BlockEntry] = []
+        segments: list[SegmentEntry] = []
+        if store.segments is not None:
+            segments, pending = self._write_logs(store.segments, blocks)
+            store = replace(store, segments=None)
+            self._write_blocks(pending, blocks)
+        attached = self._write_files(snapshot.attach)
+        state = self._brief.append(pack_state(snapshot.state))
+        self._lasting.finish()
+        self._brief.finish()
+        self._fresh.files |= self._lasting.files | self._brief.files
+        manifest = Manifest(
+            number=number,
+            commit=secrets.token_hex(16),
+            epoch=self._place.epoch,
+            time=time.time(),
+            first_tick=store.first_tick,
+            next_tick=store.next_tick,
+            capacity_ticks=snapshot.capacity_ticks,
+            schema=snapshot.schema,
+            files={},
+            state=state,
+            rows=tuple(rows),
+            segments=tuple(segments),
+            blocks=tuple(blocks),
+            dictionaries=self._ledger.dictionaries | self._fresh.dictionaries,
+            attached=attached,
+        )
+        known = self._ledger.files | self._fresh.files
+        names = dict.fromkeys(ref.file for ref in manifest.refs)
+        return replace(manifest, files={name: known[name] for name in names})
+
+    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> list[Chunk]:
+        self._phase = "rows"
+        rows = store.rows
+        unsettled: dict[int, Chunk] = {}
+        try:
+            for number in rows.wanted:
+                with snapshot.lock:
+                    chunk = rows.take(number)
+                if is_settled(number, rows.chunk_ticks, store.next_tick):
+                    key = (store.versions.get(number, 0), tuple(chunk.columns))
+                    ref = self._lasting.append(pack_rows(chunk))
+                    self._fresh.rows[number] = (key, Chunk(chunk.first_tick, chunk.ticks, ref))
+                else:
+                    ref = self._brief.append(pack_rows(chunk))
+                    unsettled[number] = Chunk(chunk.first_tick, chunk.ticks, ref)
+        finally:
+            with snapshot.lock:
+                snapshot.release(rows)
+        numbers = range(store.first_tick // rows.chunk_ticks, -(-store.next_tick // rows.chunk_ticks))
+        known = self._ledger.rows | self._fresh.rows
+        return [unsettled[number] if number in unsettled else known[number][1] for number in numbers]
+
+    def _write_logs(
+        self, segments: FrozenSegments, blocks: list[BlockEntry]
+    ) -> tuple[list[SegmentEntry], deque[_Pending]]:
+        """Write logs, and the blocks that are still being filled; return the blocks that are full, oldest first."""
+        self._phase = "logs"
+        open_parts = segments.open.parts
+        filling = {id(part.block): slices for part, slices in zip(open_parts, segments.filling, strict=True)}
+        numbers: dict[int, int] = {}
+        pending: deque[_Pending] = deque()
+        entries = []
+        held = [*segments.closed, segments.open] if segments.open.ticks else segments.closed
+        for segment in held:
+            for part in segment.parts:
+                block = part.block
+                if id(block) in numbers:
+                    continue
+                numbers[id(block)] = len(blocks)
+                if id(block) in filling:
+                    blocks.append(self._write_filling(filling[id(block)]))
+                else:
+                    pending.append(_Pending(len(blocks), block, part.log is None))
+                    blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
+            if segment is segments.open:
+                ref = self._brief.append(pack_logs(segment.parts))
+            else:
+                known = self._ledger.logs.get(segment.first_tick)
+                ref = self._lasting.append(pack_logs(segment.parts)) if known is None else known
+                self._fresh.logs[segment.first_tick] = ref
+            named = tuple(numbers[id(part.block)] for part in segment.parts)
+            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
+        return entries, pending
+
+    def _write_filling(self, filling: OpenSlices) -> BlockEntry:
+        """Write what is new in a block that is still being filled."""
+        count = filling.slices.size // filling.slice_bytes
+        done = self._ledger.filling.get(filling.key, Filling())
+        if len(done.refs) >= _MOST_PIECES:
+            done = Filling()
+        new = self._write_pieces(self._brief, filling.slices, filling.slice_bytes, done.slices)
+        refs = done.refs + tuple(new)
+        self._fresh.filling[filling.key] = Filling(refs, count)
+        return BlockEntry(filling.slice_bytes, count, refs)
+
+    @staticmethod
+    def _write_pieces(writer: RecordWriter, slices: Bytes, slice_bytes: int, first: int) -> list[Ref]:
+        """Write slices from a number on, some at a time."""
+        count = slices.size // slice_bytes
+        at_once = max(1, PIECE_BYTES // slice_bytes)
+        refs = []
+        for start in range(first, count, at_once):
+            end = min(start + at_once, count)
+            refs.append(writer.append(pack_piece(slices[start * slice_bytes : end * slice_bytes], slice_bytes, start)))
+        return refs
+
+    def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
+        self._phase = "blocks"
+        while pending:
+            number, block, is_direct = pending.popleft()
+            refs = self._ledger.blocks.get(block)
+            if refs is None and is_direct:
+                slices = block.arena[: block.used * block.slice_bytes]
+                refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
+            elif refs is None:
+                refs = (self._lasting.append(self._packed(block)),)
+            self._fresh.blocks[block] = refs
+            blocks[number] = replace(blocks[number], refs=refs)
+
+    def _packed(self, block: SliceBlock) -> list[Buffer]:
+        """Return a full block as a record, in the form that it has now."""
+        arena, sealed = block.arena, block.sealed  # in this order: once the arena is empty, the sealed form is there
+        if sealed is None:
+            nbytes = block.used * block.slice_bytes
+            stored = Codec(Method.STORED, 0, Transform(block.slice_bytes))
+            offsets = (np.arange(block.used + 1, dtype=np.uint64) * block.slice_bytes).astype(np.uint32)
+            coded = Coded(stored, block.used, offsets, np.empty(0, np.uint8), arena[:nbytes])
+        else:
+            coded = sealed.coded
+        extent = coded.data
+        if isinstance(extent, Extent):
+            data = np.frombuffer(extent.read(0, extent.nbytes), np.uint8)
+            coded = replace(coded, data=data)
+            checks = self._coder.checksums(data, coded.offsets)
+            if not np.array_equal(checks, extent.checks):
+                raise DamageError(f"{extent.file.path} was damaged since it was written, so the memory cannot be saved")
+        else:
+            checks = self._coder.checksums(extent, coded.offsets)
+        dictionary = coded.codec.dictionary
+        if dictionary is not None:
+            name = dictionary_name(dictionary)
+            if name not in self._ledger.dictionaries and name not in self._fresh.dictionaries:
+                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
+        return pack_slices(coded, checks)
+
+    def _write_files(self, attach: Mapping[str, Path | bytes]) -> dict[str, tuple[Ref, ...]]:
+        self._phase = "files"
+        return {name: tuple(self._write_file(content)) for name, content in attach.items()}
+
+    def _write_file(self, content: Path | bytes) -> list[Ref]:
+        if isinstance(content, bytes):
+            starts = range(0, max(len(content), 1), _FILE_PIECE_BYTES)
+            return [self._brief.append(pack_file(content[start : start + _FILE_PIECE_BYTES])) for start in starts]
+        refs: list[Ref] = []
+        with content.open("rb") as file:
+            for number in itertools.count():
+                piece = file.read(_FILE_PIECE_BYTES)
+                if not piece and number:
+                    return refs
+                refs.append(self._brief.append(pack_file(piece)))
+        return refs
+
+    def _wrote(self, nbytes: int) -> None:
+        self.bytes_written += nbytes
+        self._told(self._phase, self.bytes_written)
+
+
+def store_words(frozen: FrozenStore) -> dict[str, Any]:
+    """Describe what of a store is neither rows nor segments."""
+    segments = frozen.segments
+    return {
+        "large": frozen.large,
+        "paired": frozen.paired,
+        "newest": {str(i): rows for i, rows in frozen.newest.items()},
+        "scouts": frozen.scouts,
+        "windows": [] if segments is None else [window_words(window) for window in segments.windows],
+        "searches": None if segments is None else segments.searches,
+        "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
+        "has_invalid": frozen.has_invalid,
+    }

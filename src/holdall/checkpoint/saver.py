@@ -1,0 +1,167 @@
+"""The saver: one memory's checkpoints in one place, one after another, in the background.
+
+In:  snapshots.  Out: handles, and in their order checkpoints.
+Invariant: a checkpoint is acknowledged only when it would survive a crash. A save that fails says so on its handle and
+leaves the memory and the checkpoints before alone; the next one starts over with what it lacked.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from holdall.checkpoint.handle import Checkpoint, Progress, SaveHandle
+from holdall.checkpoint.ledger import Ledger, RowsKey
+from holdall.checkpoint.local import LocalPlace, told
+from holdall.checkpoint.place import Place
+from holdall.checkpoint.save import Saving, Snapshot
+from holdall.experience.portable_codec import Coder
+
+_LOG = logging.getLogger("holdall")
+
+
+class _Job(NamedTuple):
+    snapshot: Snapshot
+    handle: SaveHandle
+    keep: int
+    progress: Progress | None
+    transitions: int
+
+
+class Saver:
+    """Writes checkpoints to one place.
+
+    Args:
+        open_place: Takes hold of the place; called in the background, with the first save.
+        ledger: What the place holds of the memory already, if it was loaded from there.
+    """
+
+    def __init__(self, url: str, open_place: Callable[[], Place], coder: Coder, ledger: Ledger | None = None) -> None:
+        self.url = url
+        self._open_place = open_place
+        self._coder = coder
+        self._ledger = ledger or Ledger()
+        self._place: Place | None = None
+        self._jobs: deque[_Job] = deque()
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+
+    def rows_saved(self) -> dict[int, RowsKey]:
+        """Name the chunks of rows that need not be written again."""
+        return self._ledger.rows_saved()
+
+    def save(self, snapshot: Snapshot, transitions: int, keep: int, progress: Progress | None) -> SaveHandle:
+        """Have a snapshot written."""
+        handle = SaveHandle(self.url)
+        with self._changed:
+            self._jobs.append(_Job(snapshot, handle, keep, progress, transitions))
+            if self._thread is None:
+                # Not a daemon: a program that ends waits for what it saved.
+                self._thread = threading.Thread(target=self._run, name="holdall-saver")
+                self._thread.start()
+        return handle
+
+    def close(self) -> None:
+        """Wait for every save, and let another writer in."""
+        with self._changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+        place, self._place = self._place, None
+        if place is not None:
+            place.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    return
+                job = self._jobs.popleft()
+            try:
+                checkpoint = self._saved(job)
+            except BaseException as error:  # whoever waits for the handle is told; training goes on
+                _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
+                self._drop(job.snapshot)
+                job.handle.fail(error)
+            else:
+                job.handle.succeed(checkpoint)
+            del job
+
+    def _saved(self, job: _Job) -> Checkpoint:
+        began = time.perf_counter()
+        with told(self.url, "written to"):
+            place = self._opened()
+            number = max(place.library.numbers(), default=0) + 1
+            saving = Saving(place, self._ledger, self._coder, _telling(job.progress))
+            manifest = saving.run(job.snapshot, number)
+        self._collect(place, job.keep)
+        return Checkpoint(
+            url=self.url,
+            number=number,
+            bytes_written=saving.bytes_written,
+            bytes_total=sum(manifest.files.values()),
+            transitions=job.transitions,
+            seconds=time.perf_counter() - began,
+        )
+
+    def _opened(self) -> Place:
+        if self._place is None:
+            self._place = self._open_place()
+            # Between loading and now another writer may have collected what was loaded.
+            self._ledger.keep_only(self._place.library.file_sizes())
+        return self._place
+
+    def _collect(self, place: Place, keep: int) -> None:
+        """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
+        try:
+            place.collect(keep, self._ledger.files_in_use())
+        except OSError as error:
+            _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
+
+    @staticmethod
+    def _drop(snapshot: Snapshot) -> None:
+        store, snapshot.store = snapshot.store, None
+        if store is not None:
+            with snapshot.lock:
+                snapshot.release(store.rows)
+
+
+class Savers:
+    """The savers of one memory, by place."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+        self._savers: dict[Path, Saver] = {}
+
+    def to(self, path: Path, ledger: Ledger | None = None) -> Saver:
+        """Return the saver to a place; `ledger` is what it holds of a memory that was loaded from there."""
+        saver = self._savers.get(path)
+        if saver is None:
+            saver = self._savers[path] = Saver(str(path), lambda: LocalPlace(path), self._coder, ledger)
+        return saver
+
+    def close(self) -> None:
+        """Wait for all that is being saved."""
+        savers, self._savers = self._savers, {}
+        for saver in savers.values():
+            saver.close()
+
+
+def _telling(progress: Progress | None) -> Callable[[str, int], None]:
+    """Tell the user's callback, and survive whatever it does."""
+
+    def tell(phase: str, nbytes: int) -> None:
+        if progress is None:
+            return
+        try:
+            progress(phase, nbytes)
+        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
+            _LOG.warning("the progress callback failed (%s)", error)
+
+    return tell

@@ -1,0 +1,108 @@
+"""A run of small checkpoints on a simulated disk, and what has to hold after a power cut."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+from holdall.checkpoint.local import LocalLibrary, LocalPlace
+from holdall.checkpoint.manifest import Chunk, Manifest, Ref
+from holdall.checkpoint.place import newest_whole, require_files
+from holdall.errors import CheckpointError, DamageError
+
+from .simulated import ROOT, Call, SimulatedDisk
+
+RUN = ROOT / "runs" / "one"
+KEEP = 2
+
+OpenPlace = Callable[[Path, SimulatedDisk], LocalPlace]
+
+
+class Run:
+    """A trainer that saves: every checkpoint brings four files, and goes on naming some of those before."""
+
+    def __init__(self, disk: SimulatedDisk, open_place: OpenPlace = LocalPlace, seed: int = 0) -> None:
+        self.disk = disk
+        self.place = open_place(RUN, disk)
+        self._seed = seed
+        self._files: dict[str, int] = {}
+        self._refs: list[Ref] = []
+        numbers = self.place.library.numbers()
+        self._number = numbers[0] if numbers else 0
+        if numbers:
+            last, _ = newest_whole(self.place.library)
+            self._files, self._refs = dict(last.files), [chunk.ref for chunk in last.rows]
+
+    def save(self) -> None:
+        """Write one checkpoint, acknowledge it, and collect."""
+        self._number += 1
+        for part in range(4):
+            self._write(f"checkpoint {self._number}, part {part}, of run {self._seed}; ".encode() * 3)
+        self._refs = self._refs[-6:]
+        self._files = {ref.file: self._files[ref.file] for ref in self._refs}
+        manifest = Manifest(
+            number=self._number,
+            commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
+            epoch=self.place.epoch,
+            time=0.0,
+            first_tick=0,
+            next_tick=len(self._refs),
+            capacity_ticks=1,
+            schema={},
+            files=self._files,
+            state=self._refs[-1],
+            rows=tuple(Chunk(index, 1, ref) for index, ref in enumerate(self._refs)),
+        )
+        self.place.commit(manifest)
+        self.disk.mark(f"{self._number}")
+        self.place.collect(KEEP, self._files)
+
+    def _write(self, content: bytes) -> None:
+        file = self.place.new_file()
+        file.write(content[: len(content) // 2])
+        file.write(content[len(content) // 2 :])
+        file.finish()
+        self._files[file.name] = file.nbytes
+        self._refs.append(Ref(file.name, 0, file.nbytes, hashlib.sha256(content).hexdigest()[:32]))
+
+
+def acknowledged(calls: list[Call]) -> list[int]:
+    """Return the numbers of the checkpoints that were acknowledged, oldest first."""
+    return [int(call.data) for call in calls if call.what == "mark"]
+
+
+def violation(disk: SimulatedDisk, promised: list[int]) -> str:
+    """Say what does not hold after a crash, or nothing.
+
+    The newest whole checkpoint is at least the last that was acknowledged; the last `KEEP` acknowledged ones are all
+    whole; and every manifest that can be read has all its bytes.
+    """
+    library = LocalLibrary(RUN, disk)
+    if promised:
+        try:
+            newest, _ = newest_whole(library)
+        except (CheckpointError, DamageError) as error:
+            return f"checkpoint {promised[-1]} was acknowledged, and nothing is left: {error}"
+        if newest.number < promised[-1]:
+            return f"checkpoint {promised[-1]} was acknowledged, and {newest.number} is the newest"
+    sizes = library.file_sizes()
+    whole = set()
+    for number in library.numbers():
+        try:
+            manifest = library.manifest(number)
+        except DamageError as error:
+            if number in promised[-KEEP:]:
+                return str(error)
+            continue
+        try:
+            require_files(manifest, sizes)
+        except CheckpointError as error:
+            return str(error)
+        for ref in manifest.refs:
+            if hashlib.sha256(disk.files[RUN / "segments" / ref.file].content).hexdigest()[:32] != ref.digest:
+                return f"checkpoint {number} has other bytes in {ref.file} than were written"
+        whole.add(number)
+    if missing := [number for number in promised[-KEEP:] if number not in whole]:
+        return f"checkpoints {missing} were acknowledged and not yet collected, and are gone"
+    return ""

@@ -1,0 +1,272 @@
+"""A disk in memory that can lose what was not synced, in every way that a real one may.
+
+In:  the calls of `FileSystem`, which it records.  Out: the disks that a power cut may leave behind.
+
+The model is that of the ALICE study of crash consistency, somewhat harsher: after a cut, each change of a directory
+that was not followed by an fsync of it has happened or not, independently of all others; bytes that were not synced
+are lost, zero, torn or complete, file by file.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import itertools
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from holdall.checkpoint.filesystem import Buffer, FileSystem
+
+ROOT = Path("/disk")
+FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")
+"""What may become of the bytes of a file that were not synced."""
+
+
+@dataclass(slots=True)
+class Node:
+    """A file's bytes."""
+
+    content: bytearray = field(default_factory=bytearray)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call that changes the disk."""
+
+    what: str
+    path: Path | None = None
+    target: Path | None = None
+    node: Node | None = None
+    data: bytes = b""
+
+
+@dataclass(slots=True)
+class _Handle:
+    node: Node
+    path: Path
+
+
+class SimulatedDisk(FileSystem):
+    """A disk that remembers every call; `ignored` are calls (name, part of the path) that it only pretends to do."""
+
+    def __init__(self, ignored: tuple[tuple[str, str], ...] = ()) -> None:
+        self.files: dict[Path, Node] = {}
+        self.directories: set[Path] = {ROOT, *ROOT.parents}
+        self.calls: list[Call] = []
+        self._handles: dict[int, _Handle] = {}
+        self._numbers = itertools.count(3)
+        self._locked: set[Path] = set()
+        self._ignored = ignored
+
+    def make_directory(self, path: Path) -> bool:
+        if path in self.directories:
+            return False
+        self._require_directory(path.parent)
+        self.directories.add(path)
+        self.calls.append(Call("mkdir", path))
+        return True
+
+    def create(self, path: Path) -> int:
+        self._require_directory(path.parent)
+        if path in self.files:
+            raise FileExistsError(errno.EEXIST, "exists", str(path))
+        node = self.files[path] = Node()
+        self.calls.append(Call("create", path, node=node))
+        return self._handle(node, path)
+
+    def write(self, file: int, data: Buffer) -> None:
+        handle = self._handles[file]
+        raw = bytes(data)
+        handle.node.content += raw
+        self.calls.append(Call("write", node=handle.node, data=raw))
+
+    def sync(self, file: int) -> None:
+        handle = self._handles[file]
+        if not self._ignores("sync", handle.path):
+            self.calls.append(Call("sync", node=handle.node))
+
+    def close(self, file: int) -> None:
+        del self._handles[file]
+
+    def rename(self, old: Path, new: Path) -> None:
+        self.files[new] = self.files.pop(old)
+        self.calls.append(Call("rename", old, new, self.files[new]))
+
+    def link(self, old: Path, new: Path) -> None:
+        if new in self.files:
+            raise FileExistsError(errno.EEXIST, "exists", str(new))
+        self.files[new] = self.files[old]
+        self.calls.append(Call("link", old, new, self.files[new]))
+
+    def unlink(self, path: Path) -> None:
+        if path not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "missing", str(path))
+        del self.files[path]
+        self.calls.append(Call("unlink", path))
+
+    def sync_directory(self, path: Path) -> None:
+        if not self._ignores("sync_directory", path):
+            self.calls.append(Call("sync_directory", path))
+
+    def names(self, path: Path) -> list[str]:
+        return [child.name for child in self.files if child.parent == path]
+
+    def size(self, path: Path) -> int:
+        if path not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "missing", str(path))
+        return len(self.files[path].content)
+
+    def open(self, path: Path) -> int:
+        if path not in self.files:
+            raise FileNotFoundError(errno.ENOENT, "missing", str(path))
+        return self._handle(self.files[path], path)
+
+    def read_at(self, file: int, start: int, nbytes: int) -> bytes:
+        return bytes(self._handles[file].node.content[start : start + nbytes])
+
+    def lock(self, path: Path) -> int | None:
+        if path in self._locked:
+            return None
+        self._locked.add(path)
+        return self._handle(Node(), path)
+
+    def unlock(self, file: int) -> None:
+        self._locked.discard(self._handles.pop(file).path)
+
+    def mark(self, name: str) -> None:
+        """Note that something was acknowledged here."""
+        self.calls.append(Call("mark", data=name.encode()))
+
+    def _handle(self, node: Node, path: Path) -> int:
+        number = next(self._numbers)
+        self._handles[number] = _Handle(node, path)
+        return number
+
+    def _require_directory(self, path: Path) -> None:
+        if path not in self.directories:
+            raise FileNotFoundError(errno.ENOENT, "no such directory", str(path))
+
+    def _ignores(self, call: str, path: Path) -> bool:
+        return any(call == name and part in str(path) for name, part in self._ignored)
+
+
+def after_power_cuts(
+    calls: list[Call], before: SimulatedDisk | None = None, most_at_a_cut: int = 512, seed: int = 0
+) -> Iterator[tuple[int, SimulatedDisk]]:
+    """Yield every disk that a cut after any number of calls may leave; where they are too many, some at random.
+
+    Args:
+        before: What was on the disk, durably, before the first of `calls`.
+    """
+    generator = random.Random(seed)
+    for cut in range(len(calls) + 1):
+        issued = calls[:cut]
+        names, bytes_left = _undone(issued)
+        variants = [FATES] * len(bytes_left)
+        count = (1 << len(names)) * len(FATES) ** len(variants)
+        if count <= most_at_a_cut:
+            choices: Any = itertools.product(itertools.product((False, True), repeat=len(names)), *variants)
+        else:
+            choices = (_random_choice(generator, len(names), variants) for _ in range(most_at_a_cut))
+        seen = set()
+        for happened, *fates in choices:
+            lost = {index for index, done in zip(names, happened, strict=True) if not done}
+            fate_of = dict(zip(bytes_left, fates, strict=True))
+            disk = _left_behind(issued, lost, fate_of, before)
+            key = _fingerprint(disk)
+            if key not in seen:
+                seen.add(key)
+                yield cut, disk
+
+
+def _random_choice(generator: random.Random, names: int, variants: Sequence[tuple[str, ...]]) -> tuple[Any, ...]:
+    # Mostly all or nothing with a few exceptions: these are the states that protocols get wrong.
+    base = generator.random() < 0.5
+    odd = generator.choice([0.1, 0.3, 0.5])
+    happened = tuple(base ^ (generator.random() < odd) for _ in range(names))
+    return (happened, *(generator.choice(fates) for fates in variants))
+
+
+def _undone(issued: list[Call]) -> tuple[list[int], list[int]]:
+    """Return the calls whose names are not durable, and the nodes (by identity) whose bytes are not."""
+    names: list[int] = []
+    dirty: dict[int, bool] = {}
+    for index, call in enumerate(issued):
+        if call.what == "sync_directory":
+            names = [i for i in names if _directory_of(issued[i]) != call.path]
+        elif call.what in {"create", "rename", "link", "unlink", "mkdir"}:
+            names.append(index)
+        elif call.what == "write":
+            dirty[id(call.node)] = True
+        elif call.what == "sync":
+            dirty.pop(id(call.node), None)
+    return names, list(dirty)
+
+
+def _directory_of(call: Call) -> Path:
+    path = call.target or call.path
+    return path.parent if path is not None else Path()
+
+
+def _left_behind(
+    issued: list[Call], lost: set[int], fate_of: dict[int, str], before: SimulatedDisk | None
+) -> SimulatedDisk:
+    disk = SimulatedDisk()
+    left: dict[int, Node] = {}
+    if before is not None:
+        disk.directories = set(before.directories)
+        for path, node in before.files.items():
+            disk.files[path] = left.setdefault(id(node), Node(bytearray(node.content)))
+    synced = _synced_bytes(issued)
+    for index, call in enumerate(issued):
+        if call.what == "write":
+            node = left.setdefault(id(call.node), Node())
+            node.content += call.data
+        if index in lost or call.path is None:
+            continue
+        if call.what == "mkdir":
+            disk.directories.add(call.path)
+        elif call.what == "unlink":
+            disk.files.pop(call.path, None)
+        elif call.what in {"create", "link", "rename"}:
+            if call.what == "rename":
+                disk.files.pop(call.path, None)
+            disk.files[call.target or call.path] = left.setdefault(id(call.node), Node())
+    for key, fate in fate_of.items():
+        _suffer(left[key], fate, synced.get(key, 0))
+    missing = {path for path in disk.files if not set(path.parents) <= disk.directories | set(ROOT.parents)}
+    for path in missing:
+        del disk.files[path]
+    return disk
+
+
+def _synced_bytes(issued: list[Call]) -> dict[int, int]:
+    written: dict[int, int] = {}
+    synced: dict[int, int] = {}
+    for call in issued:
+        if call.what == "write":
+            written[id(call.node)] = written.get(id(call.node), 0) + len(call.data)
+        elif call.what == "sync":
+            synced[id(call.node)] = written.get(id(call.node), 0)
+    return synced
+
+
+def _suffer(node: Node, fate: str, safe: int) -> None:
+    loose = len(node.content) - safe
+    kept = {"lost": 0, "zero": 0, "half zero": loose // 2, "one byte": 1, "half": loose // 2}.get(fate, loose)
+    if fate == "all but one byte":
+        kept = loose - 1
+    del node.content[safe + kept :]
+    if "zero" in fate:
+        node.content += bytes(loose - kept)
+
+
+def _fingerprint(disk: SimulatedDisk) -> bytes:
+    summary = hashlib.blake2b(digest_size=16)
+    for path in sorted(disk.files):
+        summary.update(str(path).encode() + b"\0" + bytes(disk.files[path].content) + b"\0")
+    summary.update("\0".join(sorted(map(str, disk.directories))).encode())
+    return summary.digest()

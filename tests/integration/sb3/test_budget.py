@@ -1,0 +1,113 @@
+"""A budget in bytes in the drop-ins: with a disk tier nothing changes, without one the newest that fit are drawn."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch as th
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3.common.buffers import DictReplayBuffer
+
+from holdall.experience import segment
+from holdall.sb3 import HerReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
+
+SPACE = spaces.Dict(
+    image=spaces.Box(0, 255, (40, 40, 3), np.uint8),
+    vector=spaces.Box(-9, 9, (5,), np.float32),
+)
+ACTIONS = spaces.Box(-1, 1, (2,), np.float32)
+ENVS = 2
+SLOTS = 400
+BUDGET = "1.5MiB"
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 100_000)
+
+
+def observed(tick: int) -> dict[str, NDArray[Any]]:
+    generator = np.random.default_rng(tick)
+    return {
+        "image": generator.integers(0, 256, (ENVS, 40, 40, 3), np.uint8),  # noise: only a disk makes room for it
+        "vector": np.full((ENVS, 5), tick, np.float32),
+    }
+
+
+def ticks(count: int) -> Iterator[tuple[Any, ...]]:
+    for tick in range(count):
+        done = np.full(ENVS, tick % 9 == 8)
+        rewards = np.arange(ENVS, dtype=np.float32) + tick
+        yield observed(tick), observed(tick + 1), np.zeros((ENVS, 2), np.float32), rewards, done, [{}] * ENVS
+
+
+@pytest.mark.parametrize("budget", [BUDGET, None])
+def test_with_a_disk_tier_every_slot_is_drawn_as_stable_baselines3_draws_it(tmp_path: Path, budget: str | None) -> None:
+    """Most of it lies in files, and no bit of a batch tells."""
+    theirs = DictReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS)
+    ours = ReplayBuffer(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=budget, spill_dir=tmp_path)
+    for tick in ticks(SLOTS + 150):
+        theirs.add(*tick)
+        ours.add(*tick)
+    ours.memory.drain()
+    assert ours.report().disk_bytes > 1_000_000
+    for seed in range(5):
+        np.random.seed(seed)  # noqa: NPY002  Stable-Baselines3's generator
+        wanted = theirs.sample(64)
+        np.random.seed(seed)  # noqa: NPY002
+        got = ours.sample(64)
+        for name in ("observations", "next_observations"):
+            for key, tensor in getattr(wanted, name).items():
+                assert th.equal(getattr(got, name)[key], tensor)
+        assert th.equal(got.rewards, wanted.rewards)
+    ours.memory.close()
+
+
+@pytest.mark.parametrize("n_steps", [1, 3])
+@pytest.mark.parametrize("kind", [ReplayBuffer, PrioritizedReplayBuffer])
+def test_without_one_the_newest_that_fit_are_drawn(kind: type[ReplayBuffer], n_steps: int) -> None:
+    """Slots whose transition left early are never drawn, and all others are."""
+    ours = kind(SLOTS * ENVS, SPACE, ACTIONS, "cpu", ENVS, budget=BUDGET, n_steps=n_steps)
+    for tick in ticks(SLOTS + 50):
+        ours.add(*tick)
+        if ours.pos % 50 == 49:
+            ours.sample(16)
+    first, end = ours.memory.first_id // ENVS, ours.memory.next_id // ENVS
+    assert 50 < first < end, "some of it has to leave early"
+    drawn = np.concatenate([ours.sample(256).observations["vector"][:, 0].numpy() for _ in range(20)])
+    assert set(drawn.astype(int)) == set(range(first, end))
+    ours.memory.close()
+
+
+def test_hindsight_draws_no_episode_that_lost_a_step_early() -> None:
+    """An episode whose first steps left before their time has no goal to be told anew by."""
+    goal = spaces.Box(-9, 9, (3,), np.float32)
+    space = spaces.Dict(observation=SPACE["image"], achieved_goal=goal, desired_goal=goal)
+
+    class Env:
+        def env_method(self, _name: str, achieved: NDArray[Any], *_: Any, **__: Any) -> list[NDArray[Any]]:
+            return [np.zeros(len(achieved), np.float32)]
+
+    env: Any = Env()
+    ours = HerReplayBuffer(SLOTS * ENVS, space, ACTIONS, env, "cpu", ENVS, budget=BUDGET)
+
+    def as_goals(obs: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        return {
+            "observation": obs["image"],
+            "achieved_goal": obs["vector"][:, :3],
+            "desired_goal": obs["vector"][:, :3],
+        }
+
+    for obs, next_obs, *rest in ticks(SLOTS + 50):
+        ours.add(as_goals(obs), as_goals(next_obs), *rest)
+    first = ours.memory.first_id // ENVS
+    assert first > 50
+    drawn = np.concatenate([ours.sample(256).observations["achieved_goal"][:, 0].numpy() for _ in range(20)])
+    whole = -(-first // 9) * 9  # the first episode that begins after what left
+    assert set(drawn.astype(int)) == set(range(whole, (SLOTS + 50) // 9 * 9))
+    ours.memory.close()

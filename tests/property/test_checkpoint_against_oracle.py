@@ -1,0 +1,149 @@
+"""A memory that was saved and loaded is the one that was saved, bit for bit, and goes on as it would have."""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from holdall import ReplayMemory
+from holdall.checkpoint import save, saver, writing
+from holdall.experience import ring, segment, snapshot
+from holdall.testing import OracleMemory, Stream, assert_same_bits
+from holdall.testing.strategies import streams
+
+BUDGETS = (None, "auto")
+
+steps = st.lists(
+    st.one_of(
+        st.tuples(st.just("add"), st.integers(1, 60)),
+        st.tuples(st.just("save"), st.sampled_from([0, 1, 3, 12, 30, 90])),
+        st.tuples(st.just("load"), st.sampled_from([None, None, None, 7, 30, 300])),
+        st.tuples(st.just("flags"), st.integers(0, 2**31)),
+    ),
+    min_size=4,
+    max_size=12,
+)
+
+
+class Pair:
+    """A memory, the oracle beside it, and what the oracle was when the memory was last saved."""
+
+    def __init__(self, stream: Stream, capacity_ticks: int, budget: Any, folder: Path) -> None:
+        lanes = stream.num_envs
+        self.stream, self.folder, self.budget = stream, folder, budget
+        self.memory = ReplayMemory(
+            stream.observation_space,
+            stream.action_space,
+            capacity=capacity_ticks * lanes,
+            num_envs=lanes,
+            budget=budget,
+            extras=stream.extras,
+            seed=5,
+        )
+        self.oracle = OracleMemory(capacity_ticks * lanes, lanes)
+        self.saved: tuple[OracleMemory, list[Any]] | None = None
+        self.gate = threading.Event()  # nothing is written before it opens, so that all may be written over by then
+        self._generator = np.random.default_rng(1)
+
+    def add(self, ticks: int) -> None:
+        for _ in range(ticks):
+            tick = self.stream.tick().arguments()
+            if self._generator.random() < 0.2:
+                tick["valid"] = self._generator.random(self.stream.num_envs) < 0.7
+            self.memory.add(**tick)
+            self.oracle.add(**tick)
+
+    def save(self, ticks_meanwhile: int) -> None:
+        handle = self.memory.save(self.folder)
+        then = copy.deepcopy(self.oracle)
+        generator = copy.deepcopy(self.memory._generator)
+        self.add(ticks_meanwhile)
+        if ticks_meanwhile % 2:
+            self.flags(ticks_meanwhile)
+        self.gate.set()
+        handle.result()
+        self.gate.clear()
+        self.saved = then, [generator]
+
+    def flags(self, seed: int) -> None:
+        ids = self.oracle.ids
+        if ids.size:
+            generator = np.random.default_rng(seed)
+            some = np.unique(generator.choice(ids, min(5, ids.size)))
+            ended, cut = generator.random(some.size) < 0.5, generator.random(some.size) < 0.5
+            self.memory.set_flags(some, ended, cut)
+            self.oracle.set_flags(some, ended, cut)
+
+    def load(self, capacity_ticks: int | None) -> None:
+        if self.saved is None:
+            return
+        oracle, (generator,) = copy.deepcopy(self.saved)
+        self.memory.close()
+        lanes = self.stream.num_envs
+        capacity = None if capacity_ticks is None else capacity_ticks * lanes
+        self.memory = ReplayMemory.load(self.folder, capacity=capacity, budget=self.budget)
+        if capacity_ticks is not None:
+            smaller = OracleMemory(capacity_ticks * lanes, lanes)
+            smaller._ticks.extend(oracle._ticks)
+            smaller._added = oracle._added
+            oracle = smaller
+        self.oracle = oracle
+        self.check()
+        if capacity_ticks is None and len(oracle):
+            other = copy.deepcopy(generator)
+            batch = self.memory.sample(min(8, len(oracle)))
+            ids = other.integers(oracle.first_id, oracle.next_id, size=len(batch.ids))
+            if len(oracle) == oracle.next_id - oracle.first_id:
+                assert batch.ids.tolist() == ids.tolist()
+
+    def check(self) -> None:
+        assert len(self.memory) == len(self.oracle)
+        assert (self.memory.first_id, self.memory.next_id) == (self.oracle.first_id, self.oracle.next_id)
+        if len(self.oracle):
+            assert_same_bits(self.memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+
+
+@st.composite
+def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
+    """Small limits make chunks settle, segments roll, blocks go on and rings pair within a few ticks."""
+    return [
+        (snapshot, "_CHUNK_BYTES", draw(st.sampled_from([300, 5_000, 100_000, 2**19]))),
+        (segment, "SEGMENT_BYTES", draw(st.sampled_from([1, 30_000, 200_000, 2**24]))),
+        (ring, "_UNSHARED_BEFORE_PAIRING", draw(st.sampled_from([4, 1024]))),
+        (save, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
+        (save, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
+        (writing, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
+    ]
+
+
+@settings(max_examples=(settings.default or settings()).max_examples // 4)  # each writes and syncs dozens of files
+@given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), limits(), steps)
+def test_a_loaded_memory_is_the_one_that_was_saved(
+    stream: Stream,
+    capacity_ticks: int,
+    budget: Any,
+    small: list[tuple[object, str, int]],
+    course: list[tuple[str, Any]],
+) -> None:
+    """Whatever was added, flagged, evicted or saved before, and whatever happens while it is being written."""
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        for module, name, value in small:
+            patch.setattr(module, name, value)
+        written = saver.Saver._saved
+        pair = Pair(stream, capacity_ticks, budget, Path(folder) / "run")
+        patch.setattr(saver.Saver, "_saved", lambda own, job: (pair.gate.wait(), written(own, job))[1])
+        try:
+            for what, argument in [("add", 3), *course, ("save", 2), ("load", None), ("add", 70)]:
+                getattr(pair, what)(argument)
+            pair.check()
+        finally:
+            pair.gate.set()
+            pair.memory.close()

@@ -1,0 +1,96 @@
+"""Manifests: what was written is read back, and whatever does not make sense is refused."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, decode, encode
+from holdall.errors import DamageError
+
+FILE = "0123456789abcdef-0000000000000001.seg"
+REF = Ref(FILE, 10, 20, "a" * 32)
+MANIFEST = Manifest(
+    number=7,
+    commit="b" * 32,
+    epoch="c" * 16,
+    time=1.5,
+    first_tick=3,
+    next_tick=9,
+    capacity_ticks=6,
+    schema={"num_envs": 2},
+    files={FILE: 100},
+    state=REF,
+    rows=(Chunk(0, 4, REF), Chunk(4, 5, REF)),
+    segments=(SegmentEntry(3, 6, REF, (0,)),),
+    blocks=(BlockEntry(8, 12, (REF, REF)),),
+    dictionaries={"d" * 64: REF},
+    attached={"agents/agent_0.pth": (REF,)},
+)
+
+
+def signed(words: dict[str, Any]) -> bytes:
+    text = json.dumps(words).encode()
+    return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def words() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(encode(MANIFEST).split(b"\nsha256:")[0])
+    return found
+
+
+def test_a_manifest_is_read_back() -> None:
+    """Every field of it."""
+    assert decode(encode(MANIFEST), "m") == MANIFEST
+
+
+def test_every_flipped_byte_and_every_cut_is_noticed() -> None:
+    """The sum covers all of it."""
+    raw = encode(MANIFEST)
+    for position in range(len(raw)):
+        spoilt = bytearray(raw)
+        spoilt[position] ^= 1
+        with pytest.raises(DamageError):
+            decode(bytes(spoilt), "m")
+        with pytest.raises(DamageError):
+            decode(raw[:position], "m")
+
+
+CHANGES: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "a name that leaves the place": lambda w: w["files"].__setitem__(0, ["../../etc/passwd", 100]),
+    "a name with a slash": lambda w: w["files"].__setitem__(0, ["a/" + FILE, 100]),
+    "a negative size": lambda w: w["files"].__setitem__(0, [FILE, -1]),
+    "a size that is no whole number": lambda w: w["files"].__setitem__(0, [FILE, 1.5]),
+    "a record behind the end of its file": lambda w: w["state"].__setitem__(2, 1000),
+    "a record in no file": lambda w: w["state"].__setitem__(0, 1),
+    "a digest that is none": lambda w: w["state"].__setitem__(3, "xyz"),
+    "a block that is not there": lambda w: w["segments"][0].__setitem__(2, [1]),
+    "a gap between rows": lambda w: w["rows"][1].__setitem__(0, 5),
+    "an attachment that leaves its folder": lambda w: w["attached"].__setitem__("../x", []),
+    "a hidden attachment": lambda w: w["attached"].__setitem__(".ssh/id", []),
+    "a number that is a truth value": lambda w: w.__setitem__("number", True),
+    "no schema": lambda w: w.__setitem__("schema", []),
+    "something missing": lambda w: w.pop("rows"),
+    "another format": lambda w: w.__setitem__("format", "pickle"),
+    "a version to come": lambda w: w.__setitem__("version", 2),
+    "a feature that is not known": lambda w: w.__setitem__("features", ["encrypted"]),
+    "rows that are no list": lambda w: w.__setitem__("rows", 3),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_manifest_that_makes_no_sense_is_refused_though_its_sum_fits(change: str) -> None:
+    """It may come from a stranger."""
+    changed = words()
+    CHANGES[change](changed)
+    with pytest.raises(DamageError):
+        decode(signed(changed), "m")
+
+
+def test_keys_that_are_not_known_are_passed_over() -> None:
+    """A later writer may say more; what must be understood is listed as a feature."""
+    assert decode(signed(words() | {"mood": "fine"}), "m") == MANIFEST

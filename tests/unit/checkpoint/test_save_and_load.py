@@ -1,0 +1,267 @@
+"""Saving and loading: what is promised to a trainer, on a real disk."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, CheckpointError, ClosedError, FencedError, Prioritized, ReplayMemory, Uniform
+from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
+
+FRAMES = spaces.Dict(
+    {
+        "image": spaces.Box(0, 255, (4, 40, 40), np.uint8),
+        "state": spaces.Box(-1, 1, (6,), np.float32),
+    }
+)
+PLANS = [LeafPlan(axis=0), LeafPlan()]
+
+
+class Trainer:
+    """A memory that is added to, and the oracle beside it."""
+
+    def __init__(self, capacity: int = 1200, lanes: int = 2, **settings: Any) -> None:
+        self.stream = Stream(FRAMES, spaces.Discrete(3), lanes, plans=PLANS, seed=4)
+        self.memory = ReplayMemory(FRAMES, spaces.Discrete(3), capacity, lanes, seed=9, **settings)
+        self.oracle = OracleMemory(capacity, lanes)
+
+    def add(self, ticks: int) -> None:
+        for _ in range(ticks):
+            tick = self.stream.tick().arguments()
+            self.memory.add(**tick)
+            self.oracle.add(**tick)
+
+    def require_same(self, memory: ReplayMemory) -> None:
+        assert len(memory) == len(self.oracle)
+        assert_same_bits(memory.gather(self.oracle.ids), self.oracle.gather(self.oracle.ids))
+
+
+@pytest.fixture
+def trainer() -> Any:
+    trainer = Trainer()
+    yield trainer
+    trainer.memory.close()
+
+
+@pytest.mark.parametrize("budget", [None, "auto", "64MiB"])
+def test_a_loaded_memory_draws_the_batches_that_the_saved_one_would_have(tmp_path: Path, budget: Any) -> None:
+    """Ten thousand draws, and after that what is added to both is the same again."""
+    trainer = Trainer(budget=budget)
+    with trainer.memory as memory:
+        trainer.add(700)
+        memory.sample(33)
+        memory.save(tmp_path / "run").result()
+        with ReplayMemory.load(tmp_path / "run", budget=budget) as loaded:
+            trainer.require_same(loaded)
+            for _ in range(40):
+                assert_same_bits(loaded.sample(250), memory.sample(250))
+            for _ in range(300):
+                tick = trainer.stream.tick().arguments()
+                for each in (memory, loaded, trainer.oracle):
+                    each.add(**tick)
+            trainer.require_same(loaded)
+            assert_same_bits(loaded.sample(100), memory.sample(100))
+
+
+def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
+    """Bit for bit: the tree is the same."""
+    trainer = Trainer(sampler=Prioritized())
+    with trainer.memory as memory:
+        trainer.add(300)
+        batch = memory.sample(64)
+        memory.update_priorities(batch.ids, np.linspace(0, 3, 64))
+        memory.save(tmp_path).result()
+        with ReplayMemory.load(tmp_path, sampler=Prioritized()) as loaded:
+            for _ in range(20):
+                mine, theirs = loaded.sample(64), memory.sample(64)
+                assert_same_bits(mine, theirs)
+        with pytest.raises(ArgumentError, match="sampler was not given"):
+            ReplayMemory.load(tmp_path)
+        with ReplayMemory.load(tmp_path, sampler=Uniform()) as anew:
+            assert (anew.sample(10).weights == 1).all()
+
+
+def test_saving_again_writes_only_what_is_new(tmp_path: Path, trainer: Trainer) -> None:
+    """Nothing new: nothing but the open segment's pieces, the newest rows and the manifest."""
+    trainer.add(500)
+    first = trainer.memory.save(tmp_path).result()
+    again = trainer.memory.save(tmp_path).result()
+    assert again.number == first.number + 1
+    assert again.bytes_written < first.bytes_written / 4
+    assert again.bytes_total >= first.bytes_total - again.bytes_written
+
+
+def test_a_loaded_memory_goes_on_saving_to_the_same_place_without_writing_all_anew(tmp_path: Path) -> None:
+    """What it was loaded from is not written again."""
+    trainer = Trainer(budget=None)
+    with trainer.memory as memory:
+        trainer.add(590)
+        memory.drain()
+        first = memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded:
+        second = loaded.save(tmp_path).result()
+        assert second.bytes_written < first.bytes_written / 4
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
+
+
+def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: Trainer) -> None:
+    """Every file is named by one of them."""
+    from holdall.checkpoint.local import LocalLibrary
+
+    for _ in range(6):
+        trainer.add(150)
+        trainer.memory.save(tmp_path, keep=2).result()
+    library = LocalLibrary(tmp_path)
+    assert library.numbers() == [6, 5]
+    named = {name for number in library.numbers() for name in library.manifest(number).files}
+    assert set(library.file_sizes()) == named
+    assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
+
+
+def test_a_smaller_memory_takes_the_newest(tmp_path: Path, trainer: Trainer) -> None:
+    """And a larger one all that there is."""
+    trainer.add(500)
+    trainer.memory.save(tmp_path).result()
+    for capacity in (10, 101, 800, 5000):
+        with ReplayMemory.load(tmp_path, capacity=capacity) as loaded:
+            ticks = min(capacity // 2, 500)
+            assert (loaded.capacity, len(loaded), loaded.next_id) == (capacity // 2 * 2, 2 * ticks, 1000)
+            ids = np.arange(1000 - 2 * ticks, 1000)
+            assert_same_bits(loaded.gather(ids), trainer.oracle.gather(ids))
+
+
+def test_a_trainers_own_files_come_back(tmp_path: Path, trainer: Trainer) -> None:
+    """Bytes and files, in the same commit as the memory."""
+    weights = tmp_path / "agent_0.pth"
+    weights.write_bytes(bytes(range(256)) * 1000)
+    attach = {"agents/agent_0.pth": weights, "generation.json": b'{"n": 25}', "empty": b""}
+    trainer.add(20)
+    trainer.memory.save(tmp_path / "run", attach=attach).result()
+    with ReplayMemory.load(tmp_path / "run") as loaded:
+        assert dict(loaded.attached) == attach | {"agents/agent_0.pth": weights.read_bytes()}
+        loaded.attached.extract("agents/agent_0.pth", tmp_path / "copy")
+    assert (tmp_path / "copy").read_bytes() == weights.read_bytes()
+
+
+@pytest.mark.parametrize("attach", [{"../x": b""}, {"a": 3}, {"a": "/no/such/file"}, {3: b""}, [b""], {".x": b""}])
+def test_an_attachment_that_cannot_be_saved_is_refused_at_once(tmp_path: Path, trainer: Trainer, attach: Any) -> None:
+    """Nothing is written."""
+    with pytest.raises(ArgumentError, match="attach"):
+        trainer.memory.save(tmp_path / "run", attach=attach)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_second_writer_is_kept_out(tmp_path: Path, trainer: Trainer) -> None:
+    """Until the first memory is closed."""
+    trainer.add(5)
+    trainer.memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as other:
+        with pytest.raises(FencedError, match="another writer"):
+            other.save(tmp_path).result()
+        trainer.memory.close()
+        assert other.save(tmp_path).result().number == 2
+
+
+def test_a_damaged_newest_checkpoint_is_passed_over(
+    tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The one before it is loaded, and the log says why."""
+    trainer.add(30)
+    trainer.memory.save(tmp_path).result()
+    kept = trainer.memory.gather(np.arange(60))
+    trainer.add(30)
+    trainer.memory.save(tmp_path).result()
+    newest = tmp_path / "manifests" / "0000000000000002.json"
+    newest.write_bytes(newest.read_bytes()[:-10])
+    with caplog.at_level(logging.WARNING, "holdall"), ReplayMemory.load(tmp_path) as loaded:
+        assert loaded.next_id == 60
+        assert_same_bits(loaded.gather(np.arange(60)), kept)
+    assert "checksum" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, b"{}", b"no json", b'{"format":"holdall checkpoint","min_reader":2}'])
+def test_a_place_that_holds_no_checkpoints_of_this_version_is_refused(tmp_path: Path, content: bytes | None) -> None:
+    """With a word on what it is."""
+    if content is not None:
+        (tmp_path / "FORMAT").write_bytes(content)
+    with pytest.raises(OSError, match=r"FORMAT|upgrade"):
+        ReplayMemory.load(tmp_path)
+
+
+def test_an_empty_memory_can_be_saved(tmp_path: Path, trainer: Trainer) -> None:
+    """And added to when it is loaded."""
+    trainer.memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded:
+        assert len(loaded) == 0
+        tick = trainer.stream.tick().arguments()
+        loaded.add(**tick)
+        trainer.oracle.add(**tick)
+        trainer.require_same(loaded)
+
+
+def test_closing_waits_for_what_is_being_saved(tmp_path: Path, trainer: Trainer) -> None:
+    """A checkpoint that was asked for is there."""
+    trainer.add(100)
+    handle = trainer.memory.save(tmp_path)
+    trainer.memory.close()
+    assert handle.done()
+    assert handle.result().number == 1
+    with pytest.raises(ClosedError):
+        trainer.memory.save(tmp_path)
+
+
+def test_saves_from_many_threads_come_one_after_another(tmp_path: Path, trainer: Trainer) -> None:
+    """Each of them is whole."""
+    trainer.add(50)
+    handles: list[Any] = []
+    threads = [threading.Thread(target=lambda: handles.append(trainer.memory.save(tmp_path))) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    trainer.add(50)
+    for thread in threads:
+        thread.join()
+    assert sorted(handle.result().number for handle in handles) == [1, 2, 3, 4, 5, 6]
+    trainer.memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
+
+
+def test_progress_is_told_and_may_fail(tmp_path: Path, trainer: Trainer, caplog: pytest.LogCaptureFixture) -> None:
+    """A broken progress bar loses no checkpoint."""
+    told: list[tuple[str, int]] = []
+
+    def tell(phase: str, nbytes: int) -> None:
+        told.append((phase, nbytes))
+        raise RuntimeError("no terminal")
+
+    trainer.add(20)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        checkpoint = trainer.memory.save(tmp_path, progress=tell).result()
+    assert [phase for phase, _ in told][-1] == "commit"
+    assert told[-1][1] == checkpoint.bytes_written
+
+
+@pytest.mark.parametrize("keep", [0, -1, 1.5, True, "3"])
+def test_keep_is_a_count(tmp_path: Path, trainer: Trainer, keep: Any) -> None:
+    """At least the checkpoint itself stays."""
+    with pytest.raises(ArgumentError, match="keep"):
+        trainer.memory.save(tmp_path, keep=keep)
+
+
+def test_a_save_that_fails_says_so_and_the_next_one_may_succeed(tmp_path: Path, trainer: Trainer) -> None:
+    """Here a file stands where a directory should."""
+    trainer.add(20)
+    (tmp_path / "run").write_text("in the way")
+    with pytest.raises(CheckpointError, match="could not be"):
+        trainer.memory.save(tmp_path / "run").result()
+    (tmp_path / "run").unlink()
+    trainer.memory.save(tmp_path / "run").result()
+    with ReplayMemory.load(tmp_path / "run") as loaded:
+        trainer.require_same(loaded)
