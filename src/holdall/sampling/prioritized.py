@@ -43,6 +43,7 @@ class Prioritized:
         self._highest = 1.0
         self._tree: SumTree | None = None
         self._capacity = 0
+        self._first_id = 0  # of the first transition that may have one
         self._next_id = 0  # of the first transition that has no priority yet
 
     @property
@@ -122,7 +123,7 @@ class Prioritized:
             self._tree.put(np.arange(len(leaves)), leaves)
 
     def _caught_up(self, held: Held) -> SumTree:
-        """Give transitions that were added since the last call their first priority."""
+        """Give transitions that were added since the last call their first priority; take it from those that left."""
         if self._tree is None:
             self._tree, self._capacity = SumTree(held.capacity), held.capacity
         if held.capacity != self._capacity or held.next_id < self._next_id:
@@ -136,4 +137,8 @@ class Prioritized:
             scaled = (self._highest + self._floor) ** self._alpha
             self._tree.put(ids % self._capacity, scaled if held.allows_all else np.where(held.allows(ids), scaled, 0.0))
             self._next_id = held.next_id
+        left_early = np.arange(max(self._first_id, held.next_id - self._capacity), held.first_id)
+        if left_early.size:  # before others took their slots: a budget in bytes may hold less than the capacity
+            self._tree.put(left_early % self._capacity, 0.0)
+        self._first_id = held.first_id
         return self._tree

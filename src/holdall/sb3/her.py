@@ -43,6 +43,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
     """
 
     _drawable: NDArray[np.int64] | None
+    _held_from: int
     """Places of finished episodes, until these change."""
 
     def __init__(
