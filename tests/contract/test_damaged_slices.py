@@ -1,7 +1,7 @@
 """Damaged blocks: an error, or some bytes of the right size; never a crash, and nothing outside is touched.
 
-Neither LZ4 nor Zstandard notices every flipped bit, so wrong bytes may come back; segments on disk have
-checksums for that. What must hold is that no length, offset or number that was read is trusted.
+Neither LZ4 nor Zstandard notices every flipped bit, so wrong bytes may come back of a block in memory; units in files
+have checksums for that. What must hold is that no length, offset, count or number that was read is trusted.
 
 This file is also run as a script, in a process of its own, where memory that ends at a guarded page makes a read
 outside a block a crash that is seen: `python test_damaged_slices.py KINDS CASES [LIBRARY]`.
@@ -15,15 +15,17 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import xxhash
 import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
@@ -37,6 +39,7 @@ from holdall.experience.native import NativeKernels, native_kernels
 from holdall.experience.native_codec import NativeCoder
 from holdall.experience.portable_codec import Coder, PortableCoder
 from holdall.experience.sealed import Coded
+from holdall.experience.segment_file import Extent, SegmentFile
 
 COUNT = 12
 MARGIN = 64
@@ -71,6 +74,11 @@ class Block:
     offsets: NDArray[np.uint32]
     palette: Bytes
     numbers: NDArray[np.int64]
+    count: int = COUNT
+    in_file: bool = False
+    checks: NDArray[np.uint32] | None = None  # of the units in a file; None: those that are right
+    cut: int = 0  # bytes that the file lacks at its end
+    start: int = 0  # where in the file the units are said to begin
 
 
 def whole_blocks() -> list[Block]:
@@ -100,15 +108,18 @@ def whole_blocks() -> list[Block]:
             Codec(Method.ZSTD, 3, form),
             Codec(Method.ZSTD, 3, form, common),
             Codec(Method.STORED, 0, form),
+            Codec(Method.LZ4, 0, form, group=5),
+            Codec(Method.ZSTD, 3, form, common, group=4),
         ):
             sealed = PortableCoder().seal(slices, codec)
             assert sealed is not None
             assert isinstance(sealed.coded.data, np.ndarray)
             blocks.append(Block(codec, sealed.coded.data, sealed.coded.offsets, sealed.coded.palette, np.arange(COUNT)))
-    return blocks
+    return [*blocks, *(replace(block, in_file=True) for block in blocks)]
 
 
 BLOCKS = whole_blocks()
+SINGLES = [block for block in BLOCKS if block.codec.group == 1]
 Damage = Callable[[Block, np.random.Generator], None]
 
 
@@ -209,6 +220,39 @@ def mistake_the_transform(block: Block, generator: np.random.Generator) -> None:
     block.codec = replace(block.codec, transform=form)
 
 
+def mistake_the_group(block: Block, generator: np.random.Generator) -> None:
+    """Claim other numbers of neighbours in a unit: one, many, all of memory, or less than none."""
+    group = int(generator.choice([-(1 << 31), -1, 0, 1, 2, 3, 6, 12, 13, 64, 65, 1 << 20, 1 << 31, 1 << 40, 1 << 62]))
+    block.codec = replace(block.codec, group=group)
+
+
+def mistake_the_count(block: Block, generator: np.random.Generator) -> None:
+    """Claim more slices than there are, or fewer; now and then with as many offsets and sums as would go with that."""
+    block.count = int(generator.choice([-1, 0, 1, COUNT - 1, COUNT + 1, 2 * COUNT, 1 << 16, 1 << 32, 1 << 62]))
+    units = -(-block.count // max(block.codec.group, 1))
+    if generator.random() < 0.7 and 0 <= units < 1 << 17:
+        block.offsets = np.resize(block.offsets, units + 1)
+        block.checks = np.resize(checks_of(block), units)
+        block.numbers = generator.integers(0, max(block.count, 1), COUNT)
+
+
+def spoil_checks(block: Block, generator: np.random.Generator) -> None:
+    """Change the sums that units in a file must have, or leave some out."""
+    block.in_file = True
+    checks = checks_of(block)
+    if checks.size:
+        checks[generator.integers(checks.size)] ^= np.uint32(1 << int(generator.integers(32)))
+    block.checks = checks if generator.random() < 0.7 else checks[: int(generator.integers(checks.size + 1))].copy()
+
+
+def cut_the_file(block: Block, generator: np.random.Generator) -> None:
+    """Let a file be shorter than it was, or its units be said to begin elsewhere, before it or far behind."""
+    block.in_file = True
+    block.cut = int(generator.integers(1, block.data.size + 2))
+    if generator.random() < 0.4:
+        block.start = int(generator.choice([-(1 << 62), -(1 << 31), -1, 1, 700, 1 << 31, 1 << 40, (1 << 63) - 1]))
+
+
 DAMAGES: dict[str, Damage] = {
     "data": spoil_data,
     "offsets": spoil_offsets,
@@ -216,11 +260,15 @@ DAMAGES: dict[str, Damage] = {
     "dictionary": spoil_dictionary,
     "numbers": ask_for_others,
     "method": mistake_the_method,
+    "checks": spoil_checks,
+    "file": cut_the_file,
 }
 CLAIMS: dict[str, Damage] = {
     "short palette": shorten_palette,
     "transform": mistake_the_transform,
     "false dictionary": pretend_a_dictionary,
+    "group": mistake_the_group,
+    "count": mistake_the_count,
 }
 """What is wrong with a block before a slice of it is read."""
 WHOLE = "nothing"
@@ -243,20 +291,41 @@ def guarded(array: NDArray[Any]) -> NDArray[Any]:
     return copy
 
 
-def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> bool:
-    """Decode a block; say whether bytes came back. Any error but DamageError is one."""
+def checks_of(block: Block) -> NDArray[np.uint32]:
+    """Return the sums that the block claims, or those of its units as they are, wherever its offsets lead."""
+    if block.checks is not None:
+        return block.checks.copy()
+    ends = np.minimum(block.offsets.astype(np.int64), block.data.size).tolist()
+    sums = [xxhash.xxh64_intdigest(block.data[a:b].tobytes()) & 0xFFFFFFFF for a, b in pairwise(ends)]
+    return np.array(sums, np.uint32)
+
+
+def laid(block: Block, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> Bytes | Extent:
+    """Put the units into memory, or into a file."""
+    if not block.in_file:
+        return lay(block.data)
+    descriptor, name = tempfile.mkstemp(suffix=".seg")
+    os.write(descriptor, block.data.tobytes())
+    os.truncate(descriptor, max(block.data.size - block.cut, 0))
+    file = SegmentFile(Path(name), descriptor, is_temporary=True)
+    return Extent(file, block.start, block.data.nbytes, lay(checks_of(block)))
+
+
+def read_damaged(coder: Coder, block: Block, lay: Callable[[NDArray[Any]], NDArray[Any]]) -> bytes | None:
+    """Decode a block and return what came back, None if it was refused. Any error but DamageError is one."""
     slice_bytes = max(block.codec.transform.slice_bytes, 0)
     room = np.full(2 * MARGIN + len(block.numbers) * slice_bytes, 7, np.uint8)
     out = room[MARGIN:-MARGIN].reshape(len(block.numbers), slice_bytes)
     try:
-        sealed = coder.adopt(Coded(block.codec, COUNT, lay(block.offsets), lay(block.palette), lay(block.data)))
+        units = laid(block, lay)
+        sealed = coder.adopt(Coded(block.codec, block.count, lay(block.offsets), lay(block.palette), units))
         coder.decode(sealed, block.numbers, out)
     except DamageError:
-        return False
+        return None
     finally:
         assert (room[:MARGIN] == 7).all(), "wrote before the rows"
         assert (room[-MARGIN:] == 7).all(), "wrote behind the rows"
-    return True
+    return out.tobytes()
 
 
 def damaged(number: int, kinds: list[str], seed: int) -> Block:
@@ -275,7 +344,7 @@ def damaged(number: int, kinds: list[str], seed: int) -> Block:
 def test_whole_blocks_are_read(coder: Coder) -> None:
     """Without damage nothing is refused, so that what follows is about damage."""
     for block in BLOCKS:
-        assert read_damaged(coder, block, guarded)
+        assert read_damaged(coder, block, guarded) is not None
 
 
 @pytest.mark.parametrize("coder", BOTH)
@@ -297,14 +366,29 @@ def test_false_claims_are_an_error_or_some_bytes(number: int, kinds: list[str], 
 
 
 @pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("kind", ["data", "checks", "file"])
+@given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
+def test_damage_to_a_file_is_an_error_or_the_same_bytes(coder: Coder, kind: str, number: int, seed: int) -> None:
+    """Never others: what was read has the sum that it had when it was written, or it is not returned."""
+    whole = replace(BLOCKS[number % len(BLOCKS)], in_file=True)
+    whole.checks = checks_of(whole)
+    block = replace(whole)
+    DAMAGES[kind](block, np.random.default_rng(seed))
+    if block.data.size < whole.data.size:
+        block.cut, block.data = whole.data.size - block.data.size, whole.data
+    rows = read_damaged(coder, block, np.copy)
+    assert rows is None or rows == read_damaged(coder, whole, np.copy)
+
+
+@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("start", [1, COUNT - 1])
 def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: Coder) -> None:
     """Even where the bytes between them would make a slice."""
-    for block in BLOCKS:
+    for block in SINGLES:
         for wrong in (int(block.offsets[start + 1]) + 1, block.data.size + 1, 2**32 - 1):
             offsets = block.offsets.copy()
             offsets[start] = wrong
-            assert not read_damaged(coder, replace(block, offsets=offsets, numbers=np.array([start])), guarded)
+            assert read_damaged(coder, replace(block, offsets=offsets, numbers=np.array([start])), guarded) is None
 
 
 @pytest.mark.parametrize("coder", BOTH)
@@ -312,7 +396,7 @@ def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: 
 def test_a_slice_that_is_not_in_the_block_is_refused(number: int, coder: Coder) -> None:
     """The error names the slice."""
     for block in BLOCKS:
-        sealed = coder.adopt(Coded(block.codec, COUNT, block.offsets, block.palette, block.data))
+        sealed = coder.adopt(Coded(block.codec, COUNT, block.offsets, block.palette, laid(block, np.copy)))
         out = np.empty((2, block.codec.transform.slice_bytes), np.uint8)
         with pytest.raises(DamageError, match=rf"slice {number}\b"):
             coder.decode(sealed, np.array([0, number]), out)
@@ -329,7 +413,7 @@ def test_a_slice_that_claims_to_be_large_takes_no_memory(coder: Coder) -> None:
         block = Block(codec, data, np.array([0, data.size], np.uint32), np.zeros(0, np.uint8), np.array([0]))
         tracemalloc.start()
         try:
-            assert not read_damaged(coder, block, np.copy)
+            assert read_damaged(coder, block, np.copy) is None
             _, peak = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
@@ -412,7 +496,8 @@ def seal_and_read(coder: Coder, generator: np.random.Generator, lay: Callable[[N
         words = generator.integers(0, 50, (3, plain.slice_bytes // max(word_bytes, 1)))
         slices = words.astype(f"u{max(word_bytes, 1)}").view(np.uint8)
         rows = lay(slices.reshape(-1)).reshape(slices.shape)
-        for form, method in product(forms, (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain))):
+        methods = (Codec(Method.LZ4, 0, plain), Codec(Method.ZSTD, 3, plain), Codec(Method.LZ4, 0, plain, group=2))
+        for form, method in product(forms, methods):
             sealed = coder.seal(rows, replace(method, transform=form))
             assert sealed is not None
             out = lay(np.zeros(slices.size, np.uint8)).reshape(slices.shape)

@@ -18,6 +18,8 @@ _SMALLEST_IMAGE = 8
 _DICTIONARY_UP_TO = 32 * 1024
 """Slices beyond this fill a compressor's window by themselves: a dictionary adds nothing."""
 
+_MOST_IN_A_UNIT = 64
+
 
 class Method(IntEnum):
     """How bytes are compressed; the numbers are those of codec.h."""
@@ -89,6 +91,10 @@ class Codec:
         plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
         alone = self.method is Method.ZSTD and self.group == 1
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
+
+    def is_cut_soundly(self) -> bool:
+        """Whether units are of a size that readers make room for: it may come from a file. See codec.c."""
+        return 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""

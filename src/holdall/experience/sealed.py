@@ -33,7 +33,7 @@ class Coded:
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
-        units = -(-self.count // group) if group > 0 else -1
+        units = -(-self.count // group) if self.codec.is_cut_soundly() else -1
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
         fits = self.count >= 0 and len(self.offsets) == units + 1 and self.palette.size == 256 * form.word_bytes
         if not (form.is_sound() and fits and checked):

@@ -32,7 +32,7 @@ def sums_of(coder: Coder, pieces: list[bytes]) -> list[int]:
     offsets = np.zeros(len(pieces) + 1, np.uint32)
     np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
     data = np.frombuffer(b"".join(pieces), np.uint8)
-    return coder.checksums(data, offsets).tolist()
+    return [int(each) for each in coder.checksums(data, offsets)]
 
 
 def expected(piece: bytes) -> int:

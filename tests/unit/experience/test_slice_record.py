@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes
@@ -160,12 +159,11 @@ HOSTILE: list[dict[str, Any]] = [
 @pytest.mark.parametrize("codec", [CODECS[1], CODECS[2]], ids=Codec.describe)
 def test_a_head_that_makes_no_sense_is_refused(codec: Codec, changes: dict[str, Any], tmp_path: Path) -> None:
     """Before a coder sees it; or where a coder decides, by the coder. Never by a crash, never with wrong rows."""
-    sealed, slices = sealed_by(CODERS[0], codec)
+    sealed, _ = sealed_by(CODERS[0], codec)
     file = written(tmp_path / "a.seg", rewritten(pack(CODERS[0], sealed), **changes))
     for coder in CODERS:
         with pytest.raises(DamageError):
-            coded = unpack_slices(records_of(file)[0], file, {})
-            assert decoded(coder, coded) != slices.tobytes(), "it was not refused, and it was right"
+            decoded(coder, unpack_slices(records_of(file)[0], file, {}))
 
 
 @pytest.mark.parametrize("lacking", ["palette", "offsets", "checks", "units"])
@@ -181,10 +179,6 @@ def test_a_block_that_lacks_a_part_is_refused(lacking: str, tmp_path: Path) -> N
         unpack_slices(records_of(file)[0], file, {})
 
 
-def numbers_of(coded: Coded, name: str) -> NDArray[np.uint32]:
-    return coded.offsets.copy() if name == "offsets" else coded.data.checks.copy()  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize("name", ["offsets", "checks"])
 @pytest.mark.parametrize("length", [-1, 1])
 def test_too_few_or_too_many_numbers_are_refused(name: str, length: int, tmp_path: Path) -> None:
@@ -193,12 +187,11 @@ def test_too_few_or_too_many_numbers_are_refused(name: str, length: int, tmp_pat
     file = written(tmp_path / "a.seg", pack(CODERS[0], sealed))
     coded = unpack_slices(records_of(file)[0], file, {})
     assert isinstance(coded.data, Extent)
-    wrong = np.resize(numbers_of(coded, name), len(numbers_of(coded, name)) + length)
+    before = coded.offsets if name == "offsets" else coded.data.checks
+    wrong = np.resize(before, len(before) + length)
+    change: dict[str, Any] = {"offsets": wrong} if name == "offsets" else {"data": replace(coded.data, checks=wrong)}
     with pytest.raises(DamageError):
-        if name == "offsets":
-            replace(coded, offsets=wrong)
-        else:
-            replace(coded, data=replace(coded.data, checks=wrong))
+        replace(coded, **change)
 
 
 def test_a_dictionary_that_is_not_what_its_name_says_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,146 @@
+"""A budget in bytes is kept to, by the operating system's own count, and one that is too small is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, ReplayMemory
+from holdall.experience.native import native_kernels
+from holdall.testing.strategies import box
+from holdall.units import parse_bytes
+
+MIB = 1 << 20
+SLACK = 64 * MIB
+"""What a process takes besides, whatever the budget: libraries, threads, allocators."""
+FRAME = (84, 84, 3)
+
+FILL = """
+import json, sys, threading, time
+import numpy as np
+import psutil
+from gymnasium import spaces
+from holdall import ReplayMemory
+
+budget, folder, frames, lanes = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])
+generator = np.random.default_rng(0)
+# A camera that moves over a landscape while the light changes: nothing of a frame was there before, and neighbouring
+# pixels resemble each other.
+rows = generator.integers(-2, 3, (84, 84 + frames + 12 * lanes, 3)).cumsum(axis=1) // 2
+landscape = (rows + generator.integers(0, 3, rows.shape)).astype(np.uint8)
+flags, zeros, ones = np.zeros(lanes, bool), np.zeros(lanes, np.int64), np.ones(lanes, np.float32)
+
+
+def look(at):
+    return landscape[:, at : at + 84] + np.uint8(at * 37 & 255)
+
+
+def seen(tick):
+    return np.stack([look(tick + 11 * lane) for lane in range(lanes)])
+
+
+process, done, most = psutil.Process(), threading.Event(), [0]
+np.stack([seen(0)] * 300)  # what a caller takes besides
+before = process.memory_full_info().uss
+
+
+def watch():
+    while not done.wait(0.02):
+        most[0] = max(most[0], process.memory_full_info().uss)
+
+
+watching = threading.Thread(target=watch)
+watching.start()
+memory = ReplayMemory(
+    spaces.Box(0, 255, (84, 84, 3), np.uint8), spaces.Discrete(4), 1_000_000 // 4, lanes,
+    budget=int(budget) if budget.isdecimal() else budget, spill_dir=folder or None, seed=0,
+)
+wrong = 0
+for tick in range(frames // lanes):
+    memory.add(seen(tick), zeros, ones, seen(tick + 1), flags, flags)
+    if tick % 200 == 199:
+        batch = memory.sample(64)
+        for row, number in enumerate(batch.ids.tolist()):
+            tick_of, lane = divmod(number, lanes)
+            wrong += not np.array_equal(batch.obs[row], look(tick_of + 11 * lane))
+            wrong += not np.array_equal(batch.next_obs[row], look(tick_of + 1 + 11 * lane))
+memory.drain()
+done.set()
+watching.join()
+report = memory.report()
+print(json.dumps({
+    "grown": most[0] - before, "wrong": wrong, "first_id": memory.first_id, "disk": report.disk_bytes,
+    "told": report.total_bytes, "failure": report.failure, "fits": report.capacity_that_fits,
+}))
+memory.close()
+"""
+
+
+def filled(budget: str, folder: str, frames: int, lanes: int = 1, **environment: str) -> dict[str, Any]:
+    command = [sys.executable, "-c", FILL, budget, folder, str(frames), str(lanes)]
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=110, env=os.environ | environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    told: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return told
+
+
+def least_budget(**settings: Any) -> int:
+    with pytest.raises(ArgumentError, match=r"^budget \(1 B\) is too small") as caught:
+        ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=1, **settings)
+    return int(str(caught.value).split("give it at least ")[1].split(" bytes")[0])
+
+
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="reads the system's own count of memory there")
+
+
+@needs_linux
+@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here: this takes minutes")
+@pytest.mark.parametrize("spills", [True, False], ids=["with a disk", "without one"])
+def test_a_process_grows_by_the_budget_and_no_more(spills: bool, tmp_path: Path) -> None:
+    """Three times as much is added as the budget holds raw; all of it is kept on disk, or the oldest leave."""
+    told = filled("96MiB", str(tmp_path) if spills else "", 14_000)
+    assert told["failure"] == ""
+    assert told["wrong"] == 0
+    assert told["grown"] <= parse_bytes("96MiB") + SLACK, f"{told['grown'] / MIB:.0f} MiB"
+    assert told["told"] <= parse_bytes("96MiB")
+    assert (told["first_id"] == 0) or not spills
+    assert (told["disk"] > 0) == spills
+    assert not list(tmp_path.iterdir())
+
+
+@needs_linux
+@pytest.mark.parametrize("lanes", [1, 8])
+def test_the_least_budget_that_is_named_works(lanes: int, tmp_path: Path) -> None:
+    """A memory that is told so little keeps to it, and gives back what was added."""
+    least = least_budget(num_envs=lanes)
+    told = filled(str(least), str(tmp_path), 3_000, lanes)
+    assert told["failure"] == ""
+    assert told["wrong"] == 0
+    assert told["first_id"] == 0
+    assert told["grown"] <= least + SLACK, f"{told['grown'] / MIB:.0f} MiB of {least / MIB:.0f}"
+    assert told["disk"] > 0
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_one_byte_less_than_the_least_is_refused(spills: bool, tmp_path: Path) -> None:
+    """Before anything is made: no folder is left behind."""
+    least = least_budget()
+    given: dict[str, Any] = {"spill_dir": tmp_path} if spills else {}
+    with pytest.raises(ArgumentError, match=rf"^budget .* at least {least} bytes"):
+        ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=least - 1, **given)
+    assert not list(tmp_path.iterdir())
+    with ReplayMemory(box(FRAME, "u1"), spaces.Discrete(4), 250_000, budget=least, **given) as memory:
+        assert memory.report().budget_bytes == least
+        flag, frame = np.zeros(1, np.bool_), np.ones((1, *FRAME), np.uint8)
+        memory.add(frame, np.zeros(1, np.int64), np.ones(1, np.float32), frame, flag, flag)
+        assert len(memory) == 1
