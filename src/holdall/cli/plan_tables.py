@@ -10,6 +10,7 @@ from rich.text import Text
 
 from holdall.plan.phases import Phase
 from holdall.plan.planned import Plan
+from holdall.plan.verdict import largest
 from holdall.plan.words import both_units, heading, row_name, size_name
 from holdall.units import format_bytes
 
@@ -59,10 +60,11 @@ def _checks(plan: Plan) -> Table:
 
 def _phases(title: str, phases: Sequence[Phase]) -> Table:
     table = _table(title, ("phase", "needs", "at most", "known by"))
-    peak = max(phases, key=lambda phase: phase.most_bytes)
+    peak = largest(phases)
     for phase in phases:
         style = "bold" if phase is peak else ""
-        table.add_row(phase.name, format_bytes(phase.nbytes), format_bytes(phase.most_bytes), style=style)
+        name = phase.name if phase.happens else f"{phase.name}, if ever"
+        table.add_row(name, format_bytes(phase.nbytes), format_bytes(phase.most_bytes), style=style)
         if phase is peak:
             for part in phase.parts:
                 cells = (f"  {part.name}", format_bytes(part.nbytes), format_bytes(part.most_bytes), part.how)

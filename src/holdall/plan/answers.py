@@ -244,4 +244,4 @@ def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False
 def need_bytes(spec: Spec, known: Known, *, holdall: bool) -> int:
     """Bytes of the largest phase."""
     phases = host_phases(spec, known.measured, known.experience if holdall else None)
-    return max(phase.nbytes for phase in phases)
+    return max(phase.nbytes for phase in phases if phase.happens)

@@ -7,6 +7,7 @@ Runs the user's own code, which is why it never runs in the process that plans.
 from __future__ import annotations
 
 import importlib
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,8 +47,15 @@ def _made(env_id: str) -> Any:
         ) from error
 
 
-def measured(env_id: str, wrapper: str) -> dict[str, Any]:
-    """Make an environment twice and step both: spaces, and bytes of the first and of one more."""
+def measured(env_id: str, wrapper: str, with_torch: bool = False) -> dict[str, Any]:
+    """Make an environment twice and step both: spaces, and bytes of the first and of one more.
+
+    Args:
+        with_torch: Whether torch is there before the environment: a trainer has it in any case.
+    """
+    if with_torch or wrapper:
+        importlib.import_module("stable_baselines3")
+    had_torch = "torch" in sys.modules
     before = held_bytes()
     first = make(env_id, wrapper)
     _step(first)
@@ -61,6 +69,7 @@ def measured(env_id: str, wrapper: str) -> dict[str, Any]:
         "first_bytes": max(between.resident - before.resident, 0),
         "first_anonymous_bytes": max(between.anonymous - before.anonymous, 0),
         "each_bytes": max(after.anonymous - between.anonymous, 0),
+        "brought_torch": "torch" in sys.modules and not had_torch,
     }
     first.close()
     second.close()

@@ -53,6 +53,7 @@ class Phase:
 
     name: str
     parts: tuple[Part, ...]
+    happens: bool = True  # False: worked out for information, and no part of this run
 
     @property
     def nbytes(self) -> int:
@@ -124,7 +125,7 @@ def host_phases(spec: Spec, measured: Measured, holdall: Experience | None = Non
     if spec.on_policy:
         return [*phases, Phase("save", tuple(steady))]
     loaded = buffer if holdall else Part.exact("replay buffer, loaded", layout.nbytes)
-    return [*phases, Phase("save", tuple(steady)), Phase("load", (*around, *settled, loaded))]
+    return [*phases, Phase("save", tuple(steady)), Phase("load", (*around, *settled, loaded), spec.saves_buffer)]
 
 
 def vram_phases(spec: Spec, measured: Measured) -> list[Phase]:

@@ -213,5 +213,6 @@ def _phase(phase: Phase) -> dict[str, Any]:
         "name": phase.name,
         "bytes": phase.nbytes,
         "most_bytes": phase.most_bytes,
+        "happens": phase.happens,
         "parts": [asdict(part) for part in phase.parts],
     }

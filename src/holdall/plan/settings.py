@@ -37,9 +37,17 @@ def spec_of(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any] | None]:
     environment = None
     if env_id := str(given.get("env", "")):
         values["env_id"] = env_id
-        environment = ask("environment", env_id=env_id, wrapper=values.get("wrapper", ""))
+        environment = _environment(env_id, values.get("wrapper", ""))
     values["observation"], values["action"] = _spaces(given, environment, values.get("frame_stack", 1))
     return Spec(**values), environment
+
+
+def _environment(env_id: str, wrapper: str) -> dict[str, Any]:
+    """Make the environment; once more if it brought torch along, which is counted among the libraries."""
+    found = ask("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
+    if found["brought_torch"]:
+        return ask("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
+    return found
 
 
 def count_of(value: Any, argument: str) -> int:

@@ -21,7 +21,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
     """Do what is asked; every task imports only what it needs."""
     task = question["task"]
     if task == "environment":
-        return _measured("environment", question["env_id"], question["wrapper"])
+        return _measured("environment", question["env_id"], question["wrapper"], question["with_torch"])
     spec = Spec.from_dict(question["spec"])
     if task == "baseline":
         return _measured("baseline", spec, question["networks"])

@@ -62,13 +62,13 @@ class Check:
 
 def largest(phases: Sequence[Phase]) -> Phase:
     """Return the phase that decides."""
-    return max(phases, key=lambda phase: phase.most_bytes)
+    return max((phase for phase in phases if phase.happens), key=lambda phase: phase.most_bytes)
 
 
 def checks(spec: Spec, measured: Measured, room: Room, holdall: Experience | None) -> list[Check]:
     """Compare every need of a run with what there is; `holdall`: its memory is used."""
     host = host_phases(spec, measured, holdall)
-    need = max(phase.nbytes for phase in host)
+    need = max(phase.nbytes for phase in host if phase.happens)
     found = [Check(f"memory, {largest(host).name}", need, largest(host).most_bytes, room.memory[0])]
     if room.largest_mapping is not None and holdall is None:
         array = max(spec.layout().arrays, key=lambda array: array.nbytes)
