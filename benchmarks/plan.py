@@ -16,10 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
+from process import commit, machine, versions
+
 from holdall.plan.planned import Plan, make_plan
+from holdall.plan.process import held_bytes, peak_bytes
 from holdall.plan.settings import spec_of
 from holdall.plan.spec import Spec
-from process import commit, machine, versions
 
 _HERE = Path(__file__).parent
 _UPDATES = 200
@@ -60,9 +63,7 @@ _BARS = {"dominated": 0.05, "elsewhere": 0.15, "probed": 0.05}
 
 def run(spec: Spec) -> dict[str, Any]:
     """Train for real in this process, and read what it took."""
-    import psutil
-    from holdall.plan.algorithm import build_model, make_env
-    from holdall.plan.process import held_bytes, peak_bytes
+    from holdall.plan.algorithm import build_model, make_env  # noqa: PLC0415 torch is the run's affair
 
     env = make_env(spec, real=True)
     model = build_model(spec, env=env)

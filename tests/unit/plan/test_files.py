@@ -74,7 +74,7 @@ def test_an_environment_that_rl_zoo_does_not_have_is_named(tmp_path: Path) -> No
     ("name", "text", "named"),
     [
         ("a.toml", "algo = ", "TOML"),
-        ("a.toml", 'algo = "sac"\ncapcity = 3\n', "capcity"),
+        ("a.toml", 'algo = "sac"\nroom = 3\n', "room"),
         ("a.yml", "- 1\n- 2\n", "table"),
         ("a.yml", "a: [", "YAML"),
     ],
