@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from holdall.lint.engine import check_text
-from holdall.lint.finding import Finding
+from holdall.lint.finding import Finding, Severity
 from holdall.lint.rule import GIB, REFERENCE
 from holdall.lint.rules import RULES
 from holdall.lint.rules.memory import CAMERA
@@ -61,7 +61,7 @@ NUMBERS: dict[str, dict[str, int | float | str]] = {
 }
 
 
-def found(rule: str, text: str, file: str = "train.py", **machine: object) -> list[Finding]:
+def found(rule: str, text: str, file: str = "train.py", /, **machine: object) -> list[Finding]:
     on = replace(REFERENCE, **machine)  # type: ignore[arg-type]  # fields of Machine
     return [finding for finding in check_text(text, file, RULES, on) if finding.rule == rule]
 
@@ -129,6 +129,15 @@ def test_without_an_action_space_the_size_is_a_lower_bound_and_says_so() -> None
     assert "at least" not in first("M01").message
 
 
+def test_a_run_of_unknown_length_may_never_fill_its_buffer() -> None:
+    text = CAMERA + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(steps)'
+    (finding,) = found("M01", text)
+    assert finding.severity is Severity.WARNING
+    assert "42.63 GB (39.70 GiB) once it is full" in finding.message
+    assert first("M01").severity is Severity.ERROR
+    assert "once it is full" not in first("M01").message
+
+
 def test_a_replay_buffer_is_only_as_large_as_the_run_makes_it() -> None:
     text = CAMERA + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(50_000)'
     assert found("M01", text, limit_bytes=50_000 * STEP) == []
@@ -148,6 +157,12 @@ def test_learning_that_starts_with_the_last_step_never_starts() -> None:
     text = 'from stable_baselines3 import SAC\nSAC("MlpPolicy", "Pendulum-v1", learning_starts={}).learn(100)'
     assert len(found("L03", text.format(100))) == 1
     assert found("L03", text.format(99)) == []
+
+
+def test_a_call_of_learn_on_a_model_that_cannot_be_told_may_be_this_ones() -> None:
+    text = "from stable_baselines3 import SAC\nmodel = SAC('M', 'Pendulum-v1', learning_starts=100)\nmodel.learn(50)\n"
+    assert len(found("L03", text)) == 1
+    assert found("L03", text + "def more(model):\n    model.learn(1_000_000)\nmore(model)\n") == []
 
 
 def test_a_threshold_is_where_it_is_said_to_be() -> None:
