@@ -26,6 +26,7 @@ PUBLIC = [
     "RolloutBatch",
     "RolloutMemory",
     "SaveHandle",
+    "SharedObservations",
     "SpaceError",
     "TransitionIdError",
     "Uniform",

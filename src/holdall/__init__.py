@@ -21,6 +21,7 @@ from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
+from holdall.shared import SharedObservations
 
 __all__ = [
     "ArgumentError",
@@ -42,6 +43,7 @@ __all__ = [
     "RolloutMemory",
     "SaveHandle",
     "Sequence",
+    "SharedObservations",
     "SpaceError",
     "TransitionIdError",
     "Uniform",

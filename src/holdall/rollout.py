@@ -218,6 +218,7 @@ class RolloutMemory:
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
         self._open().reset()
+        self._landing.rest()
         self._final.clear()
         self._steps, self._observed, self._finished = 0, False, False
         if self._valid is not None:
@@ -285,23 +286,17 @@ class RolloutMemory:
 
     def _minibatches(self, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
         places = np.flatnonzero(self._held())
-        try:
-            for _ in range(epochs):
-                order = self._generator.permutation(places)
-                for first in range(0, len(order), batch_size):
-                    self._require_finished(batch_size, epochs)
-                    yield self._batch(order[first : first + batch_size], None)
-        finally:
-            self._landing.rest()
+        for _ in range(epochs):
+            order = self._generator.permutation(places)
+            for first in range(0, len(order), batch_size):
+                self._require_finished(batch_size, epochs)
+                yield self._batch(order[first : first + batch_size], None)
 
     def _sequences(self, cut: Sequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
-        try:
-            for _ in range(epochs):
-                for places in cut.batches(batch_size, self._generator):
-                    self._require_finished(batch_size, epochs)
-                    yield self._batch(places.reshape(-1), places.shape)
-        finally:
-            self._landing.rest()
+        for _ in range(epochs):
+            for places in cut.batches(batch_size, self._generator):
+                self._require_finished(batch_size, epochs)
+                yield self._batch(places.reshape(-1), places.shape)
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
         """Gather the steps at `places`, in an order of `shape` if that is given."""

@@ -1,9 +1,12 @@
-"""Batches on a GPU: the bits that the memory gives as arrays, as tensors there."""
+"""Batches on a GPU: the bits that the memory gives as arrays, as tensors there, without allocating or waiting."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+import torch
 from gymnasium import spaces
 
 import holdall
@@ -14,10 +17,10 @@ pytestmark = pytest.mark.gpu
 OBSERVATIONS = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "vector": spaces.Box(-1, 1, (9,))})
 
 
-def filled(device: str | None, budget: str | None) -> holdall.ReplayMemory:
+def filled(device: str | None, budget: str | None = "auto", **how: Any) -> holdall.ReplayMemory:
     """Fill a memory with frame stacks and vectors, always the same ones."""
     memory = holdall.ReplayMemory(
-        OBSERVATIONS, spaces.Discrete(3), capacity=2_000, num_envs=2, device=device, budget=budget, seed=0
+        OBSERVATIONS, spaces.Discrete(3), capacity=2_000, num_envs=2, device=device, budget=budget, seed=0, **how
     )
     generator = np.random.default_rng(0)
     frames = generator.integers(0, 4, (1_004, 2, 40, 40), np.uint8)
@@ -44,3 +47,90 @@ def test_a_batch_on_the_gpu_has_the_bits_of_one_in_arrays(budget: str | None) ->
             assert batch.reward.is_cuda
             assert batch.weights.is_cuda
             assert_same_bits(batch, expected)
+
+
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_a_store_on_the_gpu_gives_the_same_bits(budget: str | None) -> None:
+    """Whatever the host keeps."""
+    with filled(None, budget, store_device="cuda") as there, filled(None, budget) as here:
+        for _ in range(20):
+            assert_same_bits(there.sample(256), here.sample(256))
+
+
+@pytest.mark.parametrize(
+    "sampler",
+    [
+        lambda: holdall.NStep(3, 0.99),
+        lambda: holdall.Sequence(8, 4),
+        lambda: holdall.Sequence(8, by=holdall.Prioritized()),
+    ],
+    ids=["n-step", "sequences", "prioritized sequences"],
+)
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_every_sampler_gives_the_same_bits(sampler: Any, where: str) -> None:
+    """Two ids a row, two axes, masks and weights."""
+    how: dict[str, Any] = {"device": None, where: "cuda"}
+    with filled(sampler=sampler(), **how) as there, filled(None, sampler=sampler()) as here:
+        for _ in range(5):
+            assert_same_bits(there.sample(64), here.sample(64))
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_a_loader_gives_the_same_bits(prefetch: int) -> None:
+    """From a memory that gives arrays itself."""
+    with filled(None) as memory, filled(None) as same, memory.loader(128, prefetch, device="cuda") as loader:
+        for _ in range(10):
+            batch = next(loader)
+            assert batch.obs["image"].is_cuda
+            assert_same_bits(batch, same.sample(128))
+
+
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_a_steady_state_allocates_nothing(where: str) -> None:
+    """Not one block of the caching allocator's, cached or not."""
+    how: dict[str, Any] = {"device": None, where: "cuda"}
+    with filled(**how) as memory, memory.loader(128, prefetch=2) as loader:
+        for _ in range(8):
+            memory.sample(256)
+            next(loader)
+        before = torch.cuda.memory_stats()["allocation.all.allocated"]
+        for _ in range(30):
+            memory.sample(256)
+            next(loader)
+        assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_a_batch_is_not_overwritten_while_the_consumer_still_reads_it() -> None:
+    """Its tensors are dropped at once, but the work that was asked for before reads them late."""
+    with filled("cuda") as memory, filled(None) as here:
+        big = torch.randn(4_096, 4_096, device="cuda")
+        sums = []
+        for _ in range(40):
+            batch = memory.sample(256)
+            for _ in range(3):
+                big = torch.tanh(big @ big)  # the stream falls behind the host
+            sums.append(batch.obs["image"].to(torch.int64).sum())
+            del batch
+        expected = [int(here.sample(256).obs["image"].astype(np.int64).sum()) for _ in range(40)]
+        assert [int(total) for total in sums] == expected
+
+
+def test_batches_held_stay_as_they_were() -> None:
+    """Ten batches, and a view of another, while a hundred are drawn."""
+    with filled("cuda") as memory:
+        held = [memory.sample(64) for _ in range(10)]
+        view = memory.sample(64).next_obs["image"][3:9, 1:]
+        copies = [batch.obs["image"].clone() for batch in held]
+        view_copy = view.clone()
+        for _ in range(100):
+            memory.sample(64).obs["image"].zero_()
+        assert all(torch.equal(batch.obs["image"], copy) for batch, copy in zip(held, copies, strict=True))
+        assert torch.equal(view, view_copy)
+
+
+def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:
+    """Events tie the two streams together, whichever the consumer is on."""
+    own: Any = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch's own
+    with filled("cuda") as memory, filled(None) as here, torch.cuda.stream(own):
+        for _ in range(10):
+            assert_same_bits(memory.sample(128), here.sample(128))

@@ -41,6 +41,7 @@ def test_the_zoos_hyperparameters_hold_no_error() -> None:
     assert len(files) >= 10
     assert runs >= 200
     assert [error for path in files for error in errors(path)] == []
+    assert [error for path in files for error in errors(path, replace(LARGE, sb3=(2, 7, 0)))] == []
 
 
 def test_on_32_gib_the_one_error_is_true() -> None:

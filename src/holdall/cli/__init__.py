@@ -6,7 +6,7 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 
 
 import typer
 
-from holdall.cli import demo, lint
+from holdall.cli import demo, lint, plan
 from holdall.cli.verbosity import OneLineErrors, Verbose
 
 __all__ = ["app", "main"]
@@ -14,6 +14,7 @@ __all__ = ["app", "main"]
 app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.command()(demo.demo)
 app.command()(lint.lint)
+app.command()(plan.plan)
 
 
 @app.callback()

@@ -56,7 +56,7 @@ class Landing:
         self._delivery.require(leaf)
 
     def rest(self) -> None:
-        """Let go of large blocks at the end of an update."""
+        """Let go of large blocks, for the time until the next update."""
         if self._staging.nbytes > _KEPT_BYTES:
             self._staging = Staging()
 

@@ -177,7 +177,7 @@ class Reels:
     def _open_reel(self) -> None:
         """Go on in memory of an earlier rollout, or in new."""
         if self._reels and self._sealer is not None and (block := self._reels[-1].part.block) is not None:
-            self._sealer.submit(FrozenBlock(id(self), self._leaf, self._window, block))
+            self._sealer.submit(FrozenBlock(id(self), self._leaf, self._window, block, self._lanes))
             self._sealer.wait_for_room()
         part = self._spare.pop() if self._spare else self._new_part()
         self._reels.append(_Reel(part))

@@ -1,14 +1,13 @@
 """The machine and the versions that a configuration is judged against.
 
 In:  this machine, or what the user says of another one.  Out: one record of limits.
-Invariant: memory is the smaller of RAM and the budget, as totals and not as what happens to be free while the file
-is read.
+Invariant: memory is the smallest of RAM and every enclosing control group, as totals and not as what happens to be
+free while the file is read; a budget stands for another machine and goes before both.
 """
 
 from __future__ import annotations
 
 import os
-import shutil
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import psutil
 
 from holdall.plan.buffers import Version, installed_version
+from holdall.plan.limits import control_groups, disk, shared_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,26 +41,20 @@ class Machine:
 def detect(budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: Version | None = None) -> Machine:
     """Describe this machine; what the caller says goes before what is found."""
     ram = int(psutil.virtual_memory().total)
-    limits = [(ram, "RAM")]
+    limits = [(ram, "RAM"), *((group.total_bytes, group.name) for group in control_groups())]
     limit, name = min(limits) if budget_bytes is None else (budget_bytes, "the budget")
+    shm, free = shared_memory(), disk(Path.cwd())
     return Machine(
         cores=_cores(),
         ram_bytes=max(ram, limit),
         limit_bytes=limit,
         limit_name=name,
         vram_bytes=vram_bytes,
-        shm_bytes=_size(Path("/dev/shm"), "total"),
-        disk_bytes=_size(Path.cwd(), "free"),
+        shm_bytes=shm.total_bytes if shm else None,
+        disk_bytes=free.free_bytes if free else None,
         python=sys.version_info[:2],
         sb3=sb3 or installed_version(),
     )
-
-
-def _size(directory: Path, which: str) -> int | None:
-    try:
-        return int(getattr(shutil.disk_usage(directory), which))
-    except OSError:
-        return None
 
 
 def _cores() -> int:

@@ -28,6 +28,7 @@ class Need:
     resident_bytes: int  # once as full as this run makes it
     peak_bytes: int  # while a rollout is flattened; the same where nothing is
     is_exact: bool  # False: a lower bound
+    is_certain: bool  # False: the run may be too short to fill it
 
     @property
     def words(self) -> str:
@@ -45,7 +46,8 @@ def need(run: Run, machine: Machine) -> Need | None:
         return None
     # A rollout is always collected to its end; a replay buffer holds what there was to add.
     resident = layout.resident_bytes(None if run.algorithm.on_policy else run.total_timesteps)
-    return Need(layout, resident, resident + layout.flatten_bytes, run.environments.action is not None)
+    is_certain = run.algorithm.on_policy or run.total_timesteps is not None
+    return Need(layout, resident, resident + layout.flatten_bytes, run.environments.action is not None, is_certain)
 
 
 def _layout(run: Run, machine: Machine, count: int) -> BufferLayout | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import Any
@@ -101,6 +102,7 @@ class BufferLayout:
         return max(array.nbytes for array in self.arrays if array.name.partition(".")[0] in _FLATTENED)
 
 
+@cache
 def installed_version() -> Version | None:
     """Return the version of Stable-Baselines3 that is installed, without importing it."""
     try:

@@ -68,6 +68,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
         self._tracks.reset()
+        self._landing.rest()
         self._show_arrays()
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
@@ -125,11 +126,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         if not self.generator_ready:
             self._flatten_arrays()
             self.generator_ready = True
-        try:
-            for first in range(0, steps, batch_size or steps):
-                yield self._get_samples(indices[first : first + (batch_size or steps)])
-        finally:
-            self._landing.rest()
+        for first in range(0, steps, batch_size or steps):
+            yield self._get_samples(indices[first : first + (batch_size or steps)])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         lane, step = np.divmod(batch_inds, self.buffer_size)

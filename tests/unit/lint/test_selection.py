@@ -8,6 +8,7 @@ from holdall.errors import ArgumentError
 from holdall.lint.finding import Severity
 from holdall.lint.rules import RULES
 from holdall.lint.selection import Settings, find_settings, read_settings
+from holdall.plan.limits import Limit
 
 
 def test_all_rules_are_in_force_unless_told_otherwise() -> None:
@@ -33,6 +34,16 @@ def test_limits_are_the_users_before_the_machines() -> None:
     assert machine.vram_bytes == 16 * 2**30
     assert machine.sb3 == (2, 7, 0)
     assert machine.cores >= 1
+
+
+def test_a_container_that_allows_less_than_the_machine_has_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
+    monkeypatch.setattr("holdall.lint.machine.control_groups", lambda: [group])
+    machine = Settings().machine()
+    assert (machine.limit_bytes, machine.limit_name) == (2**20, group.name)
+    assert machine.is_contained
+    assert machine.ram_bytes > 2**20
+    assert not Settings(budget="8TiB").machine().is_contained
 
 
 def test_severities_are_words() -> None:

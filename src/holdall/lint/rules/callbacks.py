@@ -14,6 +14,7 @@ from holdall.lint.source.script import Script
 from holdall.lint.values import whole
 
 _FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
+_LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
 _ACTS = {"save_freq": "saves", "eval_freq": "evaluates"}
 
 _PASSED = """
@@ -45,9 +46,12 @@ class CallbackNeverPassed(ScriptRule):
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
         """Yield for every callback whose name leads nowhere."""
-        if not subject.training.learn_calls:
-            return
         script = subject.script
+        looks_names_up = any(
+            isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in script.calls
+        )
+        if not subject.training.learn_calls or looks_names_up:
+            return
         made = dict(_created(script))
         dead = _never_read(script)
         for name, node in made.items():

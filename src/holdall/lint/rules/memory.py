@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import ClassVar
 
 from holdall.lint.amounts import both, percent
@@ -51,13 +52,23 @@ def largest(run: Run, needed: Need, machine: Machine) -> str:
 def _buffer_words(run: Run, needed: Need) -> str:
     size = "rollout" if run.algorithm.on_policy else "replay buffer"
     text = f"the {size} of {needed.layout.transitions:,} transitions {needed.words} {both(needed.resident_bytes)}"
+    if not needed.is_certain:
+        text += " once it is full"
     if needed.layout.flatten_bytes:
         text += f", and {both(needed.peak_bytes)} while it is flattened"
     return text
 
 
+def _judged(finding: Finding, needed: Need) -> Finding:
+    """Return a finding as a warning where the run may be too short for it to come true."""
+    return finding if needed.is_certain else replace(finding, severity=Severity.WARNING)
+
+
 class BufferBeyondMemory(RunRule):
-    """Compares the bytes of the buffer, once as full as the run makes it, with the memory of this machine."""
+    """Compares the buffer, as full as the run makes it, with this machine's memory.
+
+    A warning where the number of steps is not known.
+    """
 
     id = "M01"
     name = "buffer-beyond-memory"
@@ -71,8 +82,12 @@ class BufferBeyondMemory(RunRule):
     observation once. `holdall plan` says what fits.
     """
     BAD: ClassVar = (
-        camera('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000)'),
-        camera('SAC("MultiInputPolicy", Dog(), buffer_size=300_000)', limit_bytes=9_210_000_000, limit_name="budget"),
+        camera('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(2_000_000)'),
+        camera(
+            'SAC("MultiInputPolicy", Dog(), buffer_size=300_000).learn(2_000_000)',
+            limit_bytes=9_210_000_000,
+            limit_name="budget",
+        ),
     )
     GOOD: ClassVar = (
         camera('SAC("MultiInputPolicy", Dog(), buffer_size=400_000)'),
@@ -87,13 +102,14 @@ class BufferBeyondMemory(RunRule):
             return
         if machine.is_contained and needed.peak_bytes <= machine.ram_bytes:
             return
-        yield self.finding(
+        finding = self.finding(
             f"{_buffer_words(run, needed)}; {machine.limit_name} is {both(machine.limit_bytes)}; "
             f"{largest(run, needed, machine)}",
             run.place_of("buffer_size", "n_steps"),
             needed_bytes=needed.peak_bytes,
             limit_bytes=machine.limit_bytes,
         )
+        yield _judged(finding, needed)
 
 
 class BufferNearLimit(RunRule):
@@ -125,7 +141,10 @@ class BufferNearLimit(RunRule):
 
 
 class BufferBeyondContainer(RunRule):
-    """Tells a container that is too small from a machine that is too small."""
+    """Tells a container that is too small from a machine that is too small.
+
+    A warning where the number of steps is not known.
+    """
 
     id = "M03"
     name = "buffer-beyond-container"
@@ -137,7 +156,9 @@ class BufferBeyondContainer(RunRule):
     fix = "Raise the container's limit (`docker run --memory`), or take the capacity that the message names."
     BAD: ClassVar = (
         camera(
-            'SAC("MultiInputPolicy", Dog(), buffer_size=500_000)', limit_bytes=16 * GIB, limit_name="control group /"
+            'SAC("MultiInputPolicy", Dog(), buffer_size=500_000).learn(2_000_000)',
+            limit_bytes=16 * GIB,
+            limit_name="control group /",
         ),
     )
     GOOD: ClassVar = (
@@ -152,7 +173,7 @@ class BufferBeyondContainer(RunRule):
         if needed is None or not machine.is_contained:
             return
         if machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
-            yield self.finding(
+            finding = self.finding(
                 f"{_buffer_words(run, needed)}; the host has {both(machine.ram_bytes)}, but {machine.limit_name} "
                 f"allows {both(machine.limit_bytes)}; {largest(run, needed, machine)}",
                 run.place_of("buffer_size", "n_steps"),
@@ -160,6 +181,7 @@ class BufferBeyondContainer(RunRule):
                 limit_bytes=machine.limit_bytes,
                 ram_bytes=machine.ram_bytes,
             )
+            yield _judged(finding, needed)
 
 
 class BufferNeverFills(RunRule):

@@ -49,7 +49,7 @@ class RolloutStoresFloats(RunRule):
 
     id = "M04"
     name = "rollout-stores-images-as-float"
-    severity = Severity.ERROR
+    severity = Severity.WARNING
     why = "Up to version 2.7.0 a rollout holds every observation as float32: four bytes for each byte of an image."
     fix = "Upgrade: `pip install 'stable-baselines3>=2.7.1'` stores images as they are."
     BAD: ClassVar = (screen(_screens(2, "n_steps=8192"), sb3=(2, 7, 0)),)

@@ -113,6 +113,7 @@ class Training:
         given, has_more = self.settings(call, algorithm.positional)
         given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
         learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
+        learns += tuple(self._unknown_learn(learn) for learn, made in self.learn_calls if made is None)
         return Run(
             algorithm.name,
             algorithm,
@@ -143,6 +144,11 @@ class Training:
             loop is not None and loop not in self.script.ancestors(model),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
         )
+
+    def _unknown_learn(self, call: ast.Call) -> Learn:
+        """Return a call on a model that cannot be told; as it may be this run's, the steps are not known."""
+        place = self.script.place(call)
+        return Learn(Setting(UNKNOWN, place), (), place, reset_num_timesteps=UNKNOWN)
 
     def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
         """Yield the callbacks that an expression holds, as far as they can be told."""

@@ -1,0 +1,154 @@
+"""Predicted against measured: `python benchmarks/plan.py`.
+
+In:  configurations of Stable-Baselines3 on real environments. Each is planned, without and with a probe, and then run
+in a process of its own until its buffer is full and updates were made.
+Out: JSON lines with --json, and the tables of docs/plan.md on stdout.
+The measured peak is the resident peak of the trainer (VmHWM) and the unique bytes of its environments' processes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+from process import commit, machine, versions
+
+from holdall.plan.planned import Plan, make_plan
+from holdall.plan.process import held_bytes, peak_bytes
+from holdall.plan.settings import spec_of
+from holdall.plan.spec import Spec
+
+_HERE = Path(__file__).parent
+_UPDATES = 200
+_ROLLOUTS = 4
+_CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.demo.camera:CameraRover"
+_ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
+_BREAKOUT = _ATARI | {"env": "ale_py:BreakoutNoFrameskip-v4"}
+
+RUNS: dict[str, dict[str, Any]] = {
+    "DQN, MLP, 1 env": {"algo": "dqn", "env": _CART, "capacity": 50_000},
+    "DQN, CNN, 1 env": {"algo": "dqn", "capacity": 20_000, **_ATARI},
+    "DQN, CNN, 4 envs, Dummy": {"algo": "dqn", "capacity": 20_000, "num_envs": 4, "batch_size": 256, **_BREAKOUT},
+    "SAC, MLP, 1 env": {"algo": "sac", "env": _PENDULUM, "capacity": 20_000},
+    "SAC, MultiInput, 1 env": {"algo": "sac", "env": _CAMERA, "capacity": 20_000},
+    "SAC, MultiInput, 4 envs, Subproc forkserver": {
+        "algo": "sac", "env": _CAMERA, "capacity": 20_000, "num_envs": 4, "vec_env": "subproc",
+    },
+    "TD3, MLP, 4 envs, Dummy": {"algo": "td3", "env": _PENDULUM, "capacity": 40_000, "num_envs": 4},
+    "TD3, MultiInput, 1 env": {"algo": "td3", "env": _CAMERA, "capacity": 20_000, "batch_size": 64},
+    "DDPG, MLP, 1 env": {"algo": "ddpg", "env": _PENDULUM, "capacity": 20_000},
+    "PPO, MLP, 4 envs, Dummy": {"algo": "ppo", "env": _CART, "num_envs": 4},
+    "PPO, CNN, 4 envs, Dummy": {"algo": "ppo", "n_steps": 512, "num_envs": 4, "batch_size": 256, **_ATARI},
+    "PPO, CNN, 4 envs, Subproc fork": {
+        "algo": "ppo", "n_steps": 128, "num_envs": 4, "batch_size": 256, "vec_env": "subproc", "start_method": "fork",
+        **_BREAKOUT,
+    },
+    "PPO, MultiInput, 1 env": {"algo": "ppo", "env": _CAMERA, "n_steps": 2048},
+    "PPO, MultiInput, 4 envs, Dummy": {"algo": "ppo", "env": _CAMERA, "n_steps": 4096, "num_envs": 4},
+    "A2C, MLP, 4 envs, Subproc spawn": {
+        "algo": "a2c", "env": _CART, "num_envs": 4, "vec_env": "subproc", "start_method": "spawn",
+    },
+    "A2C, CNN, 4 envs, Dummy": {"algo": "a2c", "n_steps": 64, "num_envs": 4, **_ATARI},
+}  # fmt: skip
+_DOMINATED = 0.5
+"""Share of the peak from which on buffers dominate it."""
+_BARS = {"dominated": 0.05, "elsewhere": 0.15, "probed": 0.05}
+
+
+def run(spec: Spec) -> dict[str, Any]:
+    """Train for real in this process, and read what it took."""
+    from holdall.plan.algorithm import build_model, make_env  # noqa: PLC0415 torch is the run's affair
+
+    env = make_env(spec, real=True)
+    model = build_model(spec, env=env)
+    if spec.on_policy:
+        model.learn(_ROLLOUTS * spec.rollout_steps * spec.num_envs)
+    else:
+        model.learning_starts = spec.capacity + spec.num_envs
+        model.learn(spec.capacity)
+        model.learning_starts = 0
+        model.learn(_UPDATES * spec.num_envs, reset_num_timesteps=False)
+    children = [held_bytes(child.pid).unique for child in psutil.Process().children(recursive=True)]
+    peak = peak_bytes()
+    env.close()
+    return {"trainer_bytes": peak, "processes_bytes": sum(children), "measured_bytes": peak + sum(children)}
+
+
+def compare(name: str, settings: dict[str, Any], probe_steps: int) -> dict[str, Any]:
+    """Plan one configuration twice, run it, and put the figures side by side."""
+    spec, environment = spec_of(settings | {"name": name})
+    plain = make_plan(spec, environment=environment)
+    probed = make_plan(spec, environment=environment, probe_steps=probe_steps)
+    command = [sys.executable, __file__, "--run"]
+    done = subprocess.run(command, input=json.dumps(spec.as_dict()), capture_output=True, text=True, check=True)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    return {
+        "name": name,
+        "settings": settings,
+        "buffer_bytes": spec.layout().nbytes,
+        "planned_bytes": _peak(plain),
+        "most_bytes": plain.peak.most_bytes,
+        "probed_bytes": _peak(probed),
+        **measured,
+    }
+
+
+def _peak(plan: Plan) -> int:
+    return max(phase.nbytes for phase in plan.phases if phase.happens)
+
+
+def table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Write the comparison as a table of docs/plan.md."""
+    yield "| run | buffer | planned | off by | with `--probe` | off by | measured peak | upper bound holds |"
+    yield "|---|---|---|---|---|---|---|---|"
+    for result in results:
+        measured = result["measured_bytes"]
+        sizes = [f"{result[key] / 2**20:,.0f}" for key in ("buffer_bytes", "planned_bytes", "probed_bytes")]
+        off = [f"{100 * (result[key] / measured - 1):+.1f} %" for key in ("planned_bytes", "probed_bytes")]
+        holds = "yes" if result["most_bytes"] >= measured else "**no**"
+        yield (
+            f"| {result['name']} | {sizes[0]} | {sizes[1]} | {off[0]} | {sizes[2]} | {off[1]} | "
+            f"{measured / 2**20:,.0f} | {holds} |"
+        )
+
+
+def missed(result: dict[str, Any]) -> list[str]:
+    """Name the bars that a result does not meet."""
+    measured = result["measured_bytes"]
+    dominated = result["buffer_bytes"] > _DOMINATED * measured
+    bars = {"planned_bytes": _BARS["dominated" if dominated else "elsewhere"], "probed_bytes": _BARS["probed"]}
+    return [key for key, bar in bars.items() if abs(result[key] / measured - 1) > bar]
+
+
+def main() -> int:
+    """Read the command line, compare, and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--only", help="run the configurations whose name holds this text")
+    parser.add_argument("--probe", type=int, default=500)
+    parser.add_argument("--json", type=Path, help="append results to this file")
+    parser.add_argument("--run", action="store_true", help="train the configuration that stands on stdin")
+    wanted = parser.parse_args()
+    if wanted.run:
+        print(json.dumps(run(Spec.from_dict(json.load(sys.stdin)))))
+        return 0
+    results = []
+    for name, settings in RUNS.items():
+        if wanted.only is None or wanted.only.lower() in name.lower():
+            results.append(compare(name, settings, wanted.probe))
+            print(list(table(results))[-1], missed(results[-1]) or "", file=sys.stderr, flush=True)
+    if wanted.json:
+        with wanted.json.open("a", encoding="utf-8") as file:
+            record = {"machine": machine(), "versions": versions(), "commit": commit(), "results": results}
+            file.write(json.dumps(record) + "\n")
+    print("\n".join(table(results)))
+    return 1 if any(missed(result) for result in results) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

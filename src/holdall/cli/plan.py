@@ -1,0 +1,117 @@
+"""`holdall plan`: will this run fit, and what would.
+
+Exit codes: 0 fits, 1 tight, 2 does not fit, 64 a configuration that cannot be read or measured.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from holdall.cli.plan_tables import tables
+from holdall.cli.verbosity import Verbose
+from holdall.errors import HoldallError
+from holdall.plan.files import read_file
+from holdall.plan.page import page
+from holdall.plan.planned import make_plan
+from holdall.plan.settings import count_of, spec_of
+from holdall.units import parse_bytes
+
+UNREADABLE = 64
+
+_File = Annotated[Path | None, typer.Argument(help="TOML, YAML or rl-zoo hyperparameter file.")]
+_Obs = Annotated[list[str] | None, typer.Option(help="[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")]
+_Text = str | None
+
+
+def plan(
+    context: typer.Context,
+    file: _File = None,
+    obs: _Obs = None,
+    action: Annotated[_Text, typer.Option(help="8 for eight numbers, discrete(4) for four choices.")] = None,
+    algo: Annotated[_Text, typer.Option(help="dqn, ddpg, td3, sac, ppo, a2c, or one of sb3-contrib.")] = None,
+    capacity: Annotated[_Text, typer.Option(help="Transitions of the replay buffer, as in 1e6.")] = None,
+    num_envs: Annotated[_Text, typer.Option(help="Environments that step together.")] = None,
+    n_steps: Annotated[_Text, typer.Option(help="Steps of a rollout, or of n-step returns.")] = None,
+    batch_size: Annotated[_Text, typer.Option(help="Transitions in one update.")] = None,
+    policy: Annotated[_Text, typer.Option(help="MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
+    net_arch: Annotated[_Text, typer.Option(help="Hidden layers, as in 256,256.")] = None,
+    vec_env: Annotated[_Text, typer.Option(help="dummy or subproc.")] = None,
+    start_method: Annotated[_Text, typer.Option(help="fork, forkserver or spawn.")] = None,
+    preload: Annotated[bool | None, typer.Option("--preload", help="The fork server imports torch once.")] = None,
+    device: Annotated[_Text, typer.Option(help="cpu or cuda.")] = None,
+    timesteps: Annotated[_Text, typer.Option(help="Steps of the whole run: the buffer may never fill.")] = None,
+    frame_stack: Annotated[_Text, typer.Option(help="Frames that are stacked onto the observation given.")] = None,
+    buffer_class: Annotated[
+        _Text, typer.Option(help="A buffer class of Stable-Baselines3, as HerReplayBuffer.")
+    ] = None,
+    optimize_memory_usage: Annotated[bool | None, typer.Option("--optimize-memory-usage")] = None,
+    no_timeouts: Annotated[bool | None, typer.Option("--no-timeouts", help="handle_timeout_termination=False.")] = None,
+    save_buffer: Annotated[bool | None, typer.Option("--save-buffer", help="Checkpoints hold the buffer.")] = None,
+    holdall: Annotated[bool | None, typer.Option("--holdall", help="The run uses holdall's buffer.")] = None,
+    sb3: Annotated[_Text, typer.Option(help="Version of Stable-Baselines3; the installed one by default.")] = None,
+    env: Annotated[_Text, typer.Option(help="Environment, made in a throwaway process: ID or module:Class.")] = None,
+    wrapper: Annotated[_Text, typer.Option(help="atari: Stable-Baselines3's AtariWrapper.")] = None,
+    probe: Annotated[str, typer.Option(help="Steps of real training to measure; 0 for none.")] = "0",
+    prefer: Annotated[str, typer.Option(help="holdall's preference when compression is measured.")] = "balanced",
+    budget: Annotated[_Text, typer.Option(help='A further limit, as in "8GiB" or "16 GB".')] = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go; the disk is checked.")] = None,
+    networks: Annotated[bool, typer.Option(help="Trace an update, or count buffers and libraries alone.")] = True,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots.")] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Say whether a training run fits into this machine, by phase, and what would fit."""
+    given: dict[str, Any] = {
+        "obs": obs or None, "action": action, "algo": algo, "capacity": capacity, "num_envs": num_envs,
+        "n_steps": n_steps, "batch_size": batch_size, "policy": policy, "vec_env": vec_env,
+        "start_method": start_method, "preloads": preload, "device": device, "total_timesteps": timesteps,
+        "frame_stack": frame_stack, "buffer_class": buffer_class, "optimize_memory_usage": optimize_memory_usage,
+        "handle_timeout_termination": False if no_timeouts else None, "saves_buffer": save_buffer,
+        "uses_holdall": holdall, "sb3": sb3, "env": env, "wrapper": wrapper, "budget": budget,
+    }  # fmt: skip
+    try:
+        if net_arch is not None:
+            given["policy_kwargs"] = {"net_arch": [count_of(width, "net_arch") for width in net_arch.split(",")]}
+        from_file = read_file(file, (algo or "").lower(), env or "") if file is not None else {}
+        settings = from_file | {name: value for name, value in given.items() if value is not None}
+        limit = settings.pop("budget", None)
+        spec, environment = spec_of(settings)
+        planned = make_plan(
+            spec,
+            budget_bytes=None if limit is None else parse_bytes(limit, "budget"),
+            networks=networks,
+            probe_steps=count_of(probe, "probe"),
+            prefer=prefer,
+            checkpoint_dir=checkpoint_dir,
+            environment=environment,
+        )
+        if html is not None:
+            _write(html, page(planned))
+    except HoldallError as error:
+        # Codes 1 and 2 are verdicts of this command, so its errors have one of their own.
+        if context.meta.get("holdall.verbose", False):
+            raise
+        typer.echo(f"holdall: {error}", err=True)
+        raise typer.Exit(UNREADABLE) from error
+    if json:
+        typer.echo(json_format.dumps(planned.as_dict(), indent=2))
+    else:
+        console = Console()
+        for part in tables(planned):
+            console.print(part, soft_wrap=True, highlight=False)
+            console.print()
+    raise typer.Exit(planned.verdict.value)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise HoldallError(
+            f"html ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from error

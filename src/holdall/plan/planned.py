@@ -1,0 +1,218 @@
+"""A plan: everything that is said about one run, and how it comes about.
+
+In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSON and HTML.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from holdall.plan import answers
+from holdall.plan.answers import Change, Known, Profile, Row
+from holdall.plan.ask import ask
+from holdall.plan.experience import Experience, from_spaces
+from holdall.plan.limits import Limit, disk, largest_mapping, memory_limits, shared_memory
+from holdall.plan.phases import Measured, Phase, Traced, host_phases, vram_phases
+from holdall.plan.spec import Spec
+from holdall.plan.verdict import Check, Room, Verdict, checks, largest
+
+SCHEMA = "holdall.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs, what there is, and what would fit."""
+
+    spec: Spec
+    known: Known
+    checks: tuple[Check, ...]
+    phases: tuple[Phase, ...]  # with Stable-Baselines3's buffer
+    holdall_phases: tuple[Phase, ...]  # with holdall's; empty for rollouts
+    vram: tuple[Phase, ...]
+    table: tuple[Row, ...]
+    profiles: tuple[Profile, ...]
+    largest: Mapping[str, int | None]
+    change: Change | None
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> Verdict:
+        """The worst of all checks."""
+        return max((check.verdict for check in self.checks), key=lambda verdict: verdict.value)
+
+    @property
+    def peak(self) -> Phase:
+        """The phase that decides, with the buffer that the run uses."""
+        return largest(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
+
+    @property
+    def code(self) -> str:
+        """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
+        if self.change is None:
+            return answers.code(self.spec, holdall=self.spec.uses_holdall, compressed=self._compresses(self.spec))
+        change = self.change
+        compressed = self._compresses(change.spec)
+        return answers.code(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
+
+    def _compresses(self, spec: Spec) -> bool:
+        """Whether a run with holdall's buffer fits only if all that is sealed is compressed."""
+        experience = self.known.experience
+        if experience is None or experience.compressed_bytes is None:
+            return False
+        return experience.raw_need(spec.layout().transitions) > self.known.room.limit_bytes // 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings; docs/plan.md describes them."""
+        experience = self.known.experience
+        layout = self.spec.layout()
+        return {
+            "schema": SCHEMA,
+            "verdict": str(self.verdict),
+            "exit_code": self.verdict.value,
+            "spec": self.spec.as_dict(),
+            "buffer": {
+                "class": layout.buffer_class,
+                "transitions": layout.transitions,
+                "bytes": layout.nbytes,
+                "bytes_per_transition": layout.bytes_per_transition,
+                "arrays": [
+                    {"name": a.name, "shape": list(a.shape), "dtype": a.dtype.name, "bytes": a.nbytes}
+                    for a in layout.arrays
+                ],
+            },
+            "holdall": None if experience is None else asdict(experience),
+            "checks": [
+                {
+                    "what": check.what,
+                    "need_bytes": check.need_bytes,
+                    "most_bytes": check.most_bytes,
+                    "limit": check.limit.name,
+                    "free_bytes": check.limit.free_bytes,
+                    "verdict": str(check.verdict),
+                }
+                for check in self.checks
+            ],
+            "limits": [asdict(limit) for limit in self.known.room.memory],
+            "phases": [_phase(phase) for phase in self.phases],
+            "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
+            "vram_phases": [_phase(phase) for phase in self.vram],
+            "table": [
+                {
+                    "size": row.size,
+                    "sb3_bytes": row.sb3_bytes,
+                    "sb3_verdict": str(row.sb3_verdict),
+                    "holdall_bytes": row.holdall_bytes,
+                    "holdall_verdict": None if row.holdall_verdict is None else str(row.holdall_verdict),
+                }
+                for row in self.table
+            ],
+            "profiles": [asdict(profile) for profile in self.profiles],
+            "largest": dict(self.largest),
+            "change": None if self.change is None else {"title": self.change.title, "why": self.change.why},
+            "code": self.code,
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    spec: Spec,
+    *,
+    budget_bytes: int | None = None,
+    networks: bool = True,
+    probe_steps: int = 0,
+    prefer: str = "balanced",
+    checkpoint_dir: Path | None = None,
+    environment: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Measure what may be measured, and work out the rest.
+
+    Args:
+        networks: Trace an update; without it, buffers and libraries alone are counted.
+        probe_steps: Steps of real training and of the real environment; 0: none.
+        environment: What `environment.measured` found, if an environment was made.
+    """
+    notes: list[str] = []
+    measured, vram = _measure(spec, networks, probe_steps, environment, notes)
+    room = Room(
+        tuple(memory_limits(budget_bytes)),
+        vram,
+        disk(checkpoint_dir or Path.cwd()),
+        shared_memory(),
+        largest_mapping(),
+    )
+    experience = None if spec.on_policy else _experience(spec, probe_steps, prefer, notes)
+    return assemble(spec, Known(measured, room, experience), notes)
+
+
+def assemble(spec: Spec, known: Known, notes: list[str]) -> Plan:
+    """Answer every question from what is known."""
+    uses = spec.uses_holdall and known.experience is not None
+    experience = known.experience
+    change = None if known.fits(spec, holdall=uses) else answers.cheapest_change(spec, known)
+    return Plan(
+        spec,
+        known,
+        tuple(checks(spec, known.measured, known.room, experience if uses else None)),
+        tuple(host_phases(spec, known.measured)),
+        () if experience is None else tuple(host_phases(spec, known.measured, experience)),
+        tuple(vram_phases(spec, known.measured)),
+        tuple(answers.table(spec, known)),
+        tuple(answers.profiles(spec, known)),
+        {
+            "sb3_size": answers.largest_size(spec, known, holdall=False),
+            "holdall_size": None if experience is None else answers.largest_size(spec, known, holdall=True),
+            "batch_size": answers.largest_batch(spec, known),
+            "num_envs": answers.largest_num_envs(spec, known),
+        },
+        change,
+        tuple(notes),
+    )
+
+
+def _measure(
+    spec: Spec, networks: bool, probe_steps: int, environment: Mapping[str, Any] | None, notes: list[str]
+) -> tuple[Measured, Limit | None]:
+    base = ask("baseline", spec=spec, networks=networks)
+    probe = ask("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
+    traced = base.get("traced")
+    vram = base.get("vram")
+    if environment is None and not probe:
+        notes.append("the environment itself is not counted: name it with --env")
+    if not networks:
+        notes.append("networks are not counted: leave --no-networks out")
+    if spec.device.startswith("cuda") and vram is None:
+        notes.append("no GPU was found here: its memory is worked out, its free memory is not known")
+    env = environment or {}
+    measured = Measured(
+        libraries=base.get("updated", base["imported"]),
+        libraries_anonymous=base["imported_anonymous"],
+        traced_batch=traced["batch"] if traced else 0,
+        traced=Traced(*traced["once"]) if traced else None,
+        traced_twice=Traced(*traced["twice"]) if traced else None,
+        env_first=env.get("first_bytes"),
+        env_first_anonymous=env.get("first_anonymous_bytes", 0),
+        env_each=env.get("each_bytes", 0),
+        probe=probe,
+        vram_context=vram["context"] if vram else None,
+    )
+    return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
+
+
+def _experience(spec: Spec, probe_steps: int, prefer: str, notes: list[str]) -> Experience:
+    if probe_steps and spec.env_id:
+        return Experience(**ask("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+    return from_spaces(spec)
+
+
+def _phase(phase: Phase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "bytes": phase.nbytes,
+        "most_bytes": phase.most_bytes,
+        "happens": phase.happens,
+        "parts": [asdict(part) for part in phase.parts],
+    }

@@ -1,0 +1,104 @@
+"""Threads: a limit that keeps pools and workers from taking more cores than there are.
+
+In:  how many threads a pool may have, or how many workers share the cores.  Out: nothing changes unless asked.
+Every Python thread that runs torch operations gets an OpenMP pool of its own, so a process has about as many threads
+as torch threads times workers, and twice more for the main thread and for autograd. Their stacks cost next to no
+memory; what they cost is time, once more of them run than there are cores.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from holdall.errors import ArgumentError
+
+VARIABLES = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
+    "HOLDALL_THREADS",
+)  # fmt: skip
+"""What OpenMP, the BLAS libraries, NumExpr and holdall's own crews read when they start."""
+
+_POOLS_BESIDE_WORKERS = 2
+"""The main thread's pool and autograd's."""
+_QUOTA = Path("/sys/fs/cgroup/cpu.max")
+_QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/cpu/cpu.cfs_period_us"))
+
+
+@contextmanager
+def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
+    """Limit the pools of this process, and of processes started inside, and undo it afterwards.
+
+    torch is limited at once if it is imported, or else when it is. Pools that already run, such as that of NumPy's
+    BLAS library, are left as they are: they obey only what stood in the environment when they were loaded.
+
+    Args:
+        threads: Of every pool. None: HOLDALL_THREADS if that is set in the environment, else the cores shared out.
+        workers: Threads or processes beside the main thread that compute at the same time.
+
+    Yields:
+        The number of threads.
+    """
+    number = _chosen(threads, workers)
+    before = {name: os.environ.get(name) for name in VARIABLES}
+    torch: Any = sys.modules.get("torch")
+    torch_before = None if torch is None else torch.get_num_threads()
+    os.environ.update(environment(number))
+    if torch is not None:
+        torch.set_num_threads(number)
+    try:
+        yield number
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        if torch_before is not None:
+            torch.set_num_threads(torch_before)
+
+
+def environment(threads: int | None = None, *, workers: int = 0) -> dict[str, str]:
+    """Return the environment that gives a process such a limit, for `subprocess` or a job's description.
+
+    The arguments are those of `limit`.
+    """
+    return dict.fromkeys(VARIABLES, str(_chosen(threads, workers)))
+
+
+def usable_cores() -> int:
+    """Count the cores that this process may use: its affinity, or its container's share if that is less."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    return cores if quota is None else max(1, min(cores, int(quota)))
+
+
+def _chosen(threads: Any, workers: Any) -> int:
+    if isinstance(workers, bool) or not isinstance(workers, int) or workers < 0:
+        raise ArgumentError(f"workers ({workers!r}) must be a whole number of at least 0; pass how many compute beside")
+    if threads is None:
+        wish = os.environ.get("HOLDALL_THREADS", "")
+        if not wish:
+            return max(1, usable_cores() // (workers + _POOLS_BESIDE_WORKERS))
+        if not wish.isdecimal() or int(wish) < 1:
+            raise ArgumentError(f"HOLDALL_THREADS ({wish}) must be a whole number of at least 1; correct or unset it")
+        return int(wish)
+    if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+        raise ArgumentError(f"threads ({threads!r}) must be a whole number of at least 1; pass one, or None")
+    return threads
+
+
+def _quota() -> float | None:
+    """Read the share of cores that a control group is given; None if it has no limit."""
+    try:
+        if _QUOTA.exists():
+            most, period = _QUOTA.read_text(encoding="ascii").split()
+        else:
+            most, period = (path.read_text(encoding="ascii").strip() for path in _QUOTA_V1)
+        return int(most) / int(period) if most not in {"max", "-1"} else None
+    except (OSError, ValueError, ZeroDivisionError):  # no such control group, or none that says so
+        return None

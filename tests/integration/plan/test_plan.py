@@ -1,0 +1,120 @@
+"""`holdall plan` as people call it: real processes, real libraries, real environments."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("stable_baselines3")
+
+import holdall.plan
+from holdall.errors import ArgumentError
+from holdall.plan.ask import TrialError, ask
+from holdall.plan.experience import Experience, from_spaces
+from holdall.plan.settings import spec_of
+
+
+def _plan(*arguments: str) -> tuple[int, str, str]:
+    command = [sys.executable, "-m", "holdall", "plan", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110, check=False)
+    return done.returncode, done.stdout, done.stderr
+
+
+ROVER = ("--obs", "image=84x84x3:uint8", "--obs", "vector=31:float32", "--action", "8", "--algo", "sac")
+
+
+def test_flags_give_a_verdict_in_json_and_on_a_page(tmp_path: Path) -> None:
+    html = tmp_path / "plan.html"
+    code, out, _ = _plan(
+        *ROVER, "--capacity", "1e6", "--num-envs", "4", "--budget", "8GiB", "--json", "--html", str(html)
+    )
+    found = json.loads(out)
+    assert (code, found["verdict"]) == (2, "does not fit")
+    assert found["buffer"]["bytes"] == 1_000_000 * 42_628
+    assert {part["how"] for phase in found["phases"] for part in phase["parts"]} >= {"exact", "measured", "traced"}
+    assert found["limits"][0]["free_bytes"] <= 8 * 2**30
+    assert 0 < found["largest"]["sb3_size"] < found["largest"]["holdall_size"] < 1_000_000
+    assert "<svg" in html.read_text()
+
+
+def test_exit_codes_are_the_verdict() -> None:
+    small = ("--obs", "4", "--action", "discrete(2)", "--algo", "dqn", "--capacity", "1000", "--no-networks")
+    code, out, _ = _plan(*small, "--json")
+    assert (code, json.loads(out)["verdict"]) == (0, "fits")
+    need = json.loads(out)["checks"][0]
+    code, out, _ = _plan(*small, "--budget", str((need["need_bytes"] + need["most_bytes"]) // 2))
+    assert code == 1
+    assert "tight" in out
+    assert _plan(*small, "--budget", "1MiB")[0] == 2
+
+
+def test_a_configuration_that_cannot_be_read_is_one_line_and_no_verdict() -> None:
+    code, out, err = _plan("--obs", "4", "--action", "2", "--algo", "dqn")
+    assert (code, out) == (64, "")
+    assert err.startswith("holdall: action")
+    assert err.count("\n") == 1
+
+
+def test_an_environment_is_made_in_another_process_and_probed(tmp_path: Path) -> None:
+    code, out, _ = _plan("--env", "CartPole-v1", "--algo", "dqn", "--capacity", "5000", "--probe", "600", "--json")
+    found = json.loads(out)
+    assert code == 0
+    assert found["spec"]["observation"]["shape"] == [4]
+    assert found["holdall"]["steps"] == 600
+    assert found["holdall"]["compressed_bytes"] is not None
+    assert found["phases"][-1]["name"] == "load"
+
+
+def test_an_environment_that_is_not_there_is_named() -> None:
+    with pytest.raises(ArgumentError, match="NoSuchGame-v9"):
+        spec_of({"algo": "dqn", "env": "NoSuchGame-v9"})
+
+
+def test_an_environment_that_kills_its_process_is_an_error_and_not_the_end(tmp_path: Path, monkeypatch: Any) -> None:
+    (tmp_path / "deadly.py").write_text(
+        "import os\nclass Env:\n    def __init__(self):\n        os.kill(os.getpid(), 9)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
+    with pytest.raises(TrialError, match="signal 9"):
+        ask("environment", env_id="deadly:Env", wrapper="", with_torch=False)
+
+
+def test_a_live_model_is_planned_as_it_was_constructed() -> None:
+    from stable_baselines3 import DQN
+
+    from holdall.sb3 import ReplayBuffer
+
+    model = DQN("MlpPolicy", "CartPole-v1", buffer_size=12_345, policy_kwargs={"net_arch": [32]}, device="cpu")
+    plan = holdall.plan.model(model, networks=False)
+    assert model.replay_buffer is not None
+    arrays = ("observations", "next_observations", "actions", "rewards", "dones", "timeouts")
+    real = sum(getattr(model.replay_buffer, name).nbytes for name in arrays)
+    assert plan.spec.layout().nbytes == real
+    assert (plan.spec.policy_name, dict(plan.spec.policy_kwargs)) == ("MlpPolicy", {"net_arch": [32]})
+    ours = DQN("MlpPolicy", "CartPole-v1", buffer_size=500, replay_buffer_class=ReplayBuffer, device="cpu")
+    assert holdall.plan.live.spec_of_model(ours).uses_holdall
+
+
+def test_a_model_that_is_none_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="dict"):
+        holdall.plan.model({})
+
+
+@pytest.mark.parametrize("frame_stack", [1, 4])
+def test_made_up_steps_are_an_upper_bound_that_knows_of_stacks(frame_stack: int) -> None:
+    spec, _ = spec_of({"algo": "dqn", "obs": "84x84x1:uint8", "action": "discrete(6)", "frame_stack": frame_stack})
+    found = from_spaces(spec)
+    assert found.compressed_bytes is None
+    assert found.raw_bytes == pytest.approx(84 * 84, rel=0.02)  # a frame a step, whatever the stack
+
+
+def test_the_need_is_the_smaller_of_raw_and_compressed() -> None:
+    found = Experience(7000.0, 200.0, 0, 2000, {})
+    assert found.need(1_000_000) == 200 * 1_000_000 + 2 * 16 * 2**20
+    assert found.need(10) <= found.raw_need(10)
+    assert Experience(100.0, None, 5, 0, {}).need(10) == 1005

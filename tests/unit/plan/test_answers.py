@@ -1,0 +1,267 @@
+"""Phases, verdicts and answers: arithmetic on given measurements, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from html.parser import HTMLParser
+from typing import Any
+
+import pytest
+
+from holdall.plan import answers
+from holdall.plan.answers import Known
+from holdall.plan.experience import Experience
+from holdall.plan.limits import Limit
+from holdall.plan.page import page
+from holdall.plan.phases import Measured, Traced, host_phases, process_bytes, vram_phases
+from holdall.plan.planned import Plan, assemble
+from holdall.plan.settings import spec_of
+from holdall.plan.spec import Spec
+from holdall.plan.verdict import Room, Verdict
+from holdall.plan.words import both_units
+
+MIB, GB = 2**20, 10**9
+LIBRARIES = 350 * MIB
+TRACED = Traced(weights=10 * MIB, settled=40 * MIB, settled_heap=40 * MIB, mapped=0, heap=60 * MIB, live=55 * MIB)
+TWICE = Traced(weights=10 * MIB, settled=40 * MIB, settled_heap=40 * MIB, mapped=0, heap=80 * MIB, live=70 * MIB)
+
+
+def _spec(**settings: Any) -> Spec:
+    given = {"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8}
+    return spec_of(given | settings)[0]
+
+
+def _ppo(**settings: Any) -> Spec:
+    given = {"algo": "ppo", "obs": "144x160x12:uint8", "action": "discrete(8)", "n_steps": 8192, "num_envs": 2}
+    return spec_of(given | {"batch_size": 2048} | settings)[0]
+
+
+def _measured(spec: Spec, **changes: Any) -> Measured:
+    return Measured(
+        libraries=LIBRARIES, libraries_anonymous=160 * MIB, traced_batch=spec.batch, traced=TRACED, traced_twice=TWICE
+    ) if not changes else Measured(
+        **({"libraries": LIBRARIES, "libraries_anonymous": 160 * MIB, "traced_batch": spec.batch} | changes)
+    )  # fmt: skip
+
+
+def _known(spec: Spec, limit: int, experience: Experience | None = None, **room: Any) -> Known:
+    return Known(_measured(spec), Room((Limit("test", limit, limit),), **room), experience)
+
+
+HOLDALL = Experience(21_338.0, None, 30 * MIB, 0, {})
+COMPRESSED = Experience(21_338.0, 4_400.0, 30 * MIB, 2000, {})
+
+
+def test_a_rollout_of_several_environments_is_there_twice_while_it_is_flattened() -> None:
+    phases = {phase.name: phase for phase in host_phases(_ppo(), _measured(_ppo()))}
+    rollout = 4_529_848_320
+    assert phases["flatten"].nbytes - phases["collect"].nbytes == rollout
+    assert phases["flatten"].nbytes > phases["train"].nbytes
+    alone = {phase.name: phase for phase in host_phases(_ppo(num_envs=1), _measured(_ppo(num_envs=1)))}
+    assert alone["flatten"].nbytes == alone["collect"].nbytes
+
+
+def test_stable_baselines3_2_7_0_takes_four_times_as_much_for_images() -> None:
+    new, old = (host_phases(spec, _measured(spec)) for spec in (_ppo(), _ppo(sb3="2.7.0")))
+    rollout = 4_529_848_320
+    assert max(p.nbytes for p in old) - max(p.nbytes for p in new) == pytest.approx(2 * 3 * rollout, rel=1e-3)
+
+
+def test_the_need_is_the_largest_phase_and_never_the_sum() -> None:
+    spec = _spec(capacity=300_000)
+    phases = host_phases(spec, _measured(spec))
+    assert [phase.name for phase in phases] == ["construct", "collect", "train", "save", "load"]
+    check = answers.need_bytes(spec, _known(spec, GB), holdall=False)
+    assert check == max(phase.nbytes for phase in phases if phase.happens) < sum(phase.nbytes for phase in phases)
+    assert phases[0].nbytes == LIBRARIES + TRACED.weights  # untouched pages cost nothing
+    assert phases[1].nbytes == LIBRARIES + TRACED.settled + 300_000 * 42_628
+
+
+def test_a_run_that_never_fills_its_buffer_needs_less() -> None:
+    spec = _spec(capacity=1_000_000, total_timesteps=100_000)
+    collect = host_phases(spec, _measured(spec))[1]
+    assert collect.nbytes == LIBRARIES + TRACED.settled + 100_000 * 42_628
+
+
+def test_an_array_larger_than_all_memory_is_refused_even_if_it_is_never_filled() -> None:
+    spec = _spec(capacity=1_000_000, total_timesteps=1_000)
+    known = _known(spec, 8 * GB, largest_mapping=20 * GB)
+    assert known.verdict(spec, holdall=False) is Verdict.DOES_NOT_FIT
+    assert known.verdict(spec.but(capacity=900_000), holdall=False) is Verdict.FITS
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"vec_env": "dummy"}, 0),
+        ({"vec_env": "subproc", "start_method": "fork"}, 4 * 6),
+        ({"vec_env": "subproc", "start_method": "spawn"}, 4 * 160 + 6),
+        ({"vec_env": "subproc", "start_method": "forkserver"}, 4 * 160 + 12),
+        ({"vec_env": "subproc", "start_method": "forkserver", "preloads": True}, 4 * 10 + 160 + 6),
+    ],
+)
+def test_processes_cost_what_they_do_not_share(settings: dict[str, Any], expected: int) -> None:
+    spec = _spec(num_envs=4, **settings)
+    assert process_bytes(spec, _measured(spec)) == expected * MIB
+
+
+def test_fits_is_said_only_below_the_upper_bound() -> None:
+    spec = _spec(capacity=300_000)
+    peak = max(host_phases(spec, _measured(spec)), key=lambda phase: phase.most_bytes)
+    assert peak.nbytes < peak.most_bytes
+    for limit, verdict in [
+        (peak.most_bytes, Verdict.FITS),
+        (peak.most_bytes - 1, Verdict.TIGHT),
+        (peak.nbytes, Verdict.TIGHT),
+        (peak.nbytes - 1, Verdict.DOES_NOT_FIT),
+    ]:
+        assert _known(spec, limit).verdict(spec, holdall=False) is verdict
+
+
+def test_a_checkpoint_that_the_disk_does_not_hold_does_not_fit() -> None:
+    spec = _spec(capacity=100_000, saves_buffer=True)
+    known = _known(spec, 50 * GB, disk=Limit("disk", 4 * GB, 4 * GB))
+    assert known.verdict(spec, holdall=False) is Verdict.DOES_NOT_FIT
+    assert known.verdict(spec.but(saves_buffer=False), holdall=False) is Verdict.FITS
+
+
+def test_note_000_table_names_both_units_and_the_size_that_really_fits() -> None:
+    spec = _spec(capacity=1_000_000)
+    known = _known(spec, int(9.21 * GB), HOLDALL)
+    rows = {row.size: row for row in answers.table(spec, known)}
+    assert both_units(rows[300_000].sb3_bytes) == "12.79 GB = 11.91 GiB"
+    assert rows[400_000].sb3_verdict is Verdict.DOES_NOT_FIT
+    assert rows[300_000].sb3_verdict is Verdict.DOES_NOT_FIT
+    assert rows[200_000].sb3_verdict is Verdict.FITS
+    assert rows[300_000].holdall_verdict is Verdict.FITS
+
+
+def test_the_largest_size_fits_and_one_more_does_not() -> None:
+    spec = _spec(capacity=1_000_000)
+    known = _known(spec, 10 * GB, HOLDALL)
+    for holdall in (False, True):
+        size = answers.largest_size(spec, known, holdall=holdall)
+        assert known.fits(spec.but(capacity=size), holdall=holdall)
+        assert not known.fits(spec.but(capacity=size + 1), holdall=holdall)
+
+
+def test_the_largest_rollout_batch_and_number_of_environments_fit_and_no_more() -> None:
+    spec = _ppo()
+    known = _known(spec, 12 * GB)
+    steps = answers.largest_size(spec, known, holdall=False)
+    assert known.fits(spec.but(n_steps=steps), holdall=False)
+    assert not known.fits(spec.but(n_steps=steps + 1), holdall=False)
+    envs = answers.largest_num_envs(spec, known)
+    assert known.fits(spec.but(num_envs=envs), holdall=False)
+    assert not known.fits(spec.but(num_envs=envs + 1), holdall=False)
+    batch = answers.largest_batch(spec, known)
+    assert batch is not None
+    assert known.fits(spec.but(batch_size=batch), holdall=False)
+
+
+def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
+    spec = _spec()
+    known = _known(spec, 16 * GB, HOLDALL)
+    found = {profile.name: profile for profile in answers.profiles(spec, known)}
+    assert list(found) == ["memory-efficient", "fast", "balanced", "quality", "aggressive"]
+    sizes = [found[name].sb3_size for name in ("memory-efficient", "fast", "balanced", "quality")]
+    assert sizes == sorted(sizes)
+    assert found["aggressive"].batch_size == 4 * found["balanced"].batch_size
+    for profile in found.values():
+        smaller = known.within(profile.limit_bytes)
+        run = spec.but(capacity=profile.sb3_size, batch_size=profile.batch_size)
+        assert smaller.fits(run, holdall=False)
+        assert profile.holdall_size is not None
+        assert profile.holdall_size > profile.sb3_size
+
+
+@pytest.mark.parametrize(
+    ("spec", "limit", "experience", "title"),
+    [
+        (_spec(capacity=300_000), 9.21 * GB, HOLDALL, "holdall's buffer"),
+        (_spec(capacity=1_000_000), 9.21 * GB, COMPRESSED, "holdall's buffer"),
+        (_spec(capacity=1_000_000), 20 * GB, None, "a capacity of"),
+        (_ppo(sb3="2.7.0"), 12 * GB, None, "upgrade"),
+        (_ppo(), 8 * GB, None, "rollouts of"),
+        (_spec(capacity=10_000, num_envs=16, vec_env="subproc"), 2 * GB, None, "fork server"),
+    ],
+)
+def test_the_cheapest_change_makes_it_fit(spec: Spec, limit: float, experience: Experience | None, title: str) -> None:
+    known = _known(spec, int(limit), experience)
+    assert not known.fits(spec, holdall=False)
+    change = answers.cheapest_change(spec, known)
+    assert change is not None
+    assert title in change.title
+    assert known.fits(change.spec, holdall=change.holdall)
+
+
+def test_nothing_is_advised_where_libraries_alone_are_too_much() -> None:
+    spec = _spec()
+    assert answers.cheapest_change(spec, _known(spec, 100 * MIB, HOLDALL)) is None
+
+
+def test_the_line_to_paste_is_python() -> None:
+    spec = _spec(capacity=300_000)
+    text = answers.code(spec, holdall=True, compressed=True)
+    compile(text, "pasted", "exec")
+    assert "replay_buffer_class=ReplayBuffer" in text
+    assert "buffer_size=300_000" in text
+    compile(answers.code(_ppo(), holdall=False), "pasted", "exec")
+
+
+def test_gpu_memory_is_counted_on_the_gpu_and_not_in_the_host() -> None:
+    cpu, gpu = _spec(capacity=1000), _spec(capacity=1000, device="cuda")
+    phases = {phase.name: phase for phase in vram_phases(gpu, _measured(gpu, traced=TRACED, traced_twice=TWICE))}
+    assert phases["train"].nbytes > TRACED.live
+    assert vram_phases(cpu, _measured(cpu)) == []
+    host = host_phases(gpu, _measured(gpu))
+    assert all("optimizer" not in part.name for phase in host for part in phase.parts)
+
+
+def _plan(limit: float = 9.21 * GB, **settings: Any) -> Plan:
+    spec = _spec(**({"capacity": 300_000} | settings))
+    return assemble(spec, _known(spec, int(limit), COMPRESSED), ["a note"])
+
+
+def test_plain_data_say_the_same_as_the_plan() -> None:
+    import json
+
+    plan = _plan()
+    data = json.loads(json.dumps(plan.as_dict()))
+    assert data["schema"] == "holdall.plan/1"
+    assert (data["verdict"], data["exit_code"]) == ("does not fit", 2)
+    assert data["buffer"]["bytes"] == 300_000 * 42_628
+    assert data["change"]["title"] == "keep the experience in holdall's buffer"
+    assert data["phases"][1]["bytes"] == plan.phases[1].nbytes
+
+
+class _Tags(HTMLParser):
+    """Counts open tags, and collects what would be fetched."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.fetched: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.fetched += [str(value) for name, value in attrs if name in {"src", "href"}]
+        if tag not in {"meta", "br"}:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_stands_alone_and_escapes_what_the_user_wrote() -> None:
+    text = page(_plan(name="<script>alert(1)</script>"))
+    tags = _Tags()
+    tags.feed(text)
+    assert tags.open == []
+    assert tags.fetched == []
+    assert "<script" not in text
+    assert "prefers-color-scheme: dark" in text
+    assert text.count("<svg") >= 3
+
+
+def test_both_units_are_named() -> None:
+    assert both_units(12_787_200_000) == "12.79 GB = 11.91 GiB"
+    assert both_units(5_000_000) == "5.0 MB = 4.8 MiB"

@@ -1,0 +1,152 @@
+"""Configuration files: holdall's own and rl-zoo's, read as data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdall.errors import ArgumentError
+from holdall.plan.files import read_file
+from holdall.plan.literal import read_literal
+from holdall.plan.settings import count_of, spec_of
+
+ZOO = """
+atari:
+  env_wrapper:
+    - stable_baselines3.common.atari_wrappers.AtariWrapper
+  frame_stack: 4
+  policy: 'CnnPolicy'
+  n_timesteps: !!float 1e7
+  buffer_size: 100000
+  batch_size: 32
+  learning_rate: !!float 1e-4
+  optimize_memory_usage: False
+CartPole-v1:
+  n_timesteps: !!float 5e4
+  policy: 'MlpPolicy'
+  buffer_size: 100000
+  policy_kwargs: "dict(net_arch=[256, 256], activation_fn=nn.ReLU)"
+  replay_buffer_kwargs: "dict(handle_timeout_termination=False)"
+"""
+
+
+def _file(tmp_path: Path, name: str, text: str) -> Path:
+    path = tmp_path / name
+    path.write_text(text)
+    return path
+
+
+def test_toml_is_read_by_the_names_of_the_options(tmp_path: Path) -> None:
+    text = 'algo = "sac"\ncapacity = 4e5\naction = 8\n[obs]\nimage = "84x84x3:uint8"\nvector = 31\n'
+    spec, environment = spec_of(read_file(_file(tmp_path, "run.toml", text)))
+    assert environment is None
+    assert (spec.algo, spec.capacity, spec.policy_name) == ("sac", 400_000, "MultiInputPolicy")
+    assert spec.layout().bytes_per_transition == 42_628
+
+
+def test_yaml_says_the_same(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    text = "algo: sac\ncapacity: 4e5\naction: 8\nobs: {image: '84x84x3:uint8', vector: 31}\n"
+    spec, _ = spec_of(read_file(_file(tmp_path, "run.yml", text)))
+    assert (spec.capacity, spec.layout().nbytes) == (400_000, 400_000 * 42_628)
+
+
+def test_rl_zoo_entries_are_found_by_environment(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    path = _file(tmp_path, "dqn.yml", ZOO)
+    cart = read_file(path, env="CartPole-v1")
+    assert cart["policy_kwargs"] == {"net_arch": [256, 256], "activation_fn": "ReLU"}
+    assert cart["handle_timeout_termination"] is False
+    atari, _ = spec_of(read_file(path, env="SeaquestNoFrameskip-v4") | {"action": "discrete(18)"})
+    assert (atari.algo, atari.frame_stack, atari.wrapper, atari.capacity) == ("dqn", 4, "atari", 100_000)
+    assert atari.layout().arrays[0].shape == (100_000, 1, 84, 84, 4)
+
+
+def test_an_environment_that_rl_zoo_does_not_have_is_named(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ArgumentError, match="Pendulum"):
+        read_file(_file(tmp_path, "dqn.yml", ZOO), env="Pendulum-v1")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "named"),
+    [
+        ("a.toml", "algo = ", "TOML"),
+        ("a.toml", 'algo = "sac"\nroom = 3\n', "room"),
+        ("a.yml", "- 1\n- 2\n", "table"),
+        ("a.yml", "a: [", "YAML"),
+    ],
+)
+def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str, named: str) -> None:
+    pytest.importorskip("yaml")
+    with pytest.raises(ArgumentError, match=named):
+        read_file(_file(tmp_path, name, text))
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="nowhere"):
+        read_file(tmp_path / "nowhere.toml")
+
+
+def test_yaml_runs_no_code(tmp_path: Path) -> None:
+    pytest.importorskip("yaml")
+    made = tmp_path / "made"
+    with pytest.raises(ArgumentError, match="YAML"):
+        read_file(_file(tmp_path, "a.yml", f"algo: !!python/object/apply:os.mkdir ['{made}']\n"))
+    assert not made.exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("dict(net_arch=dict(pi=[64, 64], vf=[64, 64]), ortho_init=False)",
+         {"net_arch": {"pi": [64, 64], "vf": [64, 64]}, "ortho_init": False}),
+        ("dict(log_std_init=-2, activation_fn=nn.Tanh)", {"log_std_init": -2, "activation_fn": "Tanh"}),
+        ("{'a': (1, 2 * 3)}", {"a": [1, 6]}),
+    ],
+)  # fmt: skip
+def test_values_written_as_python_are_data(text: str, value: Any) -> None:
+    assert read_literal(text, "policy_kwargs") == value
+
+
+@pytest.mark.parametrize(
+    "text", ["__import__('os').getcwd()", "dict(a=open('x'))", "dict(**{})", "[x for x in 'ab']", "dict(", "f(1)"]
+)
+def test_calls_are_refused(text: str) -> None:
+    with pytest.raises(ArgumentError, match="policy_kwargs"):
+        read_literal(text, "policy_kwargs")
+
+
+@pytest.mark.parametrize(
+    ("given", "count"), [("1e6", 1_000_000), ("400_000", 400_000), (5, 5), ("1,000", 1000), (2.0, 2)]
+)
+def test_counts_are_read_as_people_write_them(given: Any, count: int) -> None:
+    assert count_of(given, "capacity") == count
+
+
+@pytest.mark.parametrize("given", ["1.5", "many", True, "nan", "inf", ""])
+def test_counts_are_whole_numbers(given: Any) -> None:
+    with pytest.raises(ArgumentError, match="capacity"):
+        count_of(given, "capacity")
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({}, "algo"),
+        ({"algo": "rainbow"}, "rainbow"),
+        ({"algo": "sac"}, "obs"),
+        ({"algo": "sac", "obs": "4"}, "action"),
+        ({"algo": "dqn", "obs": "4", "action": 8}, "discrete"),
+        ({"algo": "sac", "obs": "4", "action": "discrete(3)"}, "continuous"),
+        ({"algo": "sac", "obs": "4", "action": 1, "num_envs": 0}, "num_envs"),
+        ({"algo": "sac", "obs": "4", "action": 1, "vec_env": "threads"}, "vec_env"),
+        ({"algo": "sac", "obs": "4", "action": 1, "preloads": "yes"}, "preloads"),
+        ({"algo": "sac", "obs": "4", "action": 1, "policy_kwargs": 3}, "policy_kwargs"),
+    ],
+)
+def test_settings_that_make_no_run_say_what_is_wrong(settings: dict[str, Any], named: str) -> None:
+    with pytest.raises(ArgumentError, match=named):
+        spec_of(settings)

@@ -1,0 +1,89 @@
+"""Spaces as text: what people write becomes the space that they mean, or an error that says how to write it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall.errors import ArgumentError
+from holdall.plan.spacetext import describe, has_images, parse_observation, parse_space, restore, stacked
+
+
+@pytest.mark.parametrize(
+    ("text", "space"),
+    [
+        ("84x84x3:uint8", spaces.Box(0, 255, (84, 84, 3), np.uint8)),
+        ("31", spaces.Box(-np.inf, np.inf, (31,), np.float32)),
+        ("5:float64", spaces.Box(-np.inf, np.inf, (5,), np.float64)),
+        ("discrete(4)", spaces.Discrete(4)),
+        ("multibinary(6)", spaces.MultiBinary(6)),
+        ("MultiDiscrete(3, 4)", spaces.MultiDiscrete([3, 4])),
+    ],
+)
+def test_text_is_read_as_the_space_it_names(text: str, space: spaces.Space[Any]) -> None:
+    assert parse_space(text, "obs") == space
+
+
+@pytest.mark.parametrize(
+    "text", ["", "84x", "x84", "4:float99", "4:object", "0x4", "discrete(0)", "discrete(4,5)", "box(3)", "-3", "9" * 30]
+)
+def test_text_that_is_no_space_is_refused_with_how_to_write_one(text: str) -> None:
+    with pytest.raises(ArgumentError, match="obs"):
+        parse_space(text, "obs")
+
+
+def test_names_make_a_dict() -> None:
+    found = parse_observation(["image=84x84x3:uint8", "vector=31"])
+    assert isinstance(found, spaces.Dict)
+    assert {key: child.shape for key, child in found.spaces.items()} == {"image": (84, 84, 3), "vector": (31,)}
+
+
+@pytest.mark.parametrize("texts", [[], ["3", "4"], ["a=3", "a=4"], ["=3", "b=2"]])
+def test_several_spaces_need_a_name_each(texts: list[str]) -> None:
+    with pytest.raises(ArgumentError):
+        parse_observation(texts)
+
+
+@pytest.mark.parametrize(
+    "space",
+    [
+        spaces.Box(0, 255, (4, 5, 3), np.uint8),
+        spaces.Box(-2.0, 3.5, (), np.float64),
+        spaces.Discrete(5),
+        spaces.MultiBinary([2, 3]),
+        spaces.MultiDiscrete([2, 9]),
+        spaces.Dict({"b": spaces.Discrete(2), "a": spaces.Box(0, 1, (3,), np.float32)}),
+    ],
+)
+def test_a_space_survives_the_way_to_another_process(space: spaces.Space[Any]) -> None:
+    assert restore(describe(space)) == space
+
+
+def test_a_space_that_cannot_be_stored_is_not_described() -> None:
+    with pytest.raises(ArgumentError, match="Text"):
+        describe(spaces.Text(5))
+
+
+def test_stacks_join_frames_as_stable_baselines3_does() -> None:
+    vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
+    from holdall.plan.algorithm import SpaceEnv
+
+    for space in (
+        spaces.Box(0, 255, (8, 9, 1), np.uint8),
+        spaces.Box(0, 255, (1, 8, 9), np.uint8),
+        spaces.Box(-1, 1, (5,), np.float32),
+        spaces.Dict({"image": spaces.Box(0, 255, (8, 9, 3), np.uint8), "v": spaces.Box(-1, 1, (5,), np.float32)}),
+    ):
+        made = vec_env.VecFrameStack(vec_env.DummyVecEnv([lambda s=space: SpaceEnv(s, spaces.Discrete(2))]), 4)
+        assert stacked(space, 4) == made.observation_space
+    with pytest.raises(ArgumentError, match="frame_stack"):
+        stacked(spaces.Discrete(3), 4)
+
+
+def test_images_are_what_stable_baselines3_convolves() -> None:
+    assert has_images(spaces.Dict({"v": spaces.Discrete(2), "i": spaces.Box(0, 255, (8, 9, 3), np.uint8)}))
+    assert not has_images(spaces.Box(0, 1, (8, 9, 3), np.float32))
+    assert not has_images(spaces.Box(0, 100, (8, 9, 3), np.uint8))
