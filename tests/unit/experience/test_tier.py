@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.experience import segment
+from holdall.experience import segment, tier
 from holdall.experience.budget import Budget
 from holdall.experience.codec import Codec, Method, Transform
 from holdall.experience.kernels import chosen_kernels
@@ -78,19 +78,20 @@ class Memory:
         self.tiers = tiers
         self.blocks: deque[SliceBlock] = deque()
 
-    def evict(self) -> bool:
-        if self.blocks:
-            self.tiers.forget([self.blocks.popleft()])
-            return True
-        return False
+    def evict(self) -> int | None:
+        if not self.blocks:
+            return None
+        oldest = self.blocks.popleft()
+        self.tiers.forget([oldest])
+        return 0 if oldest.sealed is None else oldest.sealed.disk_bytes
 
     def keep(self, frozen: FrozenBlock, raw: int, closed: int = MUCH) -> None:
         self.blocks.append(frozen.block)
         self.tiers.keep(frozen)
         self.settle(raw, closed)
 
-    def settle(self, raw: int, closed: int) -> None:
-        self.tiers.settle(Allowance(raw, closed), self.evict)
+    def settle(self, raw: int, closed: int, at_most: int | None = None) -> None:
+        self.tiers.settle(Allowance(raw, closed, closed if at_most is None else at_most), self.evict)
 
 
 # ---------------------------------------------------------------- raw
@@ -247,6 +248,52 @@ def test_blocks_leave_early_while_the_disk_takes_none() -> None:
     held = list(memory.blocks)
     memory.settle(0, 0)
     assert list(memory.blocks) == held, "from then on they are spilled again, and none leaves early"
+
+
+def test_a_full_disk_costs_a_file_of_what_lies_on_it_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What lies on disk takes no memory: giving it up makes room there, for what is to be spilled."""
+    monkeypatch.setattr(tier, "_WORTH_TRYING_BYTES", 250)  # a block has 100 bytes on disk
+    sealer = Waiting()
+    memory = Memory(tiers := Tiers(sealer, spills=True))
+    blocks = [frozen_block(10) for _ in range(12)]
+    for block in blocks[:10]:
+        memory.blocks.append(block.block)
+        move_to_disk(block.block)
+    for block in blocks[10:]:
+        memory.keep(block, 0, 0)
+        seal(block.block, 60)
+        tiers.take_back(block.block)
+    memory.settle(0, 100)
+    assert [spilled.block for spilled in sealer.spilled] == [blocks[10].block]
+    tiers.take_back(blocks[10].block)  # the disk is full
+    memory.settle(0, 100, at_most=150)
+    assert len(memory.blocks) == 9, "as many as make room on disk"
+    tiers.take_back(blocks[10].block)  # and still is
+    memory.settle(0, 100, at_most=80)
+    assert len(memory.blocks) == 1, "memory counts for more than the disk"
+
+
+def test_blocks_that_a_disk_did_not_take_are_tried_again_in_their_order() -> None:
+    """Those that waited behind the one that failed come back with it."""
+    sealer = Waiting()
+    memory = Memory(tiers := Tiers(sealer, spills=True))
+    blocks = [frozen_block(10) for _ in range(4)]
+    for block in blocks:
+        memory.keep(block, 0, MUCH)
+        seal(block.block, 60)
+        tiers.take_back(block.block)
+    memory.settle(0, 0)
+    assert [spilled.block for spilled in sealer.spilled] == [block.block for block in blocks]
+    tiers.take_back(blocks[0].block)
+    assert sealer.withdrawn == {id(block.block) for block in blocks[1:]}
+    sealer.spilled.clear()
+    for block in blocks:
+        memory.settle(0, 0, at_most=MUCH)
+        tiers.keep(frozen_block(0))
+        assert sealer.spilled.pop().block is block.block
+        move_to_disk(block.block)
+        tiers.take_back(block.block)
+        sealer.spilled.clear()
 
 
 def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> None:
