@@ -31,6 +31,7 @@ from holdall.testing.strategies import streams
 KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 KEPT_BATCHES = 3
 PATIENCE_S = 20
+QUICK_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync takes no time
 
 seeds = st.integers(0, 2**32 - 1)
 
@@ -82,7 +83,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.leaves_early = budget == "1GiB" and not spills
         if budget == "1GiB" or spills:
             self.patch.setattr(Budget, "closed_allowed", lambda *_: closed_bytes)
-        self.folder = Path(tempfile.mkdtemp()) if spills else None
+        self.folder = Path(tempfile.mkdtemp(dir=QUICK_DISK)) if spills else None
         self.stream = stream
         lanes = stream.num_envs
         capacity = capacity_ticks * lanes + remainder % lanes
