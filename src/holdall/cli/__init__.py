@@ -6,15 +6,12 @@ Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 
 
 import typer
 
-from holdall.cli import demo, lint, plan
-from holdall.cli.verbosity import OneLineErrors, Verbose
+from holdall.cli.commands import CommandsByName
+from holdall.cli.verbosity import Verbose
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
-app.command()(demo.demo)
-app.command()(lint.lint)
-app.command()(plan.plan)
+app = typer.Typer(cls=CommandsByName, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()
