@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import MissingPackageError
+from holdall.lint.rule import REFERENCE
 from holdall.lint.run import Run
+from holdall.lint.sizes import need
 from holdall.lint.source.hyperparameters import YamlError, read_runs
 from holdall.lint.values import UNKNOWN, Reference
 
@@ -40,6 +42,33 @@ def test_a_flat_file_names_its_algorithm() -> None:
     entry = run("algo: ppo\nn_envs: 8\nn_steps: 128\npolicy: CnnPolicy", "mine.yaml")
     assert (entry.title, entry.algorithm.name) == ("mine", "PPO")
     assert entry.environments.number == 8
+
+
+def test_a_file_of_holdall_plan_says_what_is_observed_too() -> None:
+    entry = run(
+        "algo: sac\nobs: {image: '84x84x3:uint8', vector: 31}\naction: 8\ncapacity: 400000\nnum_envs: 4\n"
+        "vec_env: subproc\ntotal_timesteps: 1000000\nhandle_timeout_termination: false",
+        "dog.yaml",
+    )
+    assert entry.whole("buffer_size") == 400_000
+    assert entry.environments.number == 4
+    assert entry.environments.vector == "subproc"
+    assert entry.environments.observation is not None
+    assert entry.environments.action is not None
+    assert entry.environments.observation.nbytes == 84 * 84 * 3 + 31 * 4
+    assert entry.environments.action.nbytes == 32
+    assert entry.total_timesteps == 1_000_000
+    assert entry.value("replay_buffer_kwargs") == {"handle_timeout_termination": False}
+    needed = need(entry, REFERENCE)
+    assert needed is not None
+    # Without timeouts to handle their array is allocated, and never touched.
+    assert needed.layout.nbytes == 400_000 * 42_628
+    assert needed.resident_bytes == 400_000 * 42_624
+
+
+@pytest.mark.parametrize("obs", ["nonsense", "[1, 2]", "84y84"])
+def test_a_space_that_cannot_be_read_is_unknown(obs: str) -> None:
+    assert run(f"algo: ppo\nobs: '{obs}'\naction: 8").environments.observation is None
 
 
 def test_atari_frames_and_their_stack_are_known() -> None:

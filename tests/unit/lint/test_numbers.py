@@ -35,7 +35,7 @@ NUMBERS: dict[str, dict[str, int | float | str]] = {
     "M01": {"needed_bytes": 1_000_000 * STEP, "limit_bytes": 32 * GIB},
     "M02": {"needed_bytes": 700_000 * STEP, "limit_bytes": 32 * GIB},
     "M03": {"needed_bytes": 500_000 * STEP, "limit_bytes": 16 * GIB, "ram_bytes": 32 * GIB},
-    "M04": {"rollout_bytes": 16_384 * (4 * 4 * FRAME + 4 + 6 * 4), "saved_bytes": 3 * 16_384 * 4 * FRAME},
+    "M04": {"rollout_bytes": 4096 * (4 * 4 * FRAME + 4 + 6 * 4), "saved_bytes": 3 * 4096 * 4 * FRAME},
     "M05": {"rollout_bytes": 40_000 * ROLL, "flatten_bytes": 40_000 * 4 * FRAME, "limit_bytes": 32 * GIB},
     "M06": {"bytes_per_step": 84 * 84 * 3 * 4, "narrow_bytes_per_step": 84 * 84 * 3},
     "M07": {"repeated_bytes": 400_000 * (84 * 84 * 3 + 31 * 4), "needed_bytes": 400_000 * STEP, "times": 2},

@@ -189,6 +189,14 @@ class OptimiseWithTimeouts(RunRule):
             )
             """
         ),
+        Case('from stable_baselines3 import DQN\nDQN("CnnPolicy", "PongNoFrameskip-v4", buffer_size=100_000)'),
+        Case(
+            """
+            from holdall.sb3 import ReplayBuffer
+            from stable_baselines3 import DQN
+            DQN("CnnPolicy", "P", buffer_size=9, optimize_memory_usage=True, replay_buffer_class=ReplayBuffer)
+            """
+        ),
     )
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:

@@ -52,9 +52,9 @@ class RolloutStoresFloats(RunRule):
     severity = Severity.WARNING
     why = "Up to version 2.7.0 a rollout holds every observation as float32: four bytes for each byte of an image."
     fix = "Upgrade: `pip install 'stable-baselines3>=2.7.1'` stores images as they are."
-    BAD: ClassVar = (screen(_screens(2, "n_steps=8192"), sb3=(2, 7, 0)),)
+    BAD: ClassVar = (screen(_screens(2, "n_steps=2048"), sb3=(2, 7, 0)),)
     GOOD: ClassVar = (
-        screen(_screens(2, "n_steps=8192"), sb3=(2, 7, 1)),
+        screen(_screens(2, "n_steps=2048"), sb3=(2, 7, 1)),
         Case('from stable_baselines3 import PPO\nPPO("MlpPolicy", "CartPole-v1")', machine={"sb3": (2, 7, 0)}),
     )
 

@@ -1,6 +1,7 @@
-"""The runs of a YAML file of hyperparameters, as rl-baselines3-zoo writes them.
+"""The runs of a YAML file of hyperparameters, as rl-baselines3-zoo or `holdall plan` has them.
 
-In:  YAML text: entries by environment, each with the arguments of one algorithm; or one flat entry with `algo`.
+In:  YAML text: entries by environment, each with the arguments of one algorithm; or one flat entry with `algo`, in the
+     zoo's words or in those of `holdall plan`, which also say what is observed.
 Out: one Run for each entry whose algorithm is known. Nothing in the file is executed: strings such as
 "dict(net_arch=[64])" are read as syntax.
 """
@@ -9,24 +10,35 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
 
-from holdall.errors import MissingPackageError
+from holdall.errors import HoldallError, MissingPackageError
 from holdall.lint.algorithms import Algorithm, nicknamed
 from holdall.lint.finding import Place
 from holdall.lint.run import Environments, Learn, Run, Setting, Space
 from holdall.lint.source.evaluate import Evaluator
 from holdall.lint.source.script import Script
-from holdall.lint.source.spaces import atari
+from holdall.lint.source.spaces import atari, space_of
 from holdall.lint.values import UNKNOWN, Reference, whole
+from holdall.plan.spacetext import parse_observation
 
 _ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
-_MARKS = frozenset({"policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"})
+_MARKS = frozenset(
+    {"capacity", "obs", "policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"}
+)
 # Keys of the zoo that are not arguments of an algorithm.
 _NOT_ARGUMENTS = frozenset(
     {"n_timesteps", "n_envs", "frame_stack", "env_wrapper", "vec_env_wrapper", "normalize", "callback"}
 )
+# The words of `holdall plan` for what the zoo, or an algorithm, calls otherwise.
+_RENAMED = {
+    "buffer_class": "replay_buffer_class",
+    "capacity": "buffer_size",
+    "num_envs": "n_envs",
+    "total_timesteps": "n_timesteps",
+}
 _HER = "stable_baselines3.her.her_replay_buffer.HerReplayBuffer"
 
 Entry = Mapping[str, Setting]
@@ -51,7 +63,7 @@ def _runs(text: str, path: str) -> Iterator[Run]:
         return
     stem = PurePath(path).stem
     if _is_entry(document) and (algorithm := _algorithm(document, stem)):
-        yield _run(stem, algorithm, document)
+        yield _run(stem, algorithm, {_RENAMED.get(name, name): value for name, value in document.items()})
         return
     for title, setting in document.items():
         entry = setting.value
@@ -73,7 +85,10 @@ def _algorithm(entry: Entry, stem: str) -> Algorithm | None:
 def _run(title: str, algorithm: Algorithm, entry: Entry) -> Run:
     place = min(setting.place for setting in entry.values())
     given = {name: _converted(name, setting) for name, setting in entry.items() if name not in _NOT_ARGUMENTS}
-    steps = entry.get("n_timesteps", entry.get("total_timesteps"))
+    if "handle_timeout_termination" in entry:
+        handles = entry["handle_timeout_termination"]
+        given["replay_buffer_kwargs"] = replace(handles, value={"handle_timeout_termination": handles.value})
+    steps = entry.get("n_timesteps")
     learns = (Learn(steps, (), steps.place),) if steps else ()
     return Run(title, algorithm, given, _environments(entry, place), learns, place)
 
@@ -86,15 +101,40 @@ def _environments(entry: Entry, place: Place) -> Environments:
         return Environments(count=count, place=place)
     return Environments(
         count=count,
-        vector="single" if count == 1 else "dummy",
+        vector=_vector(entry, count),
+        start_method=entry["start_method"].value if "start_method" in entry else None,
         observation=observation.stacked(stack) if observation else None,
+        action=_space(entry, "action"),
         stack=stack,
         place=place,
     )
 
 
+def _vector(entry: Entry, count: object) -> str:
+    if "vec_env" in entry:
+        return str(entry["vec_env"].value)
+    return "single" if count == 1 else "dummy"
+
+
+def _space(entry: Entry, name: str) -> Space | None:
+    """Return a space that is written as `holdall plan` takes it: `84x84x3:uint8`, or several of them by key."""
+    if name not in entry:
+        return None
+    given = _plain(entry[name].value)
+    if isinstance(given, dict):
+        texts = [f"{key}={text}" for key, text in given.items()]
+    else:
+        texts = [str(text) for text in (given if isinstance(given, list) else [given])]
+    try:
+        return space_of(parse_observation(texts, name), name, entry[name].place)
+    except HoldallError:
+        return None
+
+
 def _observation(entry: Entry, place: Place) -> Space | None:
-    """Return the observations that wrappers settle, whatever the environment: Atari's."""
+    """Return the observations that are written out, or that wrappers settle whatever the environment: Atari's."""
+    if "obs" in entry:
+        return _space(entry, "obs")
     wrappers = entry["env_wrapper"].value if "env_wrapper" in entry else None
     names = wrappers if isinstance(wrappers, list) else [wrappers]
     is_atari = names == ["stable_baselines3.common.atari_wrappers.AtariWrapper"]
@@ -104,14 +144,19 @@ def _observation(entry: Entry, place: Place) -> Space | None:
 
 def _converted(name: str, setting: Setting) -> Setting:
     """Return a value as the zoo hands it to the algorithm."""
-    value = setting.value
-    if isinstance(value, dict):
-        value = {key: inner.value if isinstance(inner, Setting) else inner for key, inner in value.items()}
+    value = _plain(setting.value)
     if name == "replay_buffer_class" and isinstance(value, str):
         value = Reference(_HER) if value == "HerReplayBuffer" else UNKNOWN
     elif name in {"policy_kwargs", "replay_buffer_kwargs"} and isinstance(value, str):
         value = _expression(value)
     return Setting(value, setting.place)
+
+
+def _plain(value: object) -> object:
+    """Return a mapping of settings as a mapping of their values."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner.value if isinstance(inner, Setting) else inner for key, inner in value.items()}
 
 
 def _expression(text: str) -> object:

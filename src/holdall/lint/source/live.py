@@ -5,15 +5,15 @@ In:  a model, and what `learn` will get.  Out: a Run. The framework is not impor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdall.errors import ArgumentError, HoldallError
+from holdall.errors import ArgumentError
 from holdall.lint.algorithms import ALGORITHMS, Algorithm
 from holdall.lint.finding import Place
-from holdall.lint.run import Callback, Environments, Learn, Run, Setting, Space
+from holdall.lint.run import Callback, Environments, Learn, Run, Setting
+from holdall.lint.source.spaces import space_of
 from holdall.lint.values import UNKNOWN, Reference
-from holdall.plan.buffers import leaves_of
 
 _VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc"}
 _POLICIES = {
@@ -64,8 +64,8 @@ def _environments(model: Any, place: Place) -> Environments:
     return Environments(
         count=model.n_envs,
         vector=vector,
-        observation=_space(model.observation_space, "observation_space", place),
-        action=_space(model.action_space, "action_space", place),
+        observation=space_of(model.observation_space, "observation_space", place),
+        action=space_of(model.action_space, "action_space", place),
         stack=next((_stack(layer) for layer in _unwrapped(env) if _name(layer) == "VecFrameStack"), 1),
         place=place,
         origin=None if env is None else id(env),
@@ -84,20 +84,6 @@ def _unwrapped(env: Any) -> Iterator[Any]:
     while env is not None:
         yield env
         env = getattr(env, "venv", None)
-
-
-def _space(space: Any, argument: str, place: Place) -> Space | None:
-    try:
-        leaves = leaves_of(space, argument)
-    except HoldallError:
-        return None
-    children: Mapping[str, Any] = space.spaces if hasattr(space, "spaces") else {"": space}
-    bounds = {
-        name: (float(child.low.min()), float(child.high.max()))
-        for name, child in children.items()
-        if hasattr(child, "low") and hasattr(child, "high") and child.low.size
-    }
-    return Space(leaves, hasattr(space, "spaces"), place, bounds)
 
 
 def _callbacks(callbacks: Iterable[Any], place: Place) -> Iterator[Callback]:

@@ -1,19 +1,22 @@
-"""Spaces as a script writes them: `spaces.Box(0, 255, (84, 84, 3), np.uint8)`.
+"""Spaces as a script writes them: `spaces.Box(0, 255, (84, 84, 3), np.uint8)`, and as gymnasium has them.
 
-In:  an expression that makes a space.  Out: its leaves and bounds, or None where a part is not known.
+In:  an expression that makes a space, or a space.  Out: its leaves and bounds, or None where a part is not known.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import numpy as np
 
+from holdall.errors import HoldallError
 from holdall.lint.finding import Place
 from holdall.lint.run import Space
 from holdall.lint.source.evaluate import Evaluator
 from holdall.lint.values import UNKNOWN, Reference, whole
+from holdall.plan.buffers import leaves_of
 from holdall.schema import Leaf
 
 _DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -31,6 +34,21 @@ def box(name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
 def atari(place: Place) -> Space:
     """Return what AtariWrapper gives: one grey frame of 84 x 84."""
     return Space((box("", ATARI_SHAPE, "uint8"),), is_dict=False, place=place, bounds={"": (0, 255)})
+
+
+def space_of(space: Any, argument: str, place: Place) -> Space | None:
+    """Return a gymnasium space as leaves and bounds; None if Stable-Baselines3 cannot store it."""
+    try:
+        leaves = leaves_of(space, argument)
+    except HoldallError:
+        return None
+    children: Mapping[str, Any] = space.spaces if hasattr(space, "spaces") else {"": space}
+    bounds = {
+        name: (float(child.low.min()), float(child.high.max()))
+        for name, child in children.items()
+        if hasattr(child, "low") and hasattr(child, "high") and child.low.size
+    }
+    return Space(leaves, hasattr(space, "spaces"), place, bounds)
 
 
 def read_space(evaluator: Evaluator, node: ast.expr | None) -> Space | None:
