@@ -21,3 +21,12 @@ def test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors() -> Non
     assert model._n_updates > 50  # type: ignore[attr-defined]  # made by the program
     scaled = model.replay_buffer.sampler.state()["scaled"]  # type: ignore[attr-defined]  # likewise
     assert len({float(number) for number in scaled[:400]}) > 100, "no errors were told"
+
+
+def test_the_loop_in_rollouts_md_collects_and_reads_three_rollouts() -> None:
+    """The whole program under "In your own loop"."""
+    programs = re.findall(r"```python\n(.*?)```", (DOCS / "rollouts.md").read_text(), re.DOTALL)
+    names: dict[str, object] = {}
+    exec(compile(programs[0], "docs/rollouts.md", "exec"), names)
+    assert names["rollout"].is_full  # type: ignore[attr-defined]  # made by the program
+    assert names["update"] == 2

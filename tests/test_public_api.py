@@ -30,6 +30,7 @@ PUBLIC = [
     "SpaceError",
     "TransitionIdError",
     "Uniform",
+    "threads",
 ]
 
 HEAVY = ["ray", "rich", "stable_baselines3", "torch", "typer"]

@@ -1,5 +1,6 @@
 """holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory."""
 
+from holdall import threads
 from holdall.batch import Batch, RolloutBatch
 from holdall.checkpoint.handle import Checkpoint, SaveHandle
 from holdall.errors import (
@@ -47,5 +48,6 @@ __all__ = [
     "SpaceError",
     "TransitionIdError",
     "Uniform",
+    "threads",
 ]
 __version__ = "0.1.0"

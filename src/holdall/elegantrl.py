@@ -7,9 +7,9 @@ device memory only if it brings more than any update before, and never holds the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError, MissingPackageError
 
@@ -26,6 +26,8 @@ _GROWTH = 1.5
 _REWARDS = 1  # ElegantRL's order: states, rewards, masks, actions, noises
 
 Trajectory = Sequence[torch.Tensor]
+Item = tuple[torch.Tensor, ...]
+"""What all workers bring of one kind."""
 
 
 class _Section(NamedTuple):
@@ -39,6 +41,29 @@ class _Section(NamedTuple):
     def of(self, memory: torch.Tensor) -> torch.Tensor:
         """View the section in memory that begins with the first one."""
         return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
+
+
+class _Together:
+    """Short items that lie one after another: joined in one slot, sent in one copy."""
+
+    def __init__(self, which: list[int], sections: list[_Section], memory: torch.Tensor) -> None:
+        self.which = which
+        self._start = sections[which[0]].start
+        end = sections[which[-1]].start + sections[which[-1]].nbytes
+        self._sections = [sections[i]._replace(start=sections[i].start - self._start) for i in which]
+        self._target = memory[self._start : end]
+        self._views_by_place: dict[int, list[torch.Tensor]] = {}  # making a view costs as much as a short copy
+
+    def send(self, items: list[Item], ring: PinnedRing) -> list[torch.Tensor]:
+        """Start the copy; return the items as they stand on the host."""
+        staged = ring.take(len(self._target))
+        views = self._views_by_place.get(staged.data_ptr())
+        if views is None:
+            views = self._views_by_place[staged.data_ptr()] = [section.of(staged) for section in self._sections]
+        for i, view in zip(self.which, views, strict=True):
+            torch.cat(items[i], out=view)
+        self._target.copy_(staged, non_blocking=True)
+        return views
 
 
 class TrajectoryBuffer(list[torch.Tensor]):
@@ -65,76 +90,94 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
         self._ring = PinnedRing(self.device, slot_bytes) if self.device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+        self._given: list[Any] = []  # what the last update was given, but for the numbers
         self._sections: list[_Section] = []
+        self._together: list[_Together] = []
+        self._in_pieces: list[int] = []
+        self._there_already: list[int] = []
 
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
         """Take over trajectories; return the number of steps and the mean reward.
 
         The mean of rewards on the CPU is taken there, so nothing waits for the device.
         """
-        items = _transposed(traj_list)
-        self._lay_out(items)
+        given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
+        if given != self._given:
+            items = _transposed(traj_list)
+            self._given = []  # if memory runs out, what is held is not what was given
+            self._lay_out(items)
+            self._given = given
+        items = list(zip(*traj_list, strict=True))
+        rewards = self[_REWARDS]
         if self._ring is None:
-            for item, tensor in zip(items, self, strict=True):
-                torch.cat(item, out=tensor)
+            self._there(items, range(len(items)))
         else:
-            self._upload(items, self._ring)
-        rewards = items[_REWARDS]
-        mean = self[_REWARDS] if self._ring is None or rewards[0].is_cuda else torch.cat(rewards)
-        return self[_REWARDS].shape[0], mean.mean().item()
+            rewards = self._upload(items, self._ring)
+        return self[_REWARDS].shape[0], rewards.mean().item()
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the device."""
         return self._memory.nbytes
 
-    def _lay_out(self, items: list[list[torch.Tensor]]) -> None:
+    def _lay_out(self, items: list[Item]) -> None:
         """Give every item its section, in the memory that is there or, if that is too small, in more."""
         sections, start = [], 0
         for item in items:
             shape = (sum(len(tensor) for tensor in item), *item[0].shape[1:])
             sections.append(_Section(shape, item[0].dtype, start, prod(shape) * item[0].itemsize))
             start += -(-sections[-1].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        if sections == self._sections:
-            return
-        self.clear()
-        if start > self._memory.nbytes:
-            most = int(_GROWTH * self._memory.nbytes)
-            # What it holds is about to be overwritten, so it goes before more is taken.
-            self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
-            self._memory = torch.empty(max(start, most), dtype=torch.uint8, device=self.device)
-        self._sections = sections
-        self.extend(section.of(self._memory) for section in sections)
+        if sections != self._sections:
+            self.clear()
+            self._sections = []
+            if start > self._memory.nbytes:
+                most = int(_GROWTH * self._memory.nbytes)
+                # What it holds is about to be overwritten, so it goes before more is taken.
+                self._together.clear()
+                self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
+                self._memory = torch.empty(max(start, most), dtype=torch.uint8, device=self.device)
+            self._sections = sections
+            self.extend(section.of(self._memory) for section in sections)
+        if self._ring is not None:
+            self._plan(items, self._ring.slot_bytes)
 
-    def _upload(self, items: list[list[torch.Tensor]], ring: PinnedRing) -> None:
-        """Copy items to the device: short ones together, long ones piece by piece, those there already as they are."""
-        together: list[int] = []
-        for i, item in enumerate(items):
-            if item[0].is_cuda:
-                torch.cat(item, out=self[i])
+    def _plan(self, items: list[Item], slot_bytes: int) -> None:
+        """Decide how each item comes to the device."""
+        self._there_already = [i for i, item in enumerate(items) if item[0].is_cuda]
+        self._in_pieces = [i for i, section in enumerate(self._sections) if section.nbytes > slot_bytes]
+        self._in_pieces = [i for i in self._in_pieces if i not in self._there_already]
+        runs: list[list[int]] = []
+        for i, section in enumerate(self._sections):
+            if i in self._there_already or i in self._in_pieces:
                 continue
-            first = self._sections[together[0] if together else i].start
-            if self._sections[i].start + self._sections[i].nbytes - first > ring.slot_bytes:
-                self._send_together(items, together, ring)
-                together = []
-            if self._sections[i].nbytes > ring.slot_bytes:
-                self._send_in_pieces(item, self._sections[i], ring)
+            follows = bool(runs) and runs[-1][-1] == i - 1
+            if follows and section.start + section.nbytes - self._sections[runs[-1][0]].start <= slot_bytes:
+                runs[-1].append(i)
             else:
-                together.append(i)
-        self._send_together(items, together, ring)
+                runs.append([i])
+        self._together = [_Together(run, self._sections, self._memory) for run in runs]
+
+    def _upload(self, items: list[Item], ring: PinnedRing) -> torch.Tensor:
+        """Copy all items to the device, the long ones first; return the rewards, from the host if they are there."""
+        rewards = None
+        for i in self._in_pieces:
+            self._send_in_pieces(items[i], self._sections[i], ring)
+        for together in self._together:
+            views = together.send(items, ring)
+            if _REWARDS in together.which:
+                rewards = views[together.which.index(_REWARDS)]
+        self._there(items, self._there_already)
+        if rewards is None:
+            rewards = torch.cat(items[_REWARDS]) if _REWARDS in self._in_pieces else self[_REWARDS]
         ring.next_slot()
+        return rewards  # where they are in a slot, nobody writes to it before the next update
 
-    def _send_together(self, items: list[list[torch.Tensor]], which: list[int], ring: PinnedRing) -> None:
-        """Send items that fit into one slot in one copy; sections of items left out in between are not touched."""
-        for run in _runs(which):
-            start, end = self._sections[run[0]].start, self._sections[run[-1]].start + self._sections[run[-1]].nbytes
-            staged = ring.take(end - start)
-            for i in run:
-                section = self._sections[i]
-                torch.cat(items[i], out=section._replace(start=section.start - start).of(staged))
-            self._memory[start:end].copy_(staged, non_blocking=True)
+    def _there(self, items: list[Item], which: Iterable[int]) -> None:
+        """Join items on the device that they are on."""
+        for i in which:
+            torch.cat(items[i], out=self[i])
 
-    def _send_in_pieces(self, item: list[torch.Tensor], section: _Section, ring: PinnedRing) -> None:
+    def _send_in_pieces(self, item: Item, section: _Section, ring: PinnedRing) -> None:
         """Fill one slot after another, each on its way while the next one is filled."""
         slot_bytes, at = ring.slot_bytes, section.start
         staged, used = ring.take(slot_bytes), 0
@@ -153,18 +196,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
         self._memory[at : at + used].copy_(staged[:used], non_blocking=True)
 
 
-def _runs(numbers: list[int]) -> list[list[int]]:
-    """Part ascending numbers into runs without gaps."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs
-
-
-def _transposed(traj_list: Sequence[Trajectory]) -> list[list[torch.Tensor]]:
+def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:
     """Return the tensors by kind instead of by worker, checked."""
     if not traj_list:
         raise ArgumentError("traj_list is empty; pass at least one trajectory")
@@ -174,7 +206,7 @@ def _transposed(traj_list: Sequence[Trajectory]) -> list[list[torch.Tensor]]:
         raise ArgumentError(
             f"traj_list has trajectories of {counts} items; all must have the same, states and rewards at least"
         )
-    items = [list(item) for item in zip(*traj_list, strict=True)]
+    items: list[Item] = list(zip(*traj_list, strict=True))
     for i, item in enumerate(items):
         first = item[0]
         for worker, tensor in enumerate(item):
