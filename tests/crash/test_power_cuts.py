@@ -133,7 +133,7 @@ MUTANTS: dict[str, tuple[tuple[tuple[str, str], ...], OpenPlace]] = {
 def test_a_protocol_that_leaves_a_step_out_is_caught(mutant: str) -> None:
     """The simulation finds each of these: it would find the same in the real one."""
     ignored, open_place = MUTANTS[mutant]
-    _, found = violations(history(5, ignored, open_place), most_at_a_cut=256, enough=1)
+    _, found = violations(history(4, ignored, open_place), most_at_a_cut=64, enough=1)
     assert found
 
 
@@ -158,7 +158,7 @@ def test_collecting_without_a_sync_in_between_is_caught() -> None:
     run = Run(disk)
     for _ in range(5):
         run.save()
-    _, found = violations(disk, most_at_a_cut=256, enough=1)
+    _, found = violations(disk, most_at_a_cut=64, enough=1)
     assert found
 
 

@@ -131,32 +131,41 @@ def encode(manifest: Manifest) -> bytes:
         "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
         "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
     }
-    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    return signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+
+
+def signed(text: bytes) -> bytes:
+    """Put the sum of a text behind it."""
     return text + b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n"
+
+
+def signed_text(raw: bytes) -> bytes:
+    """Return a text whose sum fits."""
+    text = raw[:-_SUM_LINE_BYTES]
+    if raw != signed(text):
+        raise DamageError("its checksum does not fit; it was cut short or damaged")
+    return text
 
 
 def decode(raw: bytes, name: str) -> Manifest:
     """Read a manifest, or say why it is none."""
-    text, line = raw[:-_SUM_LINE_BYTES], raw[-_SUM_LINE_BYTES:]
-    if line != b"\nsha256:" + hashlib.sha256(text).hexdigest().encode() + b"\n":
-        raise DamageError(f"manifest {name}: its checksum does not fit; it was cut short or damaged")
     try:
-        words = json.loads(text)
-        _require_readable(words, name)
+        words = json.loads(signed_text(raw))
+        _require_readable(words)
         return _decoded(words)
-    except DamageError:
-        raise
+    except DamageError as error:
+        raise DamageError(f"manifest {name}: {error}") from error
     except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         raise DamageError(f"manifest {name} makes no sense ({type(error).__name__}: {error})") from error
 
 
-def _require_readable(words: Any, name: str) -> None:
+def _require_readable(words: Any) -> None:
     if words["format"] != FORMAT:
-        raise DamageError(f"manifest {name} is of the format {words['format']!r}, none of holdall's")
+        raise DamageError(f"it is of the format {words['format']!r}, none of holdall's")
     unknown = sorted(set(words["features"]) - KNOWN_FEATURES)
     if words["version"] != VERSION or unknown:
         wants = f"version {words['version']!r}" + (f" with {', '.join(map(str, unknown))}" if unknown else "")
-        raise DamageError(f"manifest {name} is of {wants}, and this holdall reads version {VERSION}; upgrade it")
+        raise DamageError(f"it is of {wants}, and this holdall reads version {VERSION}; upgrade it")
 
 
 def _decoded(words: Any) -> Manifest:

@@ -16,7 +16,7 @@ import secrets
 from collections.abc import Iterable
 from typing import Protocol
 
-from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest
+from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest, signed, signed_text
 from holdall.errors import CheckpointError, DamageError
 
 MOST_FORMAT_BYTES = 4096
@@ -91,16 +91,16 @@ def data_name(epoch: str, sequence: int) -> str:
 def format_text() -> bytes:
     """Return the content of FORMAT."""
     words = {"format": FORMAT, "min_reader": VERSION, "version": VERSION}
-    return json.dumps(words, sort_keys=True).encode() + b"\n"
+    return signed(json.dumps(words, sort_keys=True).encode())
 
 
 def require_format(raw: bytes, url: str) -> None:
     """Refuse a place that is none of holdall's, or newer than this reader."""
     try:
-        words = json.loads(raw)
+        words = json.loads(signed_text(raw))
         known = words["format"] == FORMAT
         readable = known and type(words["min_reader"]) is int and words["min_reader"] <= VERSION
-    except (ValueError, KeyError, TypeError, RecursionError):
+    except (DamageError, ValueError, KeyError, TypeError, RecursionError):
         known = readable = False
     if not known:
         raise DamageError(f"{url}: its FORMAT file is damaged, or none of holdall's; choose another place")

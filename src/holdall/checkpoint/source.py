@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from holdall.checkpoint.local import LocalLibrary
+from holdall.checkpoint.local import LocalLibrary, told
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.place import require_files
 from holdall.errors import CheckpointError, DamageError
@@ -28,11 +28,12 @@ def newest(library: LocalLibrary, build: Callable[[Manifest], _T]) -> _T:
     Args:
         build: May refuse a checkpoint as damaged; then the one before it is tried.
     """
-    library.require()
-    sizes = library.file_sizes()
+    with told(library.url, "read"):
+        library.require()
+        sizes, numbers = library.file_sizes(), library.numbers()
     refused: list[str] = []
     first: Exception | None = None
-    for number in library.numbers():
+    for number in numbers:
         try:
             manifest = library.manifest(number)
             require_files(manifest, sizes)

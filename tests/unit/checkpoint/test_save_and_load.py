@@ -12,6 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, ClosedError, FencedError, Prioritized, ReplayMemory, Uniform
+from holdall.checkpoint.manifest import signed
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -186,7 +187,9 @@ def test_a_damaged_newest_checkpoint_is_passed_over(
     assert "checksum" in caplog.text
 
 
-@pytest.mark.parametrize("content", [None, b"{}", b"no json", b'{"format":"holdall checkpoint","min_reader":2}'])
+@pytest.mark.parametrize(
+    "content", [None, b"{}", b"no json", signed(b'{"format":"holdall checkpoint","min_reader":2}')]
+)
 def test_a_place_that_holds_no_checkpoints_of_this_version_is_refused(tmp_path: Path, content: bytes | None) -> None:
     """With a word on what it is."""
     if content is not None:

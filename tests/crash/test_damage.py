@@ -1,0 +1,130 @@
+"""One flipped, cut or zeroed byte anywhere: it is noticed, at most one block is lost, and no row is wrong."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import HoldallError, ReplayMemory
+from holdall.checkpoint.local import LocalLibrary
+from holdall.checkpoint.manifest import Ref
+from holdall.checkpoint.restore import Shelf
+from holdall.experience import segment
+
+from .nursery import LANES, SPACE, add, require_right
+
+TICKS = 90
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with full and open blocks, settled rows, state and a file, all records of one kind each."""
+    folder = tmp_path_factory.mktemp("damage")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "SEGMENT_BYTES", 60_000)  # several full blocks of a few ticks each
+        with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1) as memory:
+            for tick in range(TICKS):
+                add(memory, tick)
+            memory.drain()
+            memory.save(folder / "run", attach={"agent": b"weights" * 9}).result()
+    return folder / "run"
+
+
+def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
+    """Name a file, a byte in it and what stands there: both ends and the middle of every part of every record."""
+    manifest = LocalLibrary(run).manifest(1)
+    shelf = Shelf(run / "segments")
+    for ref in dict.fromkeys(manifest.refs):
+        record, file = shelf.record(ref)
+        for place, what in _bytes_of(ref, record.nbytes - sum(p.nbytes for p in record.parts.values())):
+            yield file.path, place, f"{record.kind} {what}"
+        for name, part in record.parts.items():
+            for place in {part.start, part.start + part.nbytes // 2, part.start + part.nbytes - 1}:
+                if part.nbytes:
+                    yield file.path, place, f"{record.kind} {name}"
+    newest = run / "manifests" / "0000000000000001.json"
+    for place in range(0, newest.stat().st_size, 7):
+        yield newest, place, "manifest"
+    for place in range((run / "FORMAT").stat().st_size):
+        yield run / "FORMAT", place, "format"
+
+
+def _bytes_of(ref: Ref, head_bytes: int) -> Iterator[tuple[int, str]]:
+    for place in (0, 7, 8, 12, 16, 24, 28, 31):
+        yield ref.start + place, "preamble"
+    for place in (32, 32 + (head_bytes - 32) // 2, head_bytes - 1):
+        yield ref.start + place, "head"
+
+
+def is_noticed(run: Path) -> bool:
+    """Whether loading, or reading everything, says that something is damaged; a wrong row fails the test."""
+    try:
+        memory = ReplayMemory.load(run)
+    except HoldallError:
+        return True
+    lost = 0
+    with memory:
+        try:
+            if memory.attached["agent"] != b"weights" * 9:
+                pytest.fail("an attached file is not what was saved")
+            require_right(memory)
+        except HoldallError:
+            for tick in range(TICKS):
+                try:
+                    memory.gather(np.arange(LANES) + tick * LANES)
+                except HoldallError:
+                    lost += 1
+            assert lost < TICKS / 2, "more than one block is lost"
+            return True
+    return False
+
+
+@pytest.mark.parametrize("harm", ["flip", pytest.param("zero", marks=pytest.mark.nightly)])
+def test_every_spoilt_byte_is_noticed(saved: Path, tmp_path: Path, harm: str) -> None:
+    """In every region of every kind of file."""
+    unnoticed, seen = [], set()
+    for path, place, what in regions(saved):
+        raw = path.read_bytes()
+        changed = bytearray(raw)
+        changed[place] = 0 if harm == "zero" else changed[place] ^ 0x40
+        if changed == raw:
+            continue
+        path.write_bytes(changed)
+        try:
+            if not is_noticed(saved):
+                unnoticed.append(f"byte {place}: {what}")
+        finally:
+            path.write_bytes(raw)
+        seen.add(what.split()[0])
+    assert not unnoticed, unnoticed
+    assert seen >= {"rows", "logs", "slices", "piece", "state", "file", "manifest", "format"}
+    with ReplayMemory.load(saved) as memory:
+        require_right(memory)
+
+
+def test_every_cut_is_noticed(saved: Path, tmp_path: Path) -> None:
+    """A file that lost its end belongs to no checkpoint."""
+    for path in [*(saved / "segments").iterdir(), *(saved / "manifests").iterdir()]:
+        size = path.stat().st_size
+        for length in (0, 1, size // 2, size - 1):
+            run = tmp_path / f"{path.name}-{length}"
+            shutil.copytree(saved, run)
+            victim = run / path.relative_to(saved)
+            victim.write_bytes(path.read_bytes()[:length])
+            with pytest.raises(HoldallError):
+                ReplayMemory.load(run)
+
+
+def test_a_missing_file_is_noticed(saved: Path, tmp_path: Path) -> None:
+    """It is named."""
+    for path in (saved / "segments").iterdir():
+        run = tmp_path / path.name
+        shutil.copytree(saved, run)
+        (run / "segments" / path.name).unlink()
+        with pytest.raises(HoldallError, match=path.name):
+            ReplayMemory.load(run)

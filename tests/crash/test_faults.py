@@ -1,0 +1,182 @@
+"""A disk that fails at any call: a clear error, the checkpoints before intact, and training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import CheckpointError, HoldallError, ReplayMemory
+from holdall.checkpoint import local
+from holdall.checkpoint.filesystem import FileSystem
+
+from .nursery import LANES, SPACE, add, require_right
+
+CALLS = [
+    name for name, value in vars(FileSystem).items() if callable(value) and name not in {"close", "unlock", "__init__"}
+]
+
+
+class FailingDisk(FileSystem):
+    """Fails at one call, counted over all kinds of them."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+        self.fails_at: int | None = None
+        self.error = errno.EIO
+        self.failed: list[str] = []
+
+    def arm(self, call: int | None, error: int = errno.EIO) -> None:
+        self.calls, self.fails_at, self.error = 0, call, error
+
+    def count(self, name: str) -> None:
+        self.calls += 1
+        if self.fails_at == self.calls - 1:
+            self.failed.append(name)
+            raise OSError(self.error, os.strerror(self.error))
+
+
+def _counting(name: str) -> Any:
+    method = getattr(FileSystem, name)
+
+    def counted(disk: FailingDisk, *arguments: Any) -> Any:
+        disk.count(name)
+        return method(disk, *arguments)
+
+    return counted
+
+
+for _name in CALLS:
+    setattr(FailingDisk, _name, _counting(_name))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> FailingDisk:
+    found = FailingDisk()
+    monkeypatch.setattr(local, "FileSystem", lambda: found)
+    return found
+
+
+def new_memory() -> ReplayMemory:
+    return ReplayMemory(SPACE, spaces.Discrete(5), 60 * LANES, LANES, budget=None, seed=1)
+
+
+def grow(memory: ReplayMemory, ticks: int) -> None:
+    for _ in range(ticks):
+        add(memory, memory.next_id // LANES)
+
+
+def save(memory: ReplayMemory, place: Path) -> str:
+    """Save, and return what went wrong, or nothing."""
+    try:
+        memory.save(place, keep=2).result()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "error", ["ENOSPC", *(pytest.param(name, marks=pytest.mark.nightly) for name in ("EIO", "EROFS", "EACCES"))]
+)
+def test_a_save_that_fails_at_any_call_leaves_the_one_before_and_the_memory_alone(
+    tmp_path: Path, disk: FailingDisk, error: str
+) -> None:
+    """Call by call, from the first to the last of a save that collects as well."""
+    with new_memory() as memory:
+        grow(memory, 20)
+        for _ in range(3):
+            memory.save(tmp_path, keep=2).result()
+        for call in itertools.count():
+            before = memory.next_id
+            grow(memory, 3)
+            disk.failed.clear()
+            disk.arm(call, getattr(errno, error))
+            told = save(memory, tmp_path)
+            acknowledged = not told
+            assert acknowledged or (os.strerror(getattr(errno, error)) in told and str(tmp_path) in told)
+            reached = bool(disk.failed)
+            disk.arm(None)
+            with ReplayMemory.load(tmp_path) as loaded:
+                assert loaded.next_id in ({memory.next_id} if acknowledged else {before, memory.next_id})
+                require_right(loaded)
+            memory.save(tmp_path, keep=2).result()
+            memory.sample(8)
+            if not reached:
+                break
+        assert call > 20
+
+
+@pytest.mark.parametrize("error", [errno.EACCES, pytest.param(errno.ENOSPC, marks=pytest.mark.nightly)])
+def test_a_place_that_cannot_be_opened_says_so_and_can_be_opened_later(
+    tmp_path: Path, disk: FailingDisk, error: int
+) -> None:
+    """Call by call, until the first checkpoint is there."""
+    for call in itertools.count():
+        with new_memory() as memory:
+            grow(memory, 5)
+            disk.failed.clear()
+            disk.arm(call, error)
+            place = tmp_path / str(call)
+            told = save(memory, place)
+            assert not told or os.strerror(error) in told
+            reached = bool(disk.failed)
+            disk.arm(None)
+            memory.save(place).result()
+            with ReplayMemory.load(place) as loaded:
+                assert loaded.next_id == memory.next_id
+                require_right(loaded)
+            if not reached:
+                break
+    assert call > 20
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.EACCES])
+def test_a_load_that_fails_at_any_call_says_so(tmp_path: Path, disk: FailingDisk, error: int) -> None:
+    """And nothing is half-loaded."""
+    with new_memory() as memory:
+        grow(memory, 30)
+        memory.save(tmp_path).result()
+    for call in itertools.count():
+        disk.failed.clear()
+        disk.arm(call, error)
+        with contextlib.suppress(HoldallError), ReplayMemory.load(tmp_path) as loaded:
+            require_right(loaded)
+        if not disk.failed:
+            break
+    assert call >= 4
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="root may write anywhere; needs another user")
+def test_a_folder_without_permission_is_told(tmp_path: Path) -> None:
+    """On a real disk."""
+    (tmp_path / "run").mkdir(mode=0o500)
+    with new_memory() as memory:
+        grow(memory, 5)
+        with pytest.raises(CheckpointError, match="allow this user"):
+            memory.save(tmp_path / "run").result()
+
+
+def test_a_full_disk_is_told(tmp_path: Path) -> None:
+    """A real one that takes nothing: writing to it always says that there is no room."""
+    if not Path("/dev/full").exists():
+        pytest.skip("needs /dev/full")
+
+    class FullDisk(FileSystem):
+        def create(self, path: Path) -> int:
+            super().close(super().create(path))
+            return os.open("/dev/full", os.O_WRONLY)
+
+    with pytest.MonkeyPatch.context() as patch, new_memory() as memory:
+        patch.setattr(local, "FileSystem", FullDisk)
+        grow(memory, 5)
+        with pytest.raises(CheckpointError, match="free some room"):
+            memory.save(tmp_path).result()
+        assert len(memory.sample(4)) == 4
+        assert np.array_equal(memory.gather([0]).reward, [0])

@@ -1,0 +1,99 @@
+"""Trainers that are killed at any moment lose nothing that was acknowledged, and never see a wrong row."""
+
+from __future__ import annotations
+
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdall import ReplayMemory
+
+from .nursery import LANES, require_right
+
+if sys.platform == "win32":
+    pytest.skip("processes are killed and forked as POSIX does", allow_module_level=True)
+
+
+class Nursery:
+    """Starts trainers, one at a time, and kills them."""
+
+    def __init__(self) -> None:
+        program = [sys.executable, str(Path(__file__).with_name("nursery.py"))]
+        self._process = subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self._lines: queue.Queue[str] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def life(self, url: str, folder: Path, seed: int, wait_s: float) -> tuple[int, int]:
+        """Let a trainer live for a while; return the ticks that it loaded and that it last saved."""
+        if self._process.stdin is None:
+            raise RuntimeError("no way to speak to the nursery")
+        self._process.stdin.write(f"{url} {folder} {seed}\n")
+        self._process.stdin.flush()
+        loaded, saved, pid = -1, -1, 0
+        deadline: float | None = None
+        while True:
+            left = 60.0 if deadline is None else max(0.0, deadline - time.monotonic())
+            try:
+                word, _, rest = self._lines.get(timeout=left).partition(" ")
+            except queue.Empty:
+                assert deadline is not None, "the trainer did not start"
+                os.kill(pid, signal.SIGKILL)
+                deadline = time.monotonic() + 60
+                continue
+            if word == "born":
+                pid = int(rest)
+            elif word == "loaded":
+                loaded, deadline = int(rest), time.monotonic() + wait_s
+            elif word == "saved":
+                saved = int(rest)
+            elif word == "failed":
+                pytest.fail(rest)
+            elif word == "gone":
+                return loaded, saved
+
+    def close(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        self._process.wait(timeout=30)
+        self._reader.join(timeout=30)
+        if self._process.stdout is not None:
+            self._process.stdout.close()
+
+    def _read(self) -> None:
+        if self._process.stdout is not None:
+            for line in self._process.stdout:
+                self._lines.put(line.strip())
+
+
+@pytest.fixture
+def nursery() -> Iterator[Nursery]:
+    found = Nursery()
+    yield found
+    found.close()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kills", [50, pytest.param(500, marks=pytest.mark.nightly)])
+def test_no_kill_loses_what_was_acknowledged(nursery: Nursery, tmp_path: Path, kills: int) -> None:
+    """While it adds, seals, spills, saves or collects; the next trainer goes on from there."""
+    generator = random.Random(kills)
+    acknowledged, checkpoints = 0, 0
+    for number in range(kills):
+        loaded, saved = nursery.life(str(tmp_path / "run"), tmp_path, number, generator.uniform(0, 0.15))
+        assert loaded >= acknowledged, f"life {number} began at tick {loaded}; {acknowledged} was acknowledged"
+        checkpoints += saved > acknowledged
+        acknowledged = max(acknowledged, loaded, saved)
+    assert checkpoints > kills / 4
+    with ReplayMemory.load(tmp_path / "run") as memory:
+        assert memory.next_id // LANES >= acknowledged
+        require_right(memory)
