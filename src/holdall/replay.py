@@ -439,6 +439,11 @@ class ReplayMemory:
         return newest(LocalLibrary(path), build)
 
     @property
+    def sampler(self) -> Sampler:
+        """How `sample` draws."""
+        return self._sampler
+
+    @property
     def attached(self) -> Attached:
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached

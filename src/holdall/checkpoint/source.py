@@ -11,6 +11,7 @@ from typing import TypeVar
 from holdall.checkpoint.local import LocalLibrary, told
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.place import require_files
+from holdall.checkpoint.restore import Attached, Shelf
 from holdall.errors import CheckpointError, DamageError
 
 _LOG = logging.getLogger("holdall")
@@ -20,6 +21,12 @@ _T = TypeVar("_T")
 def place_of(url: str | os.PathLike[str]) -> Path:
     """Return the directory that a path names, whole, so that two ways of writing it are one."""
     return Path(os.path.abspath(os.path.expanduser(os.fspath(url))))  # noqa: PTH100, PTH111  # links are not followed
+
+
+def attached_files(url: str | os.PathLike[str]) -> Attached:
+    """Return the files that were saved with the newest memory, without loading it."""
+    path = place_of(url)
+    return newest(LocalLibrary(path), lambda manifest: Attached(Shelf(path / "segments"), manifest.attached))
 
 
 def newest(library: LocalLibrary, build: Callable[[Manifest], _T]) -> _T:

@@ -7,10 +7,19 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
+from holdall.sb3.checkpoint import CheckpointCallback, resume
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.lint import LintCallback
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 from holdall.sb3.rollout import RolloutBuffer
 
-__all__ = ["HerReplayBuffer", "LintCallback", "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer"]
+__all__ = [
+    "CheckpointCallback",
+    "HerReplayBuffer",
+    "LintCallback",
+    "PrioritizedReplayBuffer",
+    "ReplayBuffer",
+    "RolloutBuffer",
+    "resume",
+]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, DamageError
 
 _TAG = "~holdall"
 _KINDS = "biuf"
@@ -44,6 +44,23 @@ class InfoSlots:
         """Keep one tick's infos, packed."""
         lanes = self.shape[1]
         self._packed[slot * lanes : (slot + 1) * lanes] = packed
+
+    def state(self) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+        """Return all infos as bytes, one after another, and their lengths; -1 where there is none."""
+        lengths = [-1 if packed is None else len(packed) for packed in self._packed]
+        joined = b"".join(packed for packed in self._packed if packed is not None)
+        return np.frombuffer(joined, np.uint8), np.array(lengths, np.int64)
+
+    def restore(self, joined: NDArray[np.uint8], lengths: NDArray[np.int64]) -> None:
+        """Take over what `state` returned elsewhere."""
+        if lengths.shape != (len(self._packed),) or np.maximum(lengths, 0).sum() != joined.size:
+            raise DamageError(f"{lengths.size} infos of {joined.size} bytes were saved, {len(self._packed)} are kept")
+        ends = np.cumsum(np.maximum(lengths, 0))
+        raw = joined.tobytes()
+        self._packed = [
+            None if length < 0 else raw[end - length : end]
+            for end, length in zip(ends.tolist(), lengths.tolist(), strict=True)
+        ]
 
     def __getitem__(self, key: Any) -> Any:
         places = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape)[key]

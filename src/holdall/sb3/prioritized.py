@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.replay import ReplayMemory
 from holdall.sampling.prioritized import Prioritized
 from holdall.sb3.replay import ReplayBuffer
 
@@ -95,6 +96,13 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         """Tell the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
         told = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
         self.memory.update_priorities(ids, told.reshape(-1))
+
+    def adopt(self, memory: ReplayMemory) -> None:
+        """Go on with a memory that was loaded, and its priorities."""
+        super().adopt(memory)
+        sampler = memory.sampler
+        if isinstance(sampler, Prioritized):
+            self._sampler = sampler
 
     def _new_sampler(self) -> Prioritized:
         self._sampler = Prioritized(self._alpha, self._beta)

@@ -22,6 +22,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
+from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, require_count
@@ -182,6 +183,18 @@ class ReplayBuffer(buffers.ReplayBuffer):
         super().reset()
         self.memory.close()
         self.memory = self._new_memory()
+
+    def adopt(self, memory: ReplayMemory) -> None:
+        """Go on with a memory that was loaded; the one before is closed."""
+        lanes, ticks = self.n_envs, memory.next_id // self.n_envs
+        if memory.num_envs != lanes or memory.capacity != self.buffer_size * lanes:
+            raise ArgumentError(
+                f"a memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
+                f"{self.buffer_size * lanes} in {lanes}; make the model with the settings that it was saved with"
+            )
+        self.memory.close()
+        self.memory = memory
+        self.pos, self.full = ticks % self.buffer_size, ticks >= self.buffer_size
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""

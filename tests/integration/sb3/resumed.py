@@ -1,0 +1,120 @@
+"""Trainings that can be stopped and resumed; also run as a program that is killed as soon as its checkpoint is safe."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3 import DDPG, DQN, SAC
+from stable_baselines3.common.base_class import BaseAlgorithm
+from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
+from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
+
+from holdall.sb3 import CheckpointCallback, ReplayBuffer
+
+SEED = 3
+ARM = spaces.Box(-2.0, 2.0, (2,), np.float32)
+VECTOR = spaces.Box(-np.inf, np.inf, (5,), np.float32)
+
+
+class DriftEnv(gym.Env[Any, Any]):
+    """A walk that ends now and then; what comes next depends on its place, its generator and the action."""
+
+    def __init__(self, action_space: spaces.Space[Any] = ARM) -> None:
+        self.observation_space, self.action_space = VECTOR, action_space
+        self.place = np.zeros(5, np.float32)
+        self.steps = 0
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed, options=options)
+        self.place, self.steps = self.np_random.normal(size=5).astype(np.float32), 0
+        return self.place.copy(), {}
+
+    def step(self, action: Any) -> Any:
+        self.steps += 1
+        push = float(np.sum(np.asarray(action, np.float64)))
+        self.place = (0.9 * self.place + 0.1 * push + self.np_random.normal(size=5)).astype(np.float32)
+        reward = -float(np.abs(self.place).mean())
+        return self.place.copy(), reward, bool(self.np_random.random() < 0.05), self.steps >= 17, {}
+
+
+def environments(kind: str, lanes: int = 2) -> VecEnv:
+    """Return the environments of a training, the same for every process."""
+    space: spaces.Space[Any] = spaces.Discrete(3) if kind == "DQN" else ARM
+    env: VecEnv = DummyVecEnv([lambda: DriftEnv(space)] * lanes)
+    if kind == "SAC normalized":
+        env = VecNormalize(env)
+    env.seed(SEED)
+    return env
+
+
+def new_model(kind: str) -> BaseAlgorithm:
+    """Return a model that has learnt nothing."""
+    torch.set_num_threads(1)
+    common: Any = {
+        "env": environments(kind),
+        "learning_starts": 20,
+        "batch_size": 16,
+        "buffer_size": 150,
+        "seed": SEED,
+        "device": "cpu",
+        "policy_kwargs": {"net_arch": [16]},
+        "replay_buffer_class": ReplayBuffer,
+        "train_freq": 2,
+    }
+    if kind == "DQN":
+        return DQN("MlpPolicy", target_update_interval=50, **common)
+    if kind == "DDPG":
+        noise = OrnsteinUhlenbeckActionNoise(np.zeros(2), 0.1 * np.ones(2))
+        return DDPG("MlpPolicy", action_noise=noise, **common)
+    return SAC("MlpPolicy", **common)
+
+
+def _innermost(env: VecEnv) -> Any:
+    while not isinstance(env, DummyVecEnv):
+        env = env.venv  # type: ignore[attr-defined]  # only wrappers are left
+    return env
+
+
+def get_state(env: VecEnv) -> bytes:
+    """Say where the environments are; their generators are saved by holdall."""
+    inner = _innermost(env)
+    return json.dumps([[one.unwrapped.place.tolist(), one.unwrapped.steps] for one in inner.envs]).encode()
+
+
+def set_state(env: VecEnv, state: bytes) -> None:
+    """Put the environments where they were."""
+    env.reset()
+    for one, (place, steps) in zip(_innermost(env).envs, json.loads(state), strict=True):
+        one.unwrapped.place, one.unwrapped.steps = np.array(place, np.float32), steps
+
+
+ENV_STATE = (get_state, set_state)
+
+
+class KilledCallback(CheckpointCallback):
+    """Ends its process, as a power cut would, once its checkpoint is acknowledged."""
+
+    def _on_rollout_start(self) -> None:
+        super()._on_rollout_start()
+        if self._handle is not None:
+            self._handle.result()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def main(kind: str, steps: int, path: str, with_state: bool) -> None:
+    """Train until the checkpoint is there, and be killed."""
+    callback = KilledCallback(steps // 2, Path(path), env_state=ENV_STATE if with_state else None)
+    new_model(kind).learn(10 * steps, callback=callback)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4] == "state")
