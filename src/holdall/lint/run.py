@@ -79,8 +79,9 @@ class Environments:
 
     @property
     def number(self) -> int | None:
-        """How many, if known."""
-        return whole(self.count)
+        """How many, if known: 1 or more."""
+        number = whole(self.count)
+        return number if number is not None and number > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,11 @@ class Run:
         """The value of an argument as a whole number, if it is certain."""
         return whole(self.value(name))
 
+    def count(self, name: str) -> int | None:
+        """The value of an argument as a number of things, if it is certain: 1 or more."""
+        number = self.whole(name)
+        return number if number is not None and number > 0 else None
+
     def place_of(self, *names: str) -> Place:
         """Where the first of these arguments that was given stands, or else the run."""
         return next((self.given[name].place for name in names if name in self.given), self.place)
@@ -146,7 +152,8 @@ class Run:
         """The steps of its one call of `learn`; None if there are several, or it is not known."""
         if len(self.learns) != 1 or self.learns[0].repeats_model:
             return None
-        return whole(self.learns[0].total_timesteps.value)
+        steps = whole(self.learns[0].total_timesteps.value)
+        return steps if steps is not None and steps > 0 else None
 
     @property
     def callbacks(self) -> tuple[Callback, ...]:

@@ -39,7 +39,7 @@ class Need:
 def need(run: Run, machine: Machine) -> Need | None:
     """Return what the buffer of a run takes, or None if that cannot be told."""
     observation, count = run.environments.observation, run.environments.number
-    if observation is None or count is None or count < 1 or not run.algorithm.has_plain_buffer:
+    if observation is None or count is None or not run.algorithm.has_plain_buffer:
         return None
     layout = _layout(run, machine, count)
     if layout is None:
@@ -55,7 +55,7 @@ def _layout(run: Run, machine: Machine, count: int) -> BufferLayout | None:
     if observation is None:
         return None
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
-    steps = run.whole("n_steps")
+    steps = run.count("n_steps")
     if steps is None:
         return None
     if run.algorithm.on_policy and run.value("rollout_buffer_class") is not None:
@@ -64,7 +64,7 @@ def _layout(run: Run, machine: Machine, count: int) -> BufferLayout | None:
         if run.algorithm.on_policy:
             kind = default_class(True, observation.is_dict)
             return rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=machine.sb3)
-        size, kind_, kwargs = run.whole("buffer_size"), _replay_class(run), run.value("replay_buffer_kwargs")
+        size, kind_, kwargs = run.count("buffer_size"), _replay_class(run), run.value("replay_buffer_kwargs")
         optimised, extra = run.value("optimize_memory_usage"), {} if kwargs is None else kwargs
         if size is None or kind_ is None or not isinstance(optimised, bool) or not isinstance(extra, dict):
             return None
@@ -88,7 +88,7 @@ def _replay_class(run: Run) -> str | None:
     given = run.value("replay_buffer_class")
     is_dict = bool(run.environments.observation and run.environments.observation.is_dict)
     if given is None:
-        return default_class(False, is_dict, run.whole("n_steps") or 1)
+        return default_class(False, is_dict, run.count("n_steps") or 1)
     if given is UNKNOWN or not isinstance(given, Reference):
         return None
     return given.last if given.dotted.startswith("stable_baselines3") else None

@@ -42,7 +42,50 @@ class CallbackNeverPassed(ScriptRule):
             _PASSED.replace("callback=callback_list", "").replace("{callbacks}", "checkpoint_callback, eval_callback")
         ),
     )
-    GOOD: ClassVar = (Case(_PASSED.replace("{callbacks}", "checkpoint_callback, eval_callback")),)
+    GOOD: ClassVar = (
+        Case(_PASSED.replace("{callbacks}", "checkpoint_callback, eval_callback")),
+        Case(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, EveryNTimesteps
+            from stable_baselines3.common.callbacks import CheckpointCallback, StopTrainingOnRewardThreshold
+
+            class Own(BaseCallback):
+                def _on_step(self):
+                    return True
+
+            stop = StopTrainingOnRewardThreshold(reward_threshold=-200)
+            evaluate = EvalCallback("Pendulum-v1", callback_on_new_best=stop)
+            save = CheckpointCallback(save_freq=1, save_path="logs")
+            event = EveryNTimesteps(n_steps=500, callback=save)
+            own = Own()
+            callbacks = [evaluate, event]
+            callbacks.append(own)
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks)
+            """
+        ),
+        Case(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            def callbacks():
+                evaluate = EvalCallback("Pendulum-v1")
+                return evaluate
+
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks())
+            """
+        ),
+        Case(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            evaluate = EvalCallback("Pendulum-v1")
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=globals()["eval" + "uate"])
+            """
+        ),
+    )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
         """Yield for every callback whose name leads nowhere."""
@@ -165,7 +208,7 @@ class FrequencyIgnoresEnvironments(RunRule):
             if count is None or count < 2 or setting.divisors is None or count in setting.divisors:
                 continue
             text = f"{name}={every:,} with {count} environments {_ACTS[name]} every {every * count:,} steps"
-            steps = run.whole("n_steps") if run.algorithm.on_policy else None
+            steps = run.count("n_steps") if run.algorithm.on_policy else None
             if steps:
                 text += f", which is every {every / steps:g} rollouts"
             yield self.finding(text, setting.place, every=every, every_steps=every * count, n_envs=count)
@@ -185,9 +228,9 @@ class FrequencyBeyondRun(RunRule):
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if a callback never acts."""
         steps, count = run.total_timesteps, run.environments.number
-        if steps is None or count is None or count < 1:
+        if steps is None or count is None:
             return
-        per_round = count * (run.whole("n_steps") or 1) if run.algorithm.on_policy else count
+        per_round = count * (run.count("n_steps") or 1) if run.algorithm.on_policy else count
         calls = -(-steps // per_round) * per_round // count
         for callback, name, every in _frequencies(run):
             if every > calls:

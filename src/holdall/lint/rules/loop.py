@@ -81,7 +81,7 @@ class ManyEpisodesPerRollout(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if a rollout holds ten episodes or more of each environment."""
-        steps, limit = run.whole("n_steps"), whole(run.environments.episode_steps)
+        steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
         if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
             yield self.finding(
                 f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps",

@@ -217,7 +217,7 @@ class BufferNeverFills(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if the run is shorter than the buffer."""
-        size, steps = run.whole("buffer_size"), run.total_timesteps
+        size, steps = run.count("buffer_size"), run.total_timesteps
         if size is not None and steps is not None and size > steps:
             yield self.finding(
                 f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used",
@@ -256,8 +256,8 @@ class CapacityRounded(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if some of the capacity is dropped."""
-        size, count = run.whole("buffer_size"), run.environments.number
-        if size is None or count is None or count < 1 or size % count == 0:
+        size, count = run.count("buffer_size"), run.environments.number
+        if size is None or count is None or size % count == 0:
             return
         held = max(size // count, 1) * count
         yield self.finding(

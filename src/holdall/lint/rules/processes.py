@@ -368,7 +368,7 @@ if __name__ == "__main__":
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if half of the cores or more have no environment."""
-        count, steps = run.environments.number, run.whole("n_steps")
+        count, steps = run.environments.number, run.count("n_steps")
         if not run.algorithm.on_policy or run.environments.vector != "subproc" or not count or not steps:
             return
         factor = machine.cores // count

@@ -159,10 +159,10 @@ class MoreEnvironmentsSameSteps(RunRule):
 
 def _batch_bytes(run: Run) -> tuple[int, int] | None:
     """Return the bytes of a batch's observations as stored, and as the network gets them."""
-    observation, batch = run.environments.observation, run.whole("batch_size")
+    observation, batch = run.environments.observation, run.count("batch_size")
     if observation is None or batch is None:
         return None
-    if run.algorithm.on_policy and (steps := run.whole("n_steps")) and (count := run.environments.number):
+    if run.algorithm.on_policy and (steps := run.count("n_steps")) and (count := run.environments.number):
         batch = min(batch, steps * count)
     times = batch * (1 if run.algorithm.on_policy else 2)
     return observation.nbytes * times, observation.elements * 4 * times

@@ -41,7 +41,7 @@ class BufferSmallerThanBatch(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if a batch is larger than the buffer."""
-        size, batch = run.whole("buffer_size"), run.whole("batch_size")
+        size, batch = run.count("buffer_size"), run.count("batch_size")
         if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
             yield self.finding(
                 f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
@@ -53,7 +53,7 @@ class BufferSmallerThanBatch(RunRule):
 
 def samples_per_rollout(run: Run) -> int | None:
     """Return the transitions of one rollout of an on-policy run."""
-    steps, count = run.whole("n_steps"), run.environments.number
+    steps, count = run.count("n_steps"), run.environments.number
     return steps * count if run.algorithm.on_policy and steps and count else None
 
 
@@ -87,7 +87,7 @@ class BatchDoesNotDivide(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if the batches are not all of one size."""
-        collected, batch = samples_per_rollout(run), run.whole("batch_size")
+        collected, batch = samples_per_rollout(run), run.count("batch_size")
         if collected is None or not batch or collected % batch == 0:
             return
         better = ", ".join(f"{divisor:,}" for divisor in _divisors(collected, batch))
@@ -155,8 +155,8 @@ class NothingToNormalise(RunRule):
             or run.value("normalize_advantage") is not True
         ):
             return
-        if run.whole("batch_size") == 1 or samples_per_rollout(run) == 1:
-            which = "batch_size" if run.whole("batch_size") == 1 else "n_steps x n_envs"
+        if run.count("batch_size") == 1 or samples_per_rollout(run) == 1:
+            which = "batch_size" if run.count("batch_size") == 1 else "n_steps x n_envs"
             yield self.finding(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
 
 
@@ -199,7 +199,7 @@ class TargetUpdatedEveryStep(RunRule):
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
         """Yield if the interval is shorter than one vectorised step."""
-        interval, count = run.whole("target_update_interval"), run.environments.number
+        interval, count = run.count("target_update_interval"), run.environments.number
         if "target_update_interval" not in run.algorithm.defaults or interval is None or count is None:
             return
         if 1 < count > interval > 0:
