@@ -39,8 +39,10 @@ _TOGETHER_PAYS = 1.25
 _LEADING = 3
 """Codecs for single slices that are also tried on groups."""
 _MOST_UNIT_BYTES = 4 * 2**20
-_WORTHWHILE = 1.1
-"""Less than this ratio is not worth decoding."""
+_WORTHWHILE = 1.3
+"""Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
+_WORTHWHILE_FOR_MEMORY = 1.1
+"""The same for those who prefer memory to time."""
 _LARGE_MEMORY = 1.9
 """A gather from a large memory also misses the address caches: measured on Atari and camera
 memories of 0.4 GB, against cold copies of single slices."""
@@ -75,7 +77,7 @@ def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, 
         if m.decode_us <= allowed_us and m.ratio >= _TOGETHER_PAYS * leading[-1].ratio
     ]
     best = max(leading[-1:] + together, key=lambda m: m.ratio, default=None)
-    if best is None or best.ratio < _WORTHWHILE:
+    if best is None or best.ratio < (_WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE):
         return Codec(Method.STORED, 0, Transform(window.slice_bytes))
     if best.codec.dictionary is not None:
         return replace(best.codec, dictionary=train(coder, replace(best.codec, group=1), slices))
