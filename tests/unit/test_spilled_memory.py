@@ -360,7 +360,9 @@ def test_no_share_is_negative_when_much_left_early() -> None:
     generator, flag = np.random.default_rng(0), np.zeros(1, np.bool_)
     with ReplayMemory(space, ACTIONS, 6_000, budget=limit) as memory:
         for _ in range(600):  # no next observation is the next tick's
-            seen = [{"image": generator.normal(size=(1, 600)), "state": np.float32([[*range(6)]])} for _ in range(2)]
+            seen = [
+                {"image": generator.normal(size=(1, 600)), "state": np.arange(6, dtype="f4")[None]} for _ in range(2)
+            ]
             seen[1]["state"] = generator.normal(size=(1, 6)).astype("f4")
             memory.add(seen[0], np.zeros(1, np.int64), np.zeros(1, np.float32), seen[1], flag, flag)
         assert len(memory) < 300
