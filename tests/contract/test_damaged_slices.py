@@ -402,6 +402,15 @@ def test_a_slice_that_is_not_in_the_block_is_refused(number: int, coder: Coder) 
             coder.decode(sealed, np.array([0, number]), out)
 
 
+@pytest.mark.parametrize("group", [0, -1, 65, 1 << 20, 1 << 31, 1 << 40])
+def test_a_unit_that_claims_to_be_large_is_refused_before_room_is_made_for_it(group: int) -> None:
+    """Even where offsets and sums go with it."""
+    for block in SINGLES:
+        codec, nothing = replace(block.codec, group=group), np.zeros(2, np.uint32)
+        with pytest.raises(DamageError, match=f"groups of {group} "):
+            Coded(codec, COUNT, nothing, block.palette, block.data)
+
+
 @pytest.mark.parametrize("coder", BOTH)
 def test_a_slice_that_claims_to_be_large_takes_no_memory(coder: Coder) -> None:
     """A few bytes can stand for gigabytes; what is allocated is what a slice takes, whatever its header says."""

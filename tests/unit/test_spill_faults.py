@@ -342,6 +342,25 @@ def test_every_flipped_byte_of_a_block_is_noticed(tmp_path: Path) -> None:
             assert_same_bits(film.memory.gather(ids), expected)
 
 
+@pytest.mark.parametrize("group", [1, 4])
+def test_what_one_batch_read_is_not_served_to_the_next(
+    group: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By then another block may stand where the one was that it was read from: every batch reads for itself."""
+    codec = Codec(Method.ZSTD, 3, Transform(SHAPE[0] * SHAPE[1]), group=group)
+    monkeypatch.setattr(seal, "choose", lambda *_: codec)
+    film = Film(tmp_path)
+    with film.memory:
+        film.feed(150)
+        film.check()
+        for extent, ids in film.extents()[:5]:
+            number = ids[-1]
+            assert_same_bits(film.memory.gather([number]), film.oracle.gather([number]))
+            zero(extent)
+            with pytest.raises(DamageError):
+                film.memory.gather([number])
+
+
 def test_a_descriptor_that_was_closed_by_others_is_an_error(tmp_path: Path) -> None:
     """Some code closes all descriptors that it does not know; the reason is told, and the rest is read."""
     film = Film(tmp_path)

@@ -351,6 +351,25 @@ def test_without_a_disk_the_oldest_leave_early(invalid: float) -> None:
 
 
 @pytest.mark.usefixtures("tight")
+def test_no_share_is_negative_when_much_left_early() -> None:
+    """Rows of short fields stay for the whole capacity; what is told of them is told of all that are there."""
+    space = spaces.Dict(image=SPACE["words"], state=SPACE["state"])
+    with pytest.raises(ValueError, match="give it at least") as caught:
+        ReplayMemory(space, ACTIONS, 6_000, budget=1)
+    limit = int(str(caught.value).split("give it at least ")[1].split(" bytes")[0])
+    generator, flag = np.random.default_rng(0), np.zeros(1, np.bool_)
+    with ReplayMemory(space, ACTIONS, 6_000, budget=limit) as memory:
+        for _ in range(600):  # no next observation is the next tick's
+            seen = [
+                {"image": generator.normal(size=(1, 600)), "state": np.arange(6, dtype="f4")[None]} for _ in range(2)
+            ]
+            seen[1]["state"] = generator.normal(size=(1, 6)).astype("f4")
+            memory.add(seen[0], np.zeros(1, np.int64), np.zeros(1, np.float32), seen[1], flag, flag)
+        assert len(memory) < 300
+        assert " -" not in str(memory.report())
+
+
+@pytest.mark.usefixtures("tight")
 def test_how_many_transitions_fit_is_told_and_comes_true() -> None:
     """From the ratio that was measured, as soon as one block of every field was sealed; within a quarter."""
     limit = small_limit(capacity=6_000)

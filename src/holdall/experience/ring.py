@@ -80,11 +80,11 @@ class ObservationRing:
         """Bytes that these take, with their ids."""
         return self._apart.nbytes
 
-    def describe(self, held: int) -> str:
-        """Say what was found, for people; `held` is the number of transitions."""
+    def describe(self, kept: int) -> str:
+        """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
         if self._paired is not None:
             return "flat rows; next observations seldom shared, so kept beside"
-        share = 100 * (1 - len(self._apart) / held) if held else 100.0
+        share = 100 * (1 - len(self._apart) / kept) if kept else 100.0
         return f"flat rows; {share:.1f} % of next observations shared"
 
     def state(self, ticks: int) -> dict[str, Any]:

@@ -433,7 +433,8 @@ class Store:
         if i in self._small:
             ring = self._small[i]
             rows = touched * leaf.nbytes * (1 if ring.is_shared else 2)
-            return FieldReport(name, 0, 0, rows + ring.apart_bytes, plain, ring.describe(held))
+            kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
+            return FieldReport(name, 0, 0, rows + ring.apart_bytes, plain, ring.describe(kept))
         field = self._large.index(i)
         found = self._segments.field_bytes(field)
         log = found.log + touched * self._segments.cursor_bytes
