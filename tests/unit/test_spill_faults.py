@@ -202,7 +202,9 @@ def test_training_goes_on_when_the_folder_is_deleted(tmp_path: Path) -> None:
         film.check()
         assert film.memory.first_id == 0
         assert film.memory.report().failure == ""
-        assert list(folder.glob("*.seg"))
+        assert (folder / "lock").exists(), "whoever is killed now leaves a folder that is swept"
+        spill._sweep(place)
+        assert list(folder.glob("*.seg")), "and who is not, one that is not"
     assert not list(place.iterdir())
 
 

@@ -46,24 +46,19 @@ class SpillFolder:
     def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
         self._coder = coder
         self._place = Path(spill_dir)
-        token = secrets.token_hex(8)
-        self._path = self._place / f"holdall-spill-{token}"
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
         self._open: _OpenFile | None = None
         self._files = 0
         self._written = 0
         try:
             self._place.mkdir(parents=True, exist_ok=True)
-            # Under its name only once it is locked: a folder that nobody locks is swept.
-            unlocked = self._place / f".holdall-spill-{token}"
-            unlocked.mkdir()
-            lock = _locked(unlocked / _LOCK)
-            unlocked.rename(self._path)
+            self._locks = [_locked_folder(self._path)]
             _sweep(self._place)
         except OSError as error:
             raise ArgumentError(
                 f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
             ) from error
-        self._remove = weakref.finalize(self, _remove, self._path, lock, os.getpid())
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, os.getpid())
 
     def write(self, sealed: SealedSlices) -> SealedSlices:
         """Write a block to a file and return it as it is read from there."""
@@ -97,8 +92,8 @@ class SpillFolder:
         """Return the file that blocks are written to, a new one if the last is full."""
         if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
             self._open = None
-            if self._place.is_dir():  # somebody may have cleared it
-                self._path.mkdir(exist_ok=True)
+            if self._place.is_dir() and not self._path.is_dir():  # somebody cleared it
+                self._locks.append(_locked_folder(self._path))
             self._open = _OpenFile(self._path / f"{self._files:08d}.seg")
             self._files += 1
         return self._open
@@ -147,11 +142,15 @@ class _OpenFile:
         self._settled = self.end
 
 
-def _locked(path: Path) -> int:
-    """Create a lock file and hold it for as long as this process, or its children, live."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+def _locked_folder(path: Path) -> int:
+    """Make a folder with a lock file, held for as long as this process, or its children, live."""
+    # Under its name only once it is locked: a folder that nobody locks is swept.
+    unlocked = path.with_name(f".{path.name}")
+    unlocked.mkdir()
+    descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
     if sys.platform != "win32":
         fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(path)
     return descriptor
 
 
@@ -171,7 +170,8 @@ def _sweep(place: Path) -> None:
                 os.close(descriptor)
 
 
-def _remove(folder: Path, lock: int, process: int) -> None:
+def _remove(folder: Path, locks: list[int], process: int) -> None:
     if process == os.getpid():
         shutil.rmtree(folder, ignore_errors=True)
-    os.close(lock)
+    for lock in locks:
+        os.close(lock)
