@@ -244,7 +244,7 @@ def _is_minus_one(node: ast.expr) -> bool:
 
 
 class Preallocated(ScriptRule):
-    """Finds private attributes of a buffer class that are set and never read."""
+    """Finds private attributes of a buffer class that are set to a constant and never read."""
 
     id = "P08"
     name = "buffer-attribute-never-read"
@@ -273,6 +273,7 @@ class Preallocated(ScriptRule):
                     return self._preallocated
             """
         ),
+        Case("class BaseBuffer:\n    def __init__(self, codec):\n        self._compress = codec.compress"),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
@@ -284,7 +285,9 @@ class Preallocated(ScriptRule):
         for node in script.nodes:
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
-            owner = script.enclosing_class(node)
+            owner, statement = script.enclosing_class(node), script.parent(node)
+            if not isinstance(getattr(statement, "value", None), ast.Constant):
+                continue  # what is worked out may be for a subclass elsewhere
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
             if owner is None or not is_private or node.attr in read | seen or ast.unparse(node.value) != "self":
                 continue
