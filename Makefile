@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 PUBLISHED := .cache/published/.stamp
-KERNELS := $(wildcard src/holdall/experience/*.[ch])
+KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH

@@ -23,6 +23,7 @@ from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/experience")
 SOURCES = [FOLDER / name for name in ("kernels.c", "unique.c", "codec.c", "checksum.c", "track.c", "advantage.c")]
+SOURCES.append(Path("src/holdall/sampling/sumtree.c"))
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
 FLAGS = ["-O3", "-std=c11", "-shared"]

@@ -20,6 +20,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall.arguments import generator_of, require_count, require_share
 from holdall.batch import RolloutBatch
 from holdall.errors import ArgumentError, ClosedError
 from holdall.experience.advantage import estimate_advantages
@@ -64,12 +65,12 @@ class RolloutMemory:
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         seed: int | None = None,
     ) -> None:
-        _require_count("num_steps", num_steps)
-        _require_count("num_envs", num_envs)
+        require_count("num_steps", num_steps)
+        require_count("num_envs", num_envs)
         self._schema = Schema.of(observation_space, action_space, extras, num_envs)
         self._num_steps, self._lanes = num_steps, num_envs
         self._landing = Landing(device, self._schema.leaves)
-        self._generator = _generator_of(seed)
+        self._generator = generator_of(seed)
         leaves = self._schema.observation.leaves
         self._tracks: Tracks | None = Tracks(leaves, num_steps, num_envs, compress)
         self._final = KeptRows(leaves)
@@ -176,8 +177,8 @@ class RolloutMemory:
         tracks, steps = self._open(), self._steps
         if steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
-        _require_share("gamma", gamma)
-        _require_share("gae_lambda", gae_lambda)
+        require_share("gamma", gamma)
+        require_share("gae_lambda", gae_lambda)
         last = np.ascontiguousarray(_fit_floats(last_values, (self._lanes,), "last_values"))
         if final_values is None and len(self._final):
             raise ArgumentError(
@@ -211,7 +212,7 @@ class RolloutMemory:
         """
         self._require_finished(batch_size, epochs)
         if length is not None:
-            _require_count("length", length)
+            require_count("length", length)
         cut = Sequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
         return self._sequences(cut, batch_size, epochs)
 
@@ -372,8 +373,8 @@ class RolloutMemory:
 
     def _require_finished(self, batch_size: int, epochs: int) -> None:
         self._open()
-        _require_count("batch_size", batch_size)
-        _require_count("epochs", epochs)
+        require_count("batch_size", batch_size)
+        require_count("epochs", epochs)
         if not self._finished:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
 
@@ -409,22 +410,3 @@ def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np
     if host.shape not in {shape, (*shape, 1)}:
         raise ArgumentError(f"{argument} has shape {host.shape}, expected {shape}; pass one number each")
     return np.asarray(host.reshape(shape))
-
-
-def _require_count(argument: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 1:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least 1; pass one")
-
-
-def _require_share(argument: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= 1:
-        raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
-
-
-def _generator_of(seed: Any) -> np.random.Generator:
-    try:
-        return np.random.default_rng(seed)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
-        ) from error

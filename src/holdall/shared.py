@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from holdall.arguments import require_count
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Tree
 
@@ -33,8 +34,7 @@ class SharedObservations:
     """
 
     def __init__(self, observation_space: spaces.Space[Any], num_envs: int, context: BaseContext | None = None) -> None:
-        if num_envs < 1:
-            raise ArgumentError(f"num_envs ({num_envs}) must be at least 1; pass how many lanes there are")
+        require_count("num_envs", num_envs)
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
         # Without a name, so that it is gone with the last process that has it, however that one ends.

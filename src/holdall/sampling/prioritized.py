@@ -20,6 +20,7 @@ from holdall.sampling.sumtree import SumTree
 
 _MOST = 1e280
 """Scaled priorities up to this can be added up for any memory."""
+_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Prioritized:
@@ -63,14 +64,11 @@ class Prioritized:
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw ids in proportion to their scaled priorities."""
         tree = self._caught_up(held)
-        total = tree.total
-        if total <= 0:
+        if tree.total <= 0:
             raise ArgumentError("none of the transitions held may be drawn by this sampler; add more first")
-        slots = tree.find(generator.random(count) * total)
-        scaled = tree.values(slots)
-        weights = (scaled.min() / scaled) ** self._beta
-        newest = held.next_id - 1
-        return Draw(newest - (newest - slots) % self._capacity, weights.astype(np.float32))
+        slots, scaled = tree.find(generator.random(count))
+        weights = (scaled.min() / scaled).astype(np.float32) ** np.float32(self._beta)
+        return Draw(self._ids(slots, held.next_id), weights)
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Set the priorities of transitions; of equal ids the last one counts."""
@@ -81,20 +79,20 @@ class Prioritized:
             )
         if priorities.dtype.kind not in "iuf":
             raise ArgumentError(f"priorities has dtype {priorities.dtype}; pass integers or floating point numbers")
-        given = priorities.astype(np.float64)
-        if given.size and not (given.min() >= 0 and given.max() <= self._most):
+        given = priorities if priorities.dtype in _FLOATS else priorities.astype(np.float64)
+        if given.size and not (given.min() >= 0 and float(given.max()) <= self._most):
             wrong = given[~((given >= 0) & (given <= self._most))]
             raise ArgumentError(f"priorities holds {wrong[0]}; pass numbers from 0 to {self._most:g}")
-        scaled = (given + self._floor) ** self._alpha
+        scaled = (given + given.dtype.type(self._floor)) ** given.dtype.type(self._alpha)
         if ids.size and ids.max() >= held.next_id:
             raise TransitionIdError(f"ids holds {ids.max()}, but nothing from {held.next_id} on was added yet")
-        kept = np.flatnonzero(ids >= held.first_id)
-        if kept.size < ids.size:
+        if ids.size and ids.min() < held.first_id:
+            kept = ids >= held.first_id
             ids, given, scaled = ids[kept], given[kept], scaled[kept]
         if not held.fields.all_valid and not (valid := held.fields.are_valid(ids)).all():
             raise TransitionIdError(f"ids holds {ids[~valid][0]}, which was added with valid=False; leave it out")
         if ids.size:
-            tree.put(ids % self._capacity, scaled)
+            tree.put(ids if held.next_id <= self._capacity else ids % self._capacity, scaled)
             self._highest = max(self._highest, float(given.max()))
 
     def state(self) -> State:
@@ -121,6 +119,13 @@ class Prioritized:
         if leaves.size:
             self._tree = SumTree(len(leaves))
             self._tree.put(np.arange(len(leaves)), leaves)
+
+    def _ids(self, slots: Ids, next_id: int) -> Ids:
+        """Name the newest transitions that stand in some slots."""
+        if next_id <= self._capacity:
+            return slots
+        rounds, slot = divmod(next_id, self._capacity)
+        return slots + self._capacity * (rounds - (slots >= slot))
 
     def _caught_up(self, held: Held) -> SumTree:
         """Give transitions that were added since the last call their first priority; take it from those that left."""

@@ -1,75 +1,137 @@
 """A sum tree: positive numbers in slots, and slots drawn in proportion to them.
 
-In:  slots and their numbers; points below the total.  Out: the slots that the points fall on.
+In:  slots and their numbers; points of [0, 1).  Out: the slots that the points fall on.
 Invariant: every parent is its left child plus its right one, always recomputed, so a tree depends
 on its leaves alone, to the last bit, and not on how they came to be.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
+
+Slots = NDArray[np.int64]
+Numbers = NDArray[np.float64]
 
 _REBUILD_SHARE = 16
 """From one changed leaf in so many on, adding up every level is quicker than following paths."""
 
 
 class SumTree:
-    """`slots` numbers of at least 0, all 0 at first."""
+    """`slots` numbers of at least 0, all 0 at first.
+
+    Node 1 is the root, the children of i are 2 i and 2 i + 1, and the leaves stand last.
+    """
 
     def __init__(self, slots: int) -> None:
         self._leaves = 1 << max(0, slots - 1).bit_length()
-        self._levels = self._leaves.bit_length() - 1
-        # Node 1 is the root, the children of i are 2 i and 2 i + 1, and the leaves stand last.
         self._nodes = np.zeros(2 * self._leaves, np.float64)
-        self._changed: list[NDArray[np.int64]] = []
+        self._compiled = _compiled()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {"leaves": self._leaves, "nodes": self._nodes}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._leaves, self._nodes = state["leaves"], state["nodes"]
+        self._compiled = _compiled()
 
     @property
     def total(self) -> float:
         """The sum of all slots."""
-        self._add_up()
         return float(self._nodes[1])
 
-    def values(self, slots: NDArray[np.int64]) -> NDArray[np.float64]:
+    def values(self, slots: Slots) -> Numbers:
         """Return the numbers in some slots."""
         return self._nodes.take(slots + self._leaves)
 
-    def put(self, slots: NDArray[np.int64], values: NDArray[np.float64] | float) -> None:
-        """Set the numbers in some slots; sums follow when they are next needed."""
-        nodes = slots + self._leaves
-        self._nodes[nodes] = values
-        self._changed.append(nodes)
+    def put(self, slots: Slots, values: Numbers | float) -> None:
+        """Set the numbers in some slots; of equal slots the last one counts."""
+        few = len(slots) * _REBUILD_SHARE < self._leaves
+        if self._compiled is not None and few:
+            one_for_all = np.ndim(values) == 0
+            numbers, place = np.ascontiguousarray(values, np.float64), np.ascontiguousarray(slots, np.int64)
+            self._compiled.put(
+                _start(self._nodes), self._leaves, _start(place), _start(numbers), int(not one_for_all), len(place)
+            )
+            return
+        self._nodes[slots + self._leaves] = values
+        above, parents = self._leaves, slots + self._leaves
+        if few:
+            # Near the root most nodes change: there whole levels are added up.
+            above = min(self._leaves, 1 << max(1, len(slots).bit_length()))
+            for _ in range(self._leaves.bit_length() - above.bit_length()):
+                parents = parents >> 1
+                self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
+        self._add_up_above(above)
 
-    def find(self, points: NDArray[np.float64]) -> NDArray[np.int64]:
-        """Return the slot that each point of [0, total) falls on; never one that holds 0."""
-        self._add_up()
-        nodes, node = self._nodes, np.ones(len(points), np.int64)
-        left_over = points.copy()
-        for _ in range(self._levels):
+    def find(self, points: Numbers) -> tuple[Slots, Numbers]:
+        """Return the slots that points of [0, 1) fall on, and their numbers; never a slot that holds 0."""
+        if self._compiled is None:
+            slots = self._find(points * self._nodes[1])
+            return slots, self.values(slots)
+        place, values = np.empty(len(points), np.int64), np.empty(len(points), np.float64)
+        self._compiled.find(
+            _start(self._nodes), self._leaves, _start(points), len(points), _start(place), _start(values)
+        )
+        return place, values
+
+    def _find(self, left_over: Numbers) -> Slots:
+        nodes, node = self._nodes, np.ones(len(left_over), np.int64)
+        for _ in range(self._leaves.bit_length() - 1):
             left = 2 * node
             in_left, in_right = nodes.take(left), nodes.take(left + 1)
             # Rounding may leave a point just beyond the last number: it stays on a side that holds one.
-            right = (left_over >= in_left) & (in_right > 0) | (in_left == 0)
-            left_over -= np.where(right, in_left, 0)
+            right = ((left_over >= in_left) & (in_right > 0)) | (in_left == 0)
+            left_over = left_over - np.where(right, in_left, 0)
             node = left + right
         return node - self._leaves
 
-    def _add_up(self) -> None:
-        """Recompute the sums above all changed leaves."""
-        if not self._changed:
-            return
-        changed = np.concatenate(self._changed)
-        self._changed = []
+    def _add_up_above(self, above: int) -> None:
+        """Add up all levels above the one that begins with node `above`."""
         nodes = self._nodes
-        if len(changed) * _REBUILD_SHARE >= self._leaves:
-            above = self._leaves
-        else:
-            # Near the root most nodes change: there whole levels are added up.
-            above = min(self._leaves, 1 << max(1, len(changed).bit_length()))
-            parents = changed
-            for _ in range(self._levels - (above.bit_length() - 1)):
-                parents = parents >> 1
-                nodes[parents] = nodes.take(2 * parents) + nodes.take(2 * parents + 1)
         while above > 1:
             nodes[above // 2 : above] = nodes[above : 2 * above : 2] + nodes[above + 1 : 2 * above : 2]
             above //= 2
+
+
+def _start(array: NDArray[Any]) -> int:
+    """Return where a contiguous array's first byte lies."""
+    try:
+        buffer: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # a third of the cost of array.ctypes
+    except (TypeError, ValueError):  # read-only or empty
+        return int(array.ctypes.data)
+
+
+class _Compiled:
+    """sumtree.c through ctypes."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        self.put = library.holdall_tree_put
+        self.put.argtypes = [pointer, number, pointer, pointer, number, number]
+        self.put.restype = None
+        self.find = library.holdall_tree_find
+        self.find.argtypes = [pointer, number, pointer, number, pointer, pointer]
+        self.find.restype = None
+
+
+def _compiled() -> _Compiled | None:
+    """Return the compiled loops if they were built, and not asked to be left out."""
+    return None if os.environ.get("HOLDALL_KERNELS", "") == "portable" else _loaded()
+
+
+@functools.cache
+def _loaded() -> _Compiled | None:
+    suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+    try:
+        return _Compiled(ctypes.CDLL(str(Path(__file__).parents[1] / "experience" / f"_kernels{suffix}")))
+    except (OSError, AttributeError):
+        return None

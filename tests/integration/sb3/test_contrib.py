@@ -80,7 +80,7 @@ def test_maskable_ppo_gives_the_same_weights(environment: Any, policy: str, kind
     ],
     ids=["vector", "stack", "dict"],
 )
-@pytest.mark.parametrize("compress", [None, "balanced"])
+@pytest.mark.parametrize("compress", [None, pytest.param("balanced", marks=pytest.mark.nightly)])
 def test_recurrent_ppo_gives_the_same_weights(environment: Any, policy: str, compress: str | None) -> None:
     def model() -> Any:
         chosen = settings(policy)

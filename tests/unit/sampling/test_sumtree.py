@@ -5,10 +5,20 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from holdall.sampling import sumtree
 from holdall.sampling.sumtree import SumTree
 
 
-@pytest.mark.parametrize("slots", [1, 2, 3, 64, 1000])
+@pytest.fixture(params=["compiled", "portable"], autouse=True)
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Either of the two ways, where both are there."""
+    if request.param == "compiled" and sumtree._loaded() is None:
+        pytest.skip("the compiled loops were not built")
+    monkeypatch.setenv("HOLDALL_KERNELS", "" if request.param == "compiled" else "portable")
+    return str(request.param)
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 8, 9, 64, 65, 1000])
 def test_a_point_falls_on_the_slot_whose_numbers_it_lies_between(slots: int) -> None:
     """As in a running sum, for numbers that add up without rounding."""
     generator = np.random.default_rng(slots)
@@ -18,7 +28,10 @@ def test_a_point_falls_on_the_slot_whose_numbers_it_lies_between(slots: int) -> 
     tree.put(np.arange(slots), numbers)
     assert tree.total == numbers.sum()
     points = np.arange(0, numbers.sum(), 0.5)
-    assert tree.find(points).tolist() == np.searchsorted(np.cumsum(numbers), points, side="right").tolist()
+    expected = np.searchsorted(np.cumsum(numbers), points, side="right")
+    found, values = tree.find((points + 0.25) / numbers.sum())
+    assert found.tolist() == expected.tolist()
+    assert values.tolist() == numbers[expected].tolist()
 
 
 @pytest.mark.parametrize("changes", [1, 30, 900])
@@ -39,9 +52,10 @@ def test_nothing_is_found_that_holds_nothing() -> None:
     """Not even by a point that rounding put beyond the last number."""
     tree = SumTree(100)
     tree.put(np.arange(0, 90, 3), np.random.default_rng(0).random(30) * 1e-3)
-    points = np.append(np.random.default_rng(1).random(1000), [0.0, 1.0, np.nextafter(1.0, 2.0)]) * tree.total
-    found = tree.find(points)
-    assert (tree.values(found) > 0).all()
+    points = np.append(np.random.default_rng(1).random(1000), [0.0, 1.0, np.nextafter(1.0, 2.0)])
+    found, values = tree.find(points)
+    assert (values > 0).all()
+    assert (found % 3 == 0).all()
 
 
 def test_of_equal_slots_the_last_number_counts() -> None:
@@ -49,3 +63,25 @@ def test_of_equal_slots_the_last_number_counts() -> None:
     tree = SumTree(8)
     tree.put(np.array([3, 3]), np.array([5.0, 2.0]))
     assert tree.total == 2.0
+
+
+def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums, slots and numbers, after changes of every size."""
+    if sumtree._loaded() is None:
+        pytest.skip("the compiled loops were not built")
+    monkeypatch.setenv("HOLDALL_KERNELS", "")
+    compiled = SumTree(3000)
+    monkeypatch.setenv("HOLDALL_KERNELS", "portable")
+    portable = SumTree(3000)
+    assert compiled._compiled is not None
+    assert portable._compiled is None
+    generator = np.random.default_rng(0)
+    for count in [1, 2, 17, 100, 256, 1000] * 3:
+        slots = generator.integers(0, 3000, count)
+        values = generator.random(count) if count % 2 else float(generator.random())
+        points = generator.random(500)
+        for tree in (compiled, portable):
+            tree.put(slots, values)
+        assert compiled._nodes.tobytes() == portable._nodes.tobytes()
+        for one, other in zip(compiled.find(points), portable.find(points), strict=True):
+            assert one.tobytes() == other.tobytes()

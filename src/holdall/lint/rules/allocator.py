@@ -16,6 +16,7 @@ _REPEATED = ("update", "step", "_on_step", "_on_rollout", "train_step", "trainin
 _ALLOCATOR = {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF"}
 _POOLS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 _READ_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
+_STARTS_PROCESSES = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
 _HARMLESS = {"torch.cuda.is_available", "torch.cuda.device_count"}
 
 
@@ -196,11 +197,14 @@ class ThreadsSetLate(ScriptRule):
     GOOD: ClassVar = (
         Case('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch'),
         Case('import os\nimport json\nos.environ["OMP_NUM_THREADS"] = "1"'),
+        Case('import os\nimport torch\nimport torch.multiprocessing as mp\nos.environ["OMP_NUM_THREADS"] = "1"'),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
-        """Yield if a library was imported before."""
+        """Yield if a library was imported before, and no process is started that would read it anew."""
         script = subject.script
+        if any(part in _STARTS_PROCESSES for full in _imported(script) for part in full.split(".")):
+            return
         imported = [node for node in script.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
         for node, name in _variables(script):
             before = [statement for statement in imported if _line(statement) < _line(node) and _reads(statement)]
@@ -210,6 +214,15 @@ class ThreadsSetLate(ScriptRule):
                     script.place(node),
                     import_line=_line(before[0]),
                 )
+
+
+def _imported(script: Script) -> Iterator[str]:
+    """Yield the full names of all that is imported."""
+    for node in script.nodes:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
 def _reads(statement: ast.Import | ast.ImportFrom) -> bool:

@@ -41,6 +41,14 @@ class CallbackNeverPassed(ScriptRule):
         Case(
             _PASSED.replace("callback=callback_list", "").replace("{callbacks}", "checkpoint_callback, eval_callback")
         ),
+        Case(
+            """
+            from holdall.sb3 import CheckpointCallback
+            from stable_baselines3 import SAC
+            checkpoint = CheckpointCallback(10_000, "runs/dog")
+            SAC("MlpPolicy", "Pendulum-v1").learn(100_000)
+            """
+        ),
     )
     GOOD: ClassVar = (
         Case(_PASSED.replace("{callbacks}", "checkpoint_callback, eval_callback")),
@@ -117,6 +125,8 @@ def _created(script: Script) -> Iterator[tuple[str, ast.Call]]:
 
 def _is_callback(script: Script, call: ast.Call) -> bool:
     dotted = script.dotted(call.func)
+    if dotted.startswith("holdall.sb3."):
+        return dotted.endswith("Callback")
     if dotted.startswith(("stable_baselines3.", "sb3_contrib.")):
         return ".callbacks." in dotted and dotted.rpartition(".")[2] != "CallbackList"
     own = script.classes.get(dotted)

@@ -26,7 +26,7 @@ class SumOfResident(ScriptRule):
     Pages that processes share (libraries, what was there before a fork) are in the RSS of each of them. The sum counts
     them once for every process.
     """
-    fix = "`psutil.Process(...).memory_full_info().pss` (Linux), or `holdall watch`, which adds PSS."
+    fix = "Add up `psutil.Process(...).memory_full_info().pss` (Linux), in which a shared page counts once in all."
     BAD: ClassVar = (
         Case(
             """

@@ -15,6 +15,7 @@ from holdall.lint.source.script import Function, Script
 from holdall.lint.values import candidates
 
 _OVERSUBSCRIBED = 2  # threads a core
+_OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
 _POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
 
 _SUBPROCESSES = """
@@ -261,6 +262,7 @@ class OversubscribedThreads(ScriptRule):
             """
         ),
         Case("import torch\nimport sys\ntorch.set_num_threads(int(sys.argv[1]))"),
+        Case("data.memmap_like(path, num_threads=32)"),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
@@ -292,7 +294,7 @@ def _counts(subject: Subject, names: set[str], function: str | None) -> Iterator
                 value = given
             case ast.Assign(targets=[ast.Attribute(attr=name)], value=given) if name in names:
                 value = given
-            case ast.keyword(arg=str() as name, value=given) if name in names:
+            case ast.keyword(arg=str() as name, value=given) if name in names and name not in _OTHER_THREADS:
                 value = given
             case ast.Call(args=[given]) if function and subject.script.dotted(node.func) == f"torch.{function}":
                 value = given

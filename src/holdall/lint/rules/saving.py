@@ -233,7 +233,10 @@ class StatisticsNotSaved(ScriptRule):
     name = "normalisation-not-saved"
     severity = Severity.WARNING
     why = "A loaded model gets observations on another scale than it was trained on, and acts as if untrained."
-    fix = '`env.save("vecnormalize.pkl")`, or `CheckpointCallback(..., save_vecnormalize=True)`.'
+    fix = """
+    `env.save("vecnormalize.pkl")`, `CheckpointCallback(..., save_vecnormalize=True)`, or
+    `holdall.sb3.CheckpointCallback`, which saves them with the model.
+    """
     BAD: ClassVar = (
         Case(
             """
@@ -269,6 +272,7 @@ class StatisticsNotSaved(ScriptRule):
         saves = [call for call in script.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "save"]
         models = [c for c in saves if isinstance(c.func, ast.Attribute) and subject.training.constructed(c.func.value)]
         told = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
+        told = told or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
         if normalised and models and len(models) == len(saves) and not told:
             yield self.finding(
                 "the model is saved, and the statistics of VecNormalize are not", script.place(models[0])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from typing import ClassVar
 
@@ -14,6 +15,8 @@ from holdall.lint.values import whole
 
 _JOINS = {"torch.cat", "torch.stack", "torch.concat", "torch.concatenate"}
 _NEXT = ("next_", "new_")
+_BUFFER = re.compile(r"buffer|memory|replay|experience", re.IGNORECASE)
+_SMALL = 1_000  # transitions; a deque for n-step returns is no replay buffer
 
 _LOSSES = """
 losses = []
@@ -114,6 +117,8 @@ class PerStepArrays(ScriptRule):
             """
         ),
         Case("from collections import deque\nrewards = deque(maxlen=100)\nrewards.append(reward)"),
+        Case("from collections import deque\nwindow = deque(maxlen=3)\nwindow.append((obs, action, reward, next_obs))"),
+        Case("episode = []\nepisode.append((obs, action, reward, next_obs))"),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
@@ -137,15 +142,17 @@ class PerStepArrays(ScriptRule):
 
 
 def _containers(subject: Subject) -> Iterator[tuple[str, int | None]]:
-    """Yield the names that are a list or deque, with the deque's length if known."""
+    """Yield what is a list named as a buffer, or a deque that is not small, with the deque's length if known."""
     for node in subject.script.nodes:
         match node:
             case ast.Assign(targets=[target], value=ast.Call() as made):
                 if subject.script.dotted(made.func) != "collections.deque":
                     continue
                 given = [*made.args[1:2], *(k.value for k in made.keywords if k.arg == "maxlen")]
-                yield ast.unparse(target), whole(subject.training.evaluator.value(given[0])) if given else None
-            case ast.Assign(targets=[target], value=ast.List(elts=[])):
+                limit = whole(subject.training.evaluator.value(given[0])) if given else None
+                if limit is None or limit >= _SMALL:
+                    yield ast.unparse(target), limit
+            case ast.Assign(targets=[target], value=ast.List(elts=[])) if _BUFFER.search(ast.unparse(target)):
                 yield ast.unparse(target), None
 
 
@@ -237,7 +244,7 @@ def _is_minus_one(node: ast.expr) -> bool:
 
 
 class Preallocated(ScriptRule):
-    """Finds private attributes of a buffer class that are set and never read."""
+    """Finds private attributes of a buffer class that are set to a constant and never read."""
 
     id = "P08"
     name = "buffer-attribute-never-read"
@@ -266,6 +273,7 @@ class Preallocated(ScriptRule):
                     return self._preallocated
             """
         ),
+        Case("class BaseBuffer:\n    def __init__(self, codec):\n        self._compress = codec.compress"),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
@@ -277,7 +285,9 @@ class Preallocated(ScriptRule):
         for node in script.nodes:
             if not isinstance(node, ast.Attribute) or not isinstance(node.ctx, ast.Store):
                 continue
-            owner = script.enclosing_class(node)
+            owner, statement = script.enclosing_class(node), script.parent(node)
+            if not isinstance(getattr(statement, "value", None), ast.Constant):
+                continue  # what is worked out may be for a subclass elsewhere
             is_private = node.attr.startswith("_") and not node.attr.startswith("__")
             if owner is None or not is_private or node.attr in read | seen or ast.unparse(node.value) != "self":
                 continue

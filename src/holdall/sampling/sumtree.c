@@ -1,0 +1,46 @@
+/* Sums over a binary tree of doubles: node 1 is the root, the children of i are 2 i and 2 i + 1,
+ * and the leaves stand last. Mirrored, to the last bit, by sumtree.py. */
+#include <stdint.h>
+
+#ifdef _WIN32
+#define EXPORT __declspec(dllexport)
+#else
+#define EXPORT __attribute__((visibility("default")))
+#endif
+
+enum { AT_ONCE = 128 }; /* walks side by side: each waits for memory at every level */
+
+/* Put numbers into some slots, one for all if `step` is 0, and add up again whatever lies above them. */
+EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots, const double *values, int64_t step,
+                             int64_t count) {
+    for (int64_t i = 0; i < count; i++) nodes[leaves + slots[i]] = values[i * step];
+    int64_t shift = 1;
+    for (int64_t level = leaves; level > 1; level /= 2, shift++)
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t node = (leaves + slots[i]) >> shift;
+            nodes[node] = nodes[2 * node] + nodes[2 * node + 1];
+        }
+}
+
+/* Find the slots that points of [0, 1) times the root fall on, and what they hold. */
+EXPORT void holdall_tree_find(const double *nodes, int64_t leaves, const double *points, int64_t count, int64_t *slots,
+                              double *values) {
+    for (int64_t begin = 0; begin < count; begin += AT_ONCE) {
+        const int64_t some = begin + AT_ONCE < count ? AT_ONCE : count - begin;
+        int64_t node[AT_ONCE];
+        double left_over[AT_ONCE];
+        for (int64_t i = 0; i < some; i++) node[i] = 1, left_over[i] = points[begin + i] * nodes[1];
+        for (int64_t level = 1; level < leaves; level *= 2)
+            for (int64_t i = 0; i < some; i++) {
+                const double in_left = nodes[2 * node[i]], in_right = nodes[2 * node[i] + 1];
+                /* Rounding may leave a point just beyond the last number: it stays on a side that holds one. */
+                const int64_t right = ((left_over[i] >= in_left) & (in_right > 0)) | (in_left == 0);
+                left_over[i] -= (double)right * in_left; /* no branch: half of them would be foretold wrongly */
+                node[i] = 2 * node[i] + right;
+            }
+        for (int64_t i = 0; i < some; i++) {
+            slots[begin + i] = node[i] - leaves;
+            values[begin + i] = nodes[node[i]];
+        }
+    }
+}
