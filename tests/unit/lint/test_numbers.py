@@ -84,6 +84,7 @@ def test_the_numbers_are_those_worked_out_by_hand(rule: str) -> None:
         ("L06", "one update for every 8 steps (8 environments, train_freq 1)"),
         ("L07", "at least 16.4 episodes"),
         ("L08", "n_envs=8 with n_steps=2,048 collects the same 16,384 transitions"),
+        ("L13", "batch_size is 1"),
         ("L10", "611 rollouts, 10,010,624 steps"),
         ("M02", f"{100 * 700_000 * STEP / (32 * GIB):.0f} % of RAM"),
         ("M05", "11.06 GB (10.30 GiB)"),
@@ -151,6 +152,17 @@ def test_several_environments_share_the_capacity_that_is_advised() -> None:
     (finding,) = found("M01", text)
     rows = int(0.8 * 32 * GIB) // (4 * STEP)
     assert f"buffer_size={rows * 4:,} would take 80 % of it" in finding.message
+
+
+def test_checkpoints_are_counted_in_calls() -> None:
+    text = CAMERA.replace("import SAC", "import SAC\nfrom stable_baselines3.common.env_util import make_vec_env")
+    text += (
+        "from stable_baselines3.common.callbacks import CheckpointCallback\n"
+        "model = SAC('MultiInputPolicy', make_vec_env(Dog, n_envs=4), buffer_size=200_000)\n"
+        "model.learn(1_000_000, callback=CheckpointCallback(10_000, 'models', save_replay_buffer=True))\n"
+    )
+    (finding,) = found("S01", text)
+    assert finding.numbers["checkpoints"] == 25
 
 
 def test_learning_that_starts_with_the_last_step_never_starts() -> None:

@@ -49,11 +49,15 @@ class EmptyCacheInLoop(ScriptRule):
     fix = "Delete it. If the GPU is short of memory, lower the batch."
     BAD: ClassVar = (
         Case("import torch\nfor step in range(1000):\n    train()\n    torch.cuda.empty_cache()"),
+        Case("import torch\ndef tidy():\n    torch.cuda.empty_cache()\nfor step in range(1000):\n    tidy()"),
         Case(
             "import torch\nclass Buffer(list):\n    def update_buffer(self, items):\n        torch.cuda.empty_cache()"
         ),
     )
-    GOOD: ClassVar = (Case("import torch\nfor step in range(1000):\n    train()\ntorch.cuda.empty_cache()"),)
+    GOOD: ClassVar = (
+        Case("import torch\nfor step in range(1000):\n    train()\ntorch.cuda.empty_cache()"),
+        Case("import torch\ndef tidy():\n    torch.cuda.empty_cache()\nfor step in range(1000):\n    train()\ntidy()"),
+    )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
         """Yield for every repeated call."""
@@ -193,7 +197,10 @@ class ThreadsSetLate(ScriptRule):
     severity = Severity.WARNING
     why = "OpenMP and the BLAS libraries read these variables once, when they are loaded."
     fix = "Set it in the shell, or before the first import; `torch.set_num_threads(n)` works at any time."
-    BAD: ClassVar = (Case('import os\nimport torch\nos.environ["OMP_NUM_THREADS"] = "1"'),)
+    BAD: ClassVar = (
+        Case('import os\nimport torch\nos.environ["OMP_NUM_THREADS"] = "1"'),
+        Case('import os\nfrom torch import nn\nos.environ.setdefault("MKL_NUM_THREADS", "1")'),
+    )
     GOOD: ClassVar = (
         Case('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch'),
         Case('import os\nimport json\nos.environ["OMP_NUM_THREADS"] = "1"'),

@@ -51,6 +51,7 @@ class SumOfResident(ScriptRule):
             """
         ),
         Case("import psutil\nused = psutil.Process().memory_info().rss"),
+        Case("import psutil\nused = [p.memory_info().rss for p in psutil.Process().children()]"),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:

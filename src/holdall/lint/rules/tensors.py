@@ -218,7 +218,10 @@ class StackedThenFlattened(ScriptRule):
         Case("import torch\nitems = torch.stack(pieces)\nflat = items.reshape(-1, *items.shape[2:])"),
         Case("import torch\nflat = torch.stack(pieces).flatten(0, 1)"),
     )
-    GOOD: ClassVar = (Case("import torch\nflat = torch.cat(pieces, dim=0)"),)
+    GOOD: ClassVar = (
+        Case("import torch\nflat = torch.cat(pieces, dim=0)"),
+        Case("import torch\nsquare = torch.stack(pieces).reshape(8, 8)"),
+    )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:
         """Yield where a stack is flattened."""
@@ -273,6 +276,7 @@ class Preallocated(ScriptRule):
                     return self._preallocated
             """
         ),
+        Case("class Buffer:\n    def __init__(self):\n        self.size = 0"),
         Case("class BaseBuffer:\n    def __init__(self, codec):\n        self._compress = codec.compress"),
     )
 
@@ -309,6 +313,7 @@ class NonBlockingUnpinned(ScriptRule):
     GOOD: ClassVar = (
         Case('import torch\nitem = torch.empty(8, pin_memory=True)\nitem.to("cuda", non_blocking=True)'),
         Case('import torch\nitem.to("cpu", non_blocking=True)'),
+        Case('import torch\nitem.to("cuda", copy=True)'),
     )
 
     def check(self, subject: Subject, machine: Machine) -> Iterator[Finding]:

@@ -116,7 +116,7 @@ class UpdatesFallBehind(RunRule):
     them the same number of steps brings an eighth of the updates.
     """
     fix = "`gradient_steps=-1`: as many updates as transitions were collected."
-    BAD: ClassVar = (zoo("sac", n_envs=8, gradient_steps=1),)
+    BAD: ClassVar = (zoo("sac", n_envs=8, gradient_steps=1), zoo("dqn", n_envs=2))
     GOOD: ClassVar = (zoo("sac", n_envs=8, gradient_steps=-1), zoo("sac", n_envs=1, gradient_steps=1))
 
     def check(self, run: Run, machine: Machine) -> Iterator[Finding]:
