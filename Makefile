@@ -30,7 +30,7 @@ check: $(STAMP) $(PUBLISHED) ## Exactly what CI runs: format, lint, types, impor
 	$(BIN)/codespell
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/pytest -m "not nightly"
+	$(BIN)/pytest -m "not nightly" -n auto --maxprocesses 4 --dist worksteal
 
 format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .

@@ -200,7 +200,7 @@ def test_infos_come_back_as_they_were(info: dict[str, Any]) -> None:
     assert unpack_info(packed) is not restored
 
 
-@pytest.mark.parametrize("value", [object(), {1: 2}, {"s": {1, 2}}, np.array(["text"]), 1j, b"bytes"], ids=repr)
+@pytest.mark.parametrize("value", [object(), {1: 2}, {"s": {1, 2}}, np.array(["text"]), 1j, b"bytes"], ids=type)
 def test_infos_that_are_neither_json_nor_arrays_are_refused(value: Any) -> None:
     """By name, and nothing of the step is kept."""
     with pytest.raises(ArgumentError, match=r"^infos\['odd'\].*copy_info_dict=False"):

@@ -144,7 +144,7 @@ def rewritten(record: list[Any], **changes: Any) -> list[Any]:
     return [start + struct.pack("<II", zlib.crc32(start), 0), words, *record[2:]]
 
 
-DROPPED = object()
+DROPPED: Any = ...
 HOSTILE: list[dict[str, Any]] = [
     {"count": -1}, {"count": COUNT + 1}, {"count": 2**40}, {"count": "11"}, {"count": None}, {"count": 11.0},
     {"count": True}, {"count": DROPPED}, {"group": 0}, {"group": -4}, {"group": 2**31}, {"group": 65}, {"group": []},

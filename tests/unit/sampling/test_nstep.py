@@ -107,7 +107,6 @@ def test_tensors_are_the_arrays() -> None:
         ({"gamma": float("nan")}, r"^gamma \(nan\) must be a number"),
         ({"by": Sequence(3)}, r"^by \(Sequence\) must be a sampler of single transitions"),
     ],
-    ids=str,
 )
 def test_what_makes_no_sense_cannot_be_constructed(given: dict[str, Any], message: str) -> None:
     """The refusal names the argument, its value and the rule."""
