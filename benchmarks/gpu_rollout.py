@@ -23,11 +23,13 @@ from process import commit, held_bytes, machine, versions
 
 from holdall import RolloutMemory
 from holdall.elegantrl import TrajectoryBuffer
+from holdall.threads import limit
 
 WORKERS, STEPS = 3, 1_024
 UPDATES = 100
 MIB = 2**20
-SWEPT_SLOTS_MIB = (1, 2, 4, 8, 16, 32)
+SWEPT_SLOTS_MIB = (1, 2, 4, 8, 16)
+SWEPT_THREADS = (1, 2, 4, 8)
 
 Trajectories = list[list[torch.Tensor]]
 
@@ -139,16 +141,19 @@ def measure_case(case: Case, rounds: int) -> dict[str, Any]:
 
 
 def sweep(case: Case, rounds: int) -> dict[str, dict[str, float]]:
-    """Time holdall's update with slots of other sizes."""
-    given = trajectories(case, 0)
-    buffers = {size: TrajectoryBuffer("cuda", slot_bytes=size * MIB) for size in SWEPT_SLOTS_MIB}
-    times: dict[int, list[float]] = {size: [] for size in buffers}
+    """Time holdall's update with slots of other sizes, and with fewer threads that fill them."""
+    given = [trajectories(case, seed) for seed in range(2)]
+    buffers = {f"slots of {size} MiB": TrajectoryBuffer("cuda", slot_bytes=size * MIB) for size in SWEPT_SLOTS_MIB}
+    for threads in SWEPT_THREADS:
+        with limit(threads):
+            buffers[f"{threads} threads"] = TrajectoryBuffer("cuda")
+    times: dict[str, list[float]] = {name: [] for name in buffers}
     for turn in range(rounds + 2):
-        for size, buffer in buffers.items():
-            took = timed_ms(lambda buffer=buffer: buffer.update_buffer(given))  # type: ignore[misc]  # bound now
+        for name, buffer in buffers.items():
+            took = timed_ms(lambda buffer=buffer, turn=turn: buffer.update_buffer(given[turn % 2]))  # type: ignore[misc]
             if turn >= 2:
-                times[size].append(took)
-    return {f"{size} MiB": summary(taken) for size, taken in times.items()}
+                times[name].append(took)
+    return {name: summary(taken) for name, taken in times.items()}
 
 
 def steady_state(updates: int) -> dict[str, Any]:
@@ -231,7 +236,7 @@ def table(result: dict[str, Any]) -> str:
             for side in ("cat then to", "to then cat", "holdall")
         ]
         lines.append(f"| {name} | {' | '.join(cells)} | {row['bar_ms']} ms | {row['met']} |")
-    lines += ["", "| pinned slots of | " + " | ".join(result["slots"]) + " |", "|---|" + "---|" * len(result["slots"])]
+    lines += ["", "| holdall with | " + " | ".join(result["slots"]) + " |", "|---|" + "---|" * len(result["slots"])]
     for size in next(iter(result["slots"].values())):
         cells = [f"{result['slots'][case][size]['median_ms']:.3f} ms" for case in result["slots"]]
         lines.append(f"| {size} | {' | '.join(cells)} |")
