@@ -14,6 +14,7 @@ from holdall.experience.crew import Crew
 from holdall.experience.device import CudaLine, HostLine, Line
 from holdall.experience.kernels import Kernels
 from holdall.experience.mirror import Mirror
+from holdall.experience.pinned_arenas import PinnedArenas
 from holdall.experience.store import Store
 from holdall.experience.upload import DeviceBuilder
 from holdall.schema import Schema
@@ -37,6 +38,7 @@ class Batches:
     ) -> None:
         self._parts = (schema, kernels, assembler)
         self._mirror: Mirror | None = None
+        self._arenas: PinnedArenas | None = None
         self._crew: Crew | None = None
         plain = BatchBuilder(schema, assembler, delivery)
         self._builder: Builder = plain
@@ -50,8 +52,12 @@ class Batches:
         namer = kernels.namer()
         self._crew = Crew(most=_MOST_HANDS)
         self._builder = DeviceBuilder(schema, plain, line, namer, self._crew, torch)
-        if mirrored and namer is not None:
+        if namer is None:
+            return
+        if mirrored:
             self._mirror = Mirror(line, kernels.coder)
+        else:
+            self._arenas = PinnedArenas(line)
 
     def keep(self, batches: int) -> None:
         """See to it that so many batches can be in use without new memory for each."""
@@ -66,7 +72,7 @@ class Batches:
 
     def look_up(self, draw: Draw, store: Store) -> Reading:
         """Find all that a draw needs; under the memory's lock."""
-        return Reading.of(draw, store, self._mirror)
+        return Reading.of(draw, store, self._mirror, self._arenas)
 
     def start(self, draw: Draw, reading: Reading) -> Job:
         """Begin a batch; without the lock, in the thread that will use it."""
@@ -84,7 +90,11 @@ class Batches:
         return self._builder.pinned_bytes if isinstance(self._builder, DeviceBuilder) else 0
 
     def dismiss(self) -> None:
-        """End the threads."""
+        """End the threads, and let go of what is pinned."""
+        if isinstance(self._builder, DeviceBuilder):
+            self._builder.finish()
+        if self._arenas is not None:
+            self._arenas.close()
         if self._crew is not None:
             self._crew.dismiss()
 

@@ -11,6 +11,7 @@ is built on it runs, and is tested, where there is no GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
 from typing import TYPE_CHECKING, Any, Protocol
@@ -62,6 +63,18 @@ class Line(Protocol):
     def wait(self, mark: Any) -> None:
         """Wait, on the host, until a mark was passed."""
 
+    def passed(self, mark: Any) -> bool:
+        """Whether a mark was passed."""
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """Let the device read memory of the host where it lies; False if it cannot."""
+
+    def unpin(self, start: int) -> None:
+        """Take that back."""
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See a stretch of the host's memory as a tensor that the device may use; only what is pinned may be read."""
+
 
 class HostLine:
     """The host itself: everything is done when it is asked for."""
@@ -106,6 +119,23 @@ class HostLine:
 
     hold_consumer = hold
     wait = hold
+
+    def passed(self, mark: Any) -> bool:
+        """See `Line`."""
+        return mark is None
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """See `Line`."""
+        return nbytes > 0 and start > 0
+
+    def unpin(self, start: int) -> None:
+        """See `Line`."""
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        memory = ctypes.cast(start, ctypes.POINTER(ctypes.c_uint8))
+        tensor: torch.Tensor = self._torch.from_numpy(np.ctypeslib.as_array(memory, (nbytes,)))
+        return tensor
 
 
 class CudaLine:
@@ -162,6 +192,23 @@ class CudaLine:
         """See `Line`."""
         mark.synchronize()
 
+    def passed(self, mark: Any) -> bool:
+        """See `Line`."""
+        return bool(mark.query())
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """See `Line`."""
+        return int(self._torch.cuda.cudart().cudaHostRegister(start, nbytes, 0)) == 0
+
+    def unpin(self, start: int) -> None:
+        """See `Line`."""
+        self._torch.cuda.cudart().cudaHostUnregister(start)
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.as_tensor(_Foreign(start, nbytes), device=self.device)
+        return tensor
+
 
 class _Anchor:
     """Memory on a device that leases refer to."""
@@ -170,21 +217,25 @@ class _Anchor:
         self.memory = memory
 
 
-class _Lease:
-    """An anchor's memory under the protocol by which torch takes over memory of others without copying it.
+class _Foreign:
+    """Memory under the protocol by which torch takes over memory of others without copying it."""
 
-    torch refers to the lease until the last tensor that looks into the memory is gone.
-    """
-
-    def __init__(self, anchor: _Anchor) -> None:
-        self._anchor = anchor
+    def __init__(self, start: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (anchor.memory.numel(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (anchor.memory.data_ptr(), False),
+            "data": (start, False),
             "strides": None,
             "version": 2,
         }
+
+
+class _Lease(_Foreign):
+    """An anchor's memory; torch refers to the lease until the last tensor that looks into it is gone."""
+
+    def __init__(self, anchor: _Anchor) -> None:
+        super().__init__(anchor.memory.data_ptr(), anchor.memory.numel())
+        self._anchor = anchor
 
 
 class Blocks:
@@ -228,9 +279,14 @@ class Passage:
             self._line.wait(self._left)
             self._left = None
         if self.host.numel() < nbytes:
-            room = nbytes + nbytes // 4
-            self.host, self.device = self._line.host_bytes(room), self._line.device_bytes(room)
+            self.host = self._line.host_bytes(nbytes + nbytes // 4)
             self.array = self.host.numpy()
+        self.make_room_there(nbytes)
+
+    def make_room_there(self, nbytes: int) -> None:
+        """See to it that `nbytes` fit on the device alone."""
+        if self.device.numel() < nbytes:
+            self.device = self._line.device_bytes(nbytes + nbytes // 4)
 
     def send(self, first: int, end: int) -> None:
         """Start the copy of some bytes to the device; called at work on the line."""

@@ -58,10 +58,19 @@ class SliceNamer:
         self._reading = reading
         self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
         self._struct = _Names()
+        self._cuts: dict[int, tuple[NDArray[np.int64], Cut | None]] = {}
 
     def cut(self, places: Places, field: int) -> Cut | None:
         """Return how a field is cut, if all of its segments are cut alike and can be read here."""
         records = places.records[field]
+        known = self._cuts.get(field)
+        if known is not None and known[0] is records:  # a table never changes
+            return known[1]
+        cut = self._looked_up(records)
+        self._cuts[field] = (records, cut)
+        return cut
+
+    def _looked_up(self, records: NDArray[np.int64]) -> Cut | None:
         if not (records[:, _CUT] == records[0, _CUT]).all() or (self._reading is None and records[:, _SEALED].any()):
             return None
         outer, run_bytes, window, _ = records[0, _CUT].tolist()
@@ -101,6 +110,20 @@ class SliceNamer:
         if failed >= 0:
             raise _damaged(failed)
         return int(self._struct.count)
+
+    def where(self, starts: NDArray[np.int64], slice_bytes: int) -> NDArray[np.int64] | None:
+        """Return the byte at which each slice named begins, given where those of each segment do; None if -1 is among.
+
+        Args:
+            starts: By segment.
+        """
+        if self._memory is None:
+            return None
+        count = int(self._struct.count)
+        of_part = starts.take(self._memory[0][:count])
+        if count and of_part.min() < 0:
+            return None
+        return np.asarray(of_part + self._memory[1][:count].astype(np.int64) * slice_bytes)
 
     def fetch(self, places: Places, field: int, out: Bytes, crew: Crew, done: Callable[[int, int], None]) -> None:
         """Bring all slices named to their rows of `out`; `done(first, end)` is told of every piece that is there.

@@ -10,7 +10,9 @@ go over a line of their own, and the consumer's stream waits for them. What is u
 from __future__ import annotations
 
 import threading
+from collections import deque
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -43,7 +45,7 @@ class _Span:
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return prod(self.shape) * self.dtype.itemsize
 
     @property
     def end(self) -> int:
@@ -88,6 +90,7 @@ class DeviceBuilder:
         self._crew = crew
         self._passages: list[dict[int, Passage]] = [{} for _ in range(_PASSAGES)]
         self._turn = 0
+        self._under_way: deque[tuple[Any, Reading]] = deque()  # batches that the device reads from the host
         self._scratch = line.device_bytes(0)
         self._lock = threading.Lock()
         self._dtypes: dict[np.dtype[Any], Any] = {}
@@ -107,6 +110,7 @@ class DeviceBuilder:
         """Bring all fields of a batch to its block."""
         with self._lock, self.line.at_work():
             self.line.hold(job.free)
+            self._forget_passed()
             cuts = {leaf: self._cut(job.reading.rows, leaf) for leaf in job.large}
             count = len(job.reading.rows.reward)
             names = _Layout()
@@ -114,12 +118,12 @@ class DeviceBuilder:
             spans = {leaf: [names.add((count, cut[2]), _NAME) for _ in range(2)] for leaf, cut in cuts.items() if cut}
             head = self._passage(-1)
             head.make_room(names.nbytes)
-            self._send_small(job, head)
             for leaf, cut in cuts.items():
                 if cut is None:
                     self._send_whole(job, leaf, self._passage(leaf))
                 else:
                     self._send_slices(job, leaf, cut, head, spans[leaf])
+            self._send_small(job, head)  # packed while the large ones are on the bus
             head.leave()
             self._turn = (self._turn + 1) % _PASSAGES
             job.ready = self.line.mark()
@@ -153,7 +157,9 @@ class DeviceBuilder:
         count = self._name(job.reading, field, cut, of_obs, of_next, None if there is None else there.bases)
         head.send(spans[0].first, spans[1].end)
         if there is None:
-            source = self._send_named(job.reading, field, cut, count, self._passage(leaf))
+            source = self._let_read(job.reading, field, cut, count, leaf)
+            if source is None:
+                source = self._send_named(job.reading, field, cut, count, self._passage(leaf))
         else:
             source = there.slices
         for span, named in zip(job.spans[leaf], spans, strict=True):
@@ -171,6 +177,43 @@ class DeviceBuilder:
             return self._namer.name(first, field, cut, of_obs, of_next, bases)
         self._namer.name(first, field, cut, of_obs, None, bases)
         return self._namer.name(last, field, cut, None, of_next, bases)
+
+    def _let_read(self, reading: Reading, field: int, cut: Cut, count: int, leaf: int) -> torch.Tensor | None:
+        """Let the device read all slices named where they lie on the host; None if some cannot be read there."""
+        slice_bytes = cut[0] * cut[1]
+        word = self._widest(slice_bytes)
+        if self._namer is None or reading.pinned is None or not count:
+            return None
+        where = self._namer.where(reading.pinned.starts[field], slice_bytes)
+        if where is None:
+            return None
+        body, route = self._passage(leaf), self._passage(-2 - leaf)
+        route.make_room(where.nbytes)
+        route.array[: where.nbytes].view(np.int64)[:] = where // word.itemsize
+        route.send(0, where.nbytes)
+        route.leave()
+        body.make_room_there(count * slice_bytes)
+        out = body.device[: count * slice_bytes]
+        span, width = reading.pinned.span, slice_bytes // word.itemsize
+        words = span[: span.numel() // word.itemsize * word.itemsize].view(word)
+        # A row begins with every word, so that one may begin wherever a slice does.
+        rows = words.as_strided((words.numel() - width + 1, width), (1, 1))
+        places = route.device[: where.nbytes].view(self.torch.int64)
+        self.torch.index_select(rows, 0, places, out=out.view(word).view(count, width))
+        self._under_way.append((self.line.mark(), reading))
+        return out
+
+    def _forget_passed(self) -> None:
+        """Let go of what the device has read."""
+        while self._under_way and self.line.passed(self._under_way[0][0]):
+            self._under_way.popleft()
+
+    def finish(self) -> None:
+        """Wait until the device has read all that it was asked to."""
+        with self._lock:
+            for mark, _ in self._under_way:
+                self.line.wait(mark)
+            self._under_way.clear()
 
     def _send_named(self, reading: Reading, field: int, cut: Cut, count: int, body: Passage) -> torch.Tensor:
         """Copy or decode all slices named into pinned memory, each piece on its way as soon as it is there."""

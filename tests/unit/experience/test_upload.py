@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -14,6 +14,8 @@ from holdall import ArgumentError, Hindsight, NStep, Prioritized, ReplayMemory, 
 from holdall.experience import batches
 from holdall.experience.device import Blocks, HostLine, Passage
 from holdall.experience.native import native_kernels
+from holdall.experience.native_unique import SliceNamer
+from holdall.experience.pinned_arenas import PinnedArenas
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
@@ -22,7 +24,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
     "frames first": (box((4, 36, 36), "u1"), [LeafPlan(axis=0)]),
     "frames last": (box((36, 36, 4), "u1"), [LeafPlan(axis=2)]),
     "colour frames last": (box((24, 20, 12), "u1"), [LeafPlan(axis=2, step=3)]),
-    "camera": (spaces.Dict(image=box((33, 31, 3), "u1"), state=box((7,), "f4")), []),
+    "camera": (spaces.Dict(image=box((43, 41, 3), "u1"), state=box((7,), "f4")), []),
     "short rows": (box((700, 3), "f4"), [LeafPlan(axis=0)]),
     "several large": (
         spaces.Dict(far=box((4, 36, 36), "u1"), near=box((50, 50), "u2"), z=box((), "?")),
@@ -160,6 +162,7 @@ def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
         send(self, first, end)
 
     monkeypatch.setattr(Passage, "send", noted)
+    monkeypatch.setattr(PinnedArenas, "brought_up_to_date", lambda *_: None)
     memory = fed("frames first", device="cpu", lanes=1)
     frames = memory.report().fields[0].slice_bytes // (36 * 36)
     ids = np.repeat(np.arange(memory.first_id, memory.next_id), 3)
@@ -209,3 +212,85 @@ def test_store_and_batches_are_on_one_device() -> None:
     """Two different ones are refused."""
     with pytest.raises(ArgumentError, match=r"^store_device \(cpu\) and device \(cuda\) differ"):
         fed("vector", device="cuda", store_device="cpu")
+
+
+class Watched(HostLine):
+    """Notes what is pinned."""
+
+    pinned: ClassVar[dict[int, int]] = {}
+    most = 0
+    refuses = False
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        assert start not in self.pinned, "pinned twice"
+        if self.refuses:
+            return False
+        self.pinned[start] = nbytes
+        Watched.most = max(self.most, len(self.pinned))
+        return True
+
+    def unpin(self, start: int) -> None:
+        del self.pinned[start]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    """Let memories use a line that notes what is pinned."""
+    Watched.pinned.clear()
+    monkeypatch.setattr(Watched, "most", 0)
+    monkeypatch.setattr(batches, "HostLine", Watched)
+    monkeypatch.setattr("holdall.experience.segment.SEGMENT_BYTES", 30_000)
+    return Watched
+
+
+def test_raw_slices_are_read_where_they_lie(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread gathers them; arenas of evicted segments are let go of, and all of them when the memory is closed."""
+    monkeypatch.setattr(SliceNamer, "fetch", None)
+    with fed("frames first", ticks=20, device="cpu") as there, fed("frames first", ticks=20) as arrays:
+        streams = [Stream(there_space, spaces.Discrete(3), 2) for there_space in [SPACES["frames first"][0]] * 2]
+        for _ in range(60):
+            for memory, stream in zip((there, arrays), streams, strict=True):
+                steps = stream.ticks(5).arguments()
+                memory.extend(**steps, extras={"log_prob": np.zeros((5, 2, 2), np.float32)})
+            assert_same_bits(there.sample(40), arrays.sample(40))
+            assert 0 < len(watched.pinned) <= there.report().segments + 1
+        assert watched.most > 3
+    assert not watched.pinned
+
+
+def test_what_a_batch_under_way_reads_stays_pinned(watched: type[Watched]) -> None:
+    """Until it is handed out, whatever is evicted in the meantime."""
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    stream = Stream(SPACES["camera"][0], spaces.Discrete(3), 2)
+    loader = there.loader(50, prefetch=3)
+    expected = [arrays.sample(50) for _ in range(4)]
+    assert_same_bits(next(loader), expected[0])
+    before = set(watched.pinned)
+    there.extend(**stream.ticks(150).arguments(), extras={"log_prob": np.zeros((150, 2, 2), np.float32)})
+    there.gather([there.next_id - 1])
+    assert before & set(watched.pinned)
+    for batch in expected[1:]:
+        assert_same_bits(next(loader), batch)
+    loader.close()
+    there.close()
+    assert not watched.pinned
+
+
+def test_memory_that_cannot_be_pinned_goes_through_staging(
+    watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on locked memory costs speed, and nothing else."""
+    monkeypatch.setattr(watched, "refuses", True)
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    assert_same_bits(there.sample(60), arrays.sample(60))
+    assert not watched.pinned
+
+
+def test_a_memory_that_is_forgotten_is_unpinned(watched: type[Watched]) -> None:
+    """Nobody has to close it: its pages must not go while a device may read them."""
+    memory = fed("camera", device="cpu")
+    memory.sample(10)
+    assert watched.pinned
+    del memory
+    gc.collect()
+    assert not watched.pinned
