@@ -42,11 +42,11 @@ def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
     for ref in dict.fromkeys(manifest.refs):
         record, file = shelf.record(ref)
         for place, what in _bytes_of(ref, record.nbytes - sum(p.nbytes for p in record.parts.values())):
-            yield file.path, place, f"{record.kind} {what}"
+            yield file.file.path, place, f"{record.kind} {what}"
         for name, part in record.parts.items():
             for place in {part.start, part.start + part.nbytes // 2, part.start + part.nbytes - 1}:
                 if part.nbytes:
-                    yield file.path, place, f"{record.kind} {name}"
+                    yield file.file.path, place, f"{record.kind} {name}"
     newest = run / "manifests" / "0000000000000001.json"
     for place in range(0, newest.stat().st_size, 7):
         yield newest, place, "manifest"

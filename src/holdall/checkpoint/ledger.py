@@ -37,6 +37,7 @@ class Ledger:
     logs: dict[int, Ref] = field(default_factory=dict)  # by a closed segment's first tick
     blocks: weakref.WeakKeyDictionary[SliceBlock, tuple[Ref, ...]] = field(default_factory=weakref.WeakKeyDictionary)
     filling: weakref.WeakKeyDictionary[object, Filling] = field(default_factory=weakref.WeakKeyDictionary)
+    split: weakref.WeakSet[SliceBlock] = field(default_factory=weakref.WeakSet)  # full blocks in pieces
     dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
 
     def rows_saved(self) -> dict[int, RowsKey]:
@@ -53,6 +54,8 @@ class Ledger:
         for block, refs in fresh.blocks.items():
             self.blocks[block] = refs
         self.filling = fresh.filling
+        for block in fresh.split:
+            self.split.add(block)
 
     def forget_before(self, tick: int) -> None:
         """Forget what ended before a tick; blocks are forgotten with the memory's own."""

@@ -32,7 +32,7 @@ from holdall.errors import CheckpointError, DamageError
 from holdall.experience.arena import reserve
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
-from holdall.experience.record import Record, unpack
+from holdall.experience.record import Read, Record, unpack
 from holdall.experience.sealed import CarriedSlices
 from holdall.experience.segment import Segment
 from holdall.experience.segment_file import SegmentFile
@@ -41,7 +41,24 @@ from holdall.experience.slices import KeptBlock
 from holdall.experience.snapshot import RowChunk, StoreContent
 from holdall.schema import Schema
 
+_READ_AHEAD_BYTES = 2**15
 _MOST_BLOCK_BYTES = 2**34
+
+
+class Ahead:
+    """A file whose next bytes were read in one go: a record's head and its small parts mostly lie in them."""
+
+    def __init__(self, file: SegmentFile, start: int, nbytes: int) -> None:
+        self.file = file
+        self._start = start
+        self._raw = file.read(start, nbytes)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read from a position; shorter at the file's end."""
+        first = start - self._start
+        if first >= 0 and first + nbytes <= len(self._raw):
+            return self._raw[first : first + nbytes]
+        return self.file.read(start, nbytes)
 
 
 class Shelf:
@@ -66,15 +83,16 @@ class Shelf:
             self._files[name] = found
         return found
 
-    def record(self, ref: Ref) -> tuple[Record, SegmentFile]:
+    def record(self, ref: Ref) -> tuple[Record, Ahead]:
         """Read the head of a record, which must be the very one that the manifest names."""
         file, nbytes = self.open(ref.file)
-        record = unpack(file.read, ref.start, nbytes)
+        ahead = Ahead(file, ref.start, min(ref.nbytes, _READ_AHEAD_BYTES))
+        record = unpack(ahead.read, ref.start, nbytes)
         body = sum(part.nbytes for part in record.parts.values())
-        head = file.read(ref.start, record.nbytes - body)
+        head = ahead.read(ref.start, record.nbytes - body)
         if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
             raise DamageError(f"the record at byte {ref.start} of {file.path} is another than the manifest names")
-        return record, file
+        return record, ahead
 
 
 @dataclass(slots=True)
@@ -107,7 +125,7 @@ class _Blocks:
             if record.kind == "piece":
                 self.found[number] = self._filled(entry)
             else:
-                self.found[number] = self._full(entry, record, file)
+                self.found[number] = self._full(entry, record, file.file, file.read)
         return self.found[number]
 
     def _filled(self, entry: BlockEntry) -> KeptBlock:
@@ -124,8 +142,8 @@ class _Blocks:
             raise DamageError(f"a block of {entry.slices} slices has {done}")
         return KeptBlock(entry.slice_bytes, entry.slices, arena)
 
-    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile) -> KeptBlock:
-        coded = unpack_slices(record, file, self.dictionaries)
+    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile, read: Read) -> KeptBlock:
+        coded = unpack_slices(record, file, self.dictionaries, read)
         if (
             coded.count != entry.slices
             or coded.codec.transform.slice_bytes != entry.slice_bytes
@@ -192,7 +210,7 @@ def restored(manifest: Manifest, folder: Path, capacity_ticks: int | None) -> Re
         dictionaries = {}
         for name, ref in manifest.dictionaries.items():
             record, file = shelf.record(ref)
-            dictionaries[name] = unpack_dictionary(record, file)
+            dictionaries[name] = unpack_dictionary(record, file.file)
         blocks = _Blocks(shelf, manifest, dictionaries)
         content = _content(manifest, schema, state["store"], blocks, first_tick)
         return Restored(
@@ -270,6 +288,8 @@ def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:
     ledger = Ledger(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
     for number, block in blocks.found.items():
         ledger.blocks[block] = manifest.blocks[number].refs
+        if block.sealed is None:
+            ledger.split.add(block)
     ledger.logs = {
         entry.first_tick: entry.ref for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick
     }

@@ -49,6 +49,8 @@ from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore,
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written anew as one."""
+_MOST_SPLIT = 8
+"""Full blocks that may stay in the pieces in which they were saved."""
 _FILE_PIECE_BYTES = 16 * 2**20
 
 
@@ -86,7 +88,12 @@ class Saving:
         self.bytes_written = 0
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
         self._lasting = RecordWriter(place, self._wrote)
+        self._pieces = RecordWriter(place, self._wrote)
         self._brief = RecordWriter(place, self._wrote)
+
+    @property
+    def _writers(self) -> tuple[RecordWriter, ...]:
+        return self._lasting, self._pieces, self._brief
 
     def run(self, snapshot: Snapshot, number: int) -> Manifest:
         """Write everything and commit it."""
@@ -95,8 +102,8 @@ class Saving:
             self._told("commit", self.bytes_written)
             self._place.commit(manifest)
         except BaseException:
-            self._lasting.abandon()
-            self._brief.abandon()
+            for writer in self._writers:
+                writer.abandon()
             raise
         self._ledger.merge(self._fresh)
         self._ledger.forget_before(manifest.first_tick)
@@ -117,9 +124,9 @@ class Saving:
             self._write_blocks(pending, blocks)
         attached = self._write_files(snapshot.attach)
         state = self._brief.append(pack_state(snapshot.state))
-        self._lasting.finish()
-        self._brief.finish()
-        self._fresh.files |= self._lasting.files | self._brief.files
+        for writer in self._writers:
+            writer.finish()
+            self._fresh.files |= writer.files
         manifest = Manifest(
             number=number,
             commit=secrets.token_hex(16),
@@ -201,7 +208,7 @@ class Saving:
         done = self._ledger.filling.get(filling.key, Filling())
         if len(done.refs) >= _MOST_PIECES:
             done = Filling()
-        new = self._write_pieces(self._brief, filling.slices, filling.slice_bytes, done.slices)
+        new = self._write_pieces(self._pieces, filling.slices, filling.slice_bytes, done.slices)
         refs = done.refs + tuple(new)
         self._fresh.filling[filling.key] = Filling(refs, count)
         return BlockEntry(filling.slice_bytes, count, refs)
@@ -226,9 +233,21 @@ class Saving:
                 slices = block.arena[: block.used * block.slice_bytes]
                 refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
             elif refs is None:
-                refs = (self._lasting.append(self._packed(block)),)
+                refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
             self._fresh.blocks[block] = refs
             blocks[number] = replace(blocks[number], refs=refs)
+
+    def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
+        """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
+
+        Such a block has to be read whole when it is loaded, so there may be only a few.
+        """
+        arena, done = block.arena, self._ledger.filling.get(block)
+        if done is None or not arena.size or len(self._ledger.split) + len(self._fresh.split) >= _MOST_SPLIT:
+            return ()
+        self._fresh.split.add(block)
+        slices = arena[: block.used * block.slice_bytes]
+        return done.refs + tuple(self._write_pieces(self._pieces, slices, block.slice_bytes, done.slices))
 
     def _packed(self, block: SliceBlock) -> list[Buffer]:
         """Return a full block as a record, in the form that it has now."""

@@ -22,6 +22,9 @@ from holdall.checkpoint.place import Place
 from holdall.checkpoint.save import Saving, Snapshot
 from holdall.experience.portable_codec import Coder
 
+_YIELD_S = 0.001
+"""A new thread starts with Python's lock, and would keep the one that started it waiting for a whole turn."""
+
 _LOG = logging.getLogger("holdall")
 
 
@@ -77,6 +80,7 @@ class Saver:
             place.close()
 
     def _run(self) -> None:
+        time.sleep(_YIELD_S)
         while True:
             with self._changed:
                 if not self._jobs:
