@@ -25,13 +25,12 @@ from holdall.batch import Batch, Draw
 from holdall.checkpoint.attach import checked_attachments
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
-from holdall.checkpoint.local import LocalLibrary
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.restore import Attached, Restored, restored
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.schema_words import schema_words
-from holdall.checkpoint.source import newest, place_of
+from holdall.checkpoint.source import library_at, newest, place_of
 from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.batches import Batches
@@ -365,6 +364,7 @@ class ReplayMemory:
         *,
         attach: Mapping[str, Any] | None = None,
         keep: int = 3,
+        mirror: str | None = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
         """Write a checkpoint of this moment in the background, and return at once.
@@ -373,10 +373,12 @@ class ReplayMemory:
         the result; the memory goes on, and the checkpoints before are intact.
 
         Args:
-            url: A directory.
+            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
             attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
                 done. They are part of the checkpoint, see `attached`.
             keep: How many checkpoints stay; older ones are removed once this one is safe.
+            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
+                handle's `mirrored()` waits for that.
             progress: Is told, in the background, of what is written and of the bytes so far.
         """
         _require_count("keep", keep, 1)
@@ -394,7 +396,7 @@ class ReplayMemory:
         }
         words = schema_words(self._schema)
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
-        return saver.save(snapshot, frozen.transitions, int(keep), progress)
+        return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
 
     @classmethod
     def load(
@@ -417,14 +419,14 @@ class ReplayMemory:
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
                 one of another kind starts anew. None: `Uniform()`.
         """
-        path = place_of(url)
+        library = library_at(url)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
             lanes = max(1, int(manifest.schema.get("num_envs", 1)))
             if capacity is not None:
                 _require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
-            found = restored(manifest, path / "segments", ticks)
+            found = restored(manifest, library, ticks)
             memory = cls.__new__(cls)
             memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
@@ -433,10 +435,10 @@ class ReplayMemory:
                 memory.close()
                 raise
             found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-            memory._savers.to(path, found.ledger)
+            memory._savers.to(place_of(url), found.ledger)
             return memory
 
-        return newest(LocalLibrary(path), build)
+        return newest(library, build)
 
     @property
     def sampler(self) -> Sampler:

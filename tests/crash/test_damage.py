@@ -38,7 +38,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
     """Name a file, a byte in it and what stands there: both ends and the middle of every part of every record."""
     manifest = LocalLibrary(run).manifest(1)
-    shelf = Shelf(run / "segments")
+    shelf = Shelf(LocalLibrary(run))
     for ref in dict.fromkeys(manifest.refs):
         record, file = shelf.record(ref)
         for place, what in _bytes_of(ref, record.nbytes - sum(p.nbytes for p in record.parts.values())):

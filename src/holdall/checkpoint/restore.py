@@ -17,6 +17,7 @@ from typing import Any
 
 from holdall.checkpoint.ledger import Ledger
 from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref
+from holdall.checkpoint.place import Library
 from holdall.checkpoint.plain import dtype_of
 from holdall.checkpoint.records import (
     Like,
@@ -28,7 +29,7 @@ from holdall.checkpoint.records import (
     window_of,
 )
 from holdall.checkpoint.schema_words import schema_of
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import DamageError
 from holdall.experience.arena import reserve
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
@@ -64,22 +65,18 @@ class Ahead:
 class Shelf:
     """The files of a checkpoint, opened as they are needed and read by position."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._files: dict[str, tuple[SegmentFile, int]] = {}
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Return a file, and its bytes."""
         found = self._files.get(name)
         if found is None:
-            path = self._folder / name
-            try:
-                descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-            except OSError as error:
-                raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
+            descriptor, path, nbytes = self._library.open(name)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            found = SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
+            found = SegmentFile(path, descriptor, is_temporary=False), nbytes
             self._files[name] = found
         return found
 
@@ -193,16 +190,16 @@ def sensible(what: str) -> Iterator[None]:
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
 
 
-def restored(manifest: Manifest, folder: Path, capacity_ticks: int | None) -> Restored:
+def restored(manifest: Manifest, library: Library, capacity_ticks: int | None) -> Restored:
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
-        folder: Where the files of records lie.
+        library: Where its files lie.
         capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
     """
-    with sensible(f"checkpoint {manifest.number} of {folder.parent}"):
+    with sensible(f"checkpoint {manifest.number} of {library.url}"):
         schema = schema_of(manifest.schema)
-        shelf = Shelf(folder)
+        shelf = Shelf(library)
         record, file = shelf.record(manifest.state)
         state = unpack_state(record, file.read)
         held = capacity_ticks or manifest.capacity_ticks
