@@ -127,7 +127,14 @@ class ReplayMemory:
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._batches = Batches(schema, kernels, self._assembler, self._delivery, store_device is not None)
+        self._batches = Batches(
+            schema,
+            kernels,
+            self._assembler,
+            self._delivery,
+            mirrored=store_device is not None,
+            pins=allowed.limit is None,
+        )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
             self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed, folder)

@@ -31,12 +31,20 @@ class Batches:
 
     Args:
         mirrored: Keep all slices on the delivery's device, and make batches of them there.
+        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
     """
 
     def __init__(
-        self, schema: Schema, kernels: Kernels, assembler: ObservationAssembler, delivery: Delivery, mirrored: bool
+        self,
+        schema: Schema,
+        kernels: Kernels,
+        assembler: ObservationAssembler,
+        delivery: Delivery,
+        mirrored: bool,
+        pins: bool,
     ) -> None:
         self._parts = (schema, kernels, assembler)
+        self._pins = pins
         self._mirror: Mirror | None = None
         self._arenas: PinnedArenas | None = None
         self._crew: Crew | None = None
@@ -56,7 +64,7 @@ class Batches:
             return
         if mirrored:
             self._mirror = Mirror(line, kernels.coder)
-        else:
+        elif self._pins:
             self._arenas = PinnedArenas(line)
 
     def keep(self, batches: int) -> None:
@@ -68,7 +76,7 @@ class Batches:
 
     def elsewhere(self, delivery: Delivery) -> Batches:
         """Return the same for another device."""
-        return Batches(*self._parts, delivery, mirrored=False)
+        return Batches(*self._parts, delivery, mirrored=False, pins=self._pins)
 
     def look_up(self, draw: Draw, store: Store) -> Reading:
         """Find all that a draw needs; under the memory's lock."""
