@@ -273,7 +273,7 @@ class ReplayMemory:
                 reading = batches.look_up(draw, store)
             return batches.start(draw, reading)
 
-        return Loader(start, prefetch)
+        return Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""

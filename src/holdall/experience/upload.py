@@ -266,12 +266,37 @@ class DeviceBuilder:
         words = (torch.complex128, torch.int64, torch.int32, torch.int16)
         return next((word for word in words if nbytes % word.itemsize == 0), torch.uint8)
 
-    def tensor(self, block: torch.Tensor, span: _Span) -> torch.Tensor:
-        """See one span of a block as what it is."""
-        if span.dtype not in self._dtypes:
-            self._dtypes[span.dtype] = self.torch.from_numpy(np.empty(0, span.dtype)).dtype
-        seen: torch.Tensor = block[span.first : span.end].view(self._dtypes[span.dtype]).view(span.shape)
-        return seen
+    def dtype_of(self, dtype: np.dtype[Any]) -> Any:
+        """Return torch's name of a dtype."""
+        if dtype not in self._dtypes:
+            self._dtypes[dtype] = self.torch.from_numpy(np.empty(0, dtype)).dtype
+        return self._dtypes[dtype]
+
+
+class _Window:
+    """A block seen as what lies in it; one view a dtype, and one a field."""
+
+    def __init__(self, builder: DeviceBuilder, block: torch.Tensor) -> None:
+        self._builder = builder
+        self._block = block
+        self._by_dtype: dict[np.dtype[Any], torch.Tensor] = {}
+
+    def see(self, span: _Span, leading: tuple[int, ...]) -> torch.Tensor:
+        """Return one field, its first axis replaced by the axes of a batch."""
+        flat = self._by_dtype.get(span.dtype)
+        if flat is None:
+            flat = self._by_dtype[span.dtype] = self._block.view(self._builder.dtype_of(span.dtype))
+        shape = (*leading, *span.shape[1:])
+        return flat.as_strided(shape, _strides(shape), span.first // span.dtype.itemsize)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides of an array without gaps."""
+    strides, step = [], 1
+    for length in reversed(shape):
+        strides.append(step)
+        step *= max(length, 1)
+    return tuple(reversed(strides))
 
 
 class _DeviceJob:
@@ -325,11 +350,10 @@ class _DeviceJob:
         """See `Job`; the consumer's stream, not the host, waits for what is under way."""
         builder, draw, schema = self._builder, self._draw, self._builder.schema
         builder.line.hold_consumer(self.ready)
-        block, shape = self.block, draw.ids.shape
+        window, shape = _Window(builder, self.block), draw.ids.shape
 
-        def see(span: _Span) -> Any:
-            tensor = builder.tensor(block, span)
-            return tensor.view(*shape, *span.shape[1:]) if len(shape) > 1 else tensor
+        def see(span: _Span) -> torch.Tensor:
+            return window.see(span, shape)
 
         leaves = range(len(schema.observation.leaves))
         obs = [see(self.spans[leaf][0] if leaf in self.spans else self._obs[leaf]) for leaf in leaves]
@@ -343,7 +367,7 @@ class _DeviceJob:
             truncated=see(self._truncated),
             extras=schema.extras.build([see(span) for span in self._extras]),
             ids=draw.ids,
-            weights=builder.tensor(block, self._weights),
-            discount=None if self._discount is None else builder.tensor(block, self._discount),
-            mask=None if self._mask is None else builder.tensor(block, self._mask),
+            weights=window.see(self._weights, shape[:1]),
+            discount=None if self._discount is None else window.see(self._discount, shape[:1]),
+            mask=None if self._mask is None else window.see(self._mask, shape[:1]),
         )
