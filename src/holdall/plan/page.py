@@ -49,7 +49,7 @@ def page(plan: Plan) -> str:
         f"<h2>{row_name(plan.spec)} against memory</h2>",
         _curves(plan.table, plan.known.room.limit_bytes),
         _capacities(plan),
-        "<h2>Profiles of this machine</h2>",
+        "<h2>Profiles, as shares of the limit</h2>",
         _profiles(plan),
         "<h2>To paste</h2>",
         f"<p>{escape(plan.change.title)}: {escape(plan.change.why)}.</p>" if plan.change else "",

@@ -182,6 +182,7 @@ def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
         (_spec(capacity=1_000_000), 20 * GB, None, "a capacity of"),
         (_ppo(sb3="2.7.0"), 12 * GB, None, "upgrade"),
         (_ppo(), 8 * GB, None, "rollouts of"),
+        (_ppo(), 8 * GB, Experience(276_500.0, None, 0, 0, {}), "holdall's buffer"),
         (_spec(capacity=10_000, num_envs=16, vec_env="subproc"), 2 * GB, None, "fork server"),
     ],
 )
