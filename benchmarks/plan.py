@@ -31,7 +31,7 @@ from holdall.replay import ReplayMemory
 _HERE = Path(__file__).parent
 _PROBE = 2_000
 _PAUSE = 250
-_UPDATES = 200
+_UPDATES = 60
 _ROLLOUTS = 4
 _CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.demo.camera:CameraRover"
 _ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
