@@ -121,6 +121,9 @@ _HELD_BAR = 0.1
 
 def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     """Add real transitions to a memory in this process, and read what it took at most."""
+    steps = real_steps(spec)
+    first = next(steps)  # the environments are there now
+    before = held_bytes().anonymous
     memory = ReplayMemory(
         stored_space(spec.observation),
         spec.action,
@@ -128,14 +131,12 @@ def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
         spec.num_envs,
         **({"budget": "auto"} if prefer is None else {"budget": None, "prefer": prefer}),
     )
-    steps = real_steps(spec)
-    memory.add(*next(steps))
-    before = held_bytes().anonymous
     most = 0
-    for tick, step in enumerate(itertools.islice(steps, spec.capacity // spec.num_envs)):
+    for tick, step in enumerate(itertools.chain([first], itertools.islice(steps, spec.capacity // spec.num_envs - 1))):
         memory.add(*step)
-        if tick % _PAUSE == 0:
+        if tick * spec.num_envs % _PAUSE == 0:
             settled(memory)  # training is slower than this loop, and the worker is not behind in it
+            memory.sample(min(spec.batch, len(memory)))
             most = max(most, held_bytes().anonymous - before)
     return {"measured_bytes": most}
 

@@ -30,7 +30,7 @@ _SEGMENTS = 4
 """A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
 _SEGMENTS_OF_A_CAPACITY = 16
 _SETTLE_S = 60.0
-_TABLES_BYTES = 8 * 2**20
+_TABLES_BYTES = 2**18
 
 Step = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_obs, terminated, truncated of all lanes
 
