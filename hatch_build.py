@@ -23,7 +23,17 @@ from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/experience")
 SOURCES = [
-    FOLDER / name for name in ("kernels.c", "unique.c", "codec.c", "checksum.c", "track.c", "advantage.c", "pieces.c")
+    FOLDER / name
+    for name in (
+        "kernels.c",
+        "hands.c",
+        "unique.c",
+        "codec.c",
+        "checksum.c",
+        "track.c",
+        "advantage.c",
+        "pieces.c",
+    )
 ]
 SOURCES.append(Path("src/holdall/sampling/sumtree.c"))
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 from holdall.batch import Batch, Draw
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.build import BatchBuilder, Builder, Job, Reading
-from holdall.experience.crew import Crew
 from holdall.experience.device import CudaLine, HostLine, Line
 from holdall.experience.kernels import Kernels
 from holdall.experience.mirror import Mirror
+from holdall.experience.native_unique import SliceNamer
 from holdall.experience.pinned_arenas import PinnedArenas
 from holdall.experience.store import Store
 from holdall.experience.upload import DeviceBuilder
@@ -21,9 +21,6 @@ from holdall.schema import Schema
 
 if TYPE_CHECKING:
     import torch
-
-_MOST_HANDS = 12
-"""Threads that fill pinned memory: the bus takes more than a few of them can bring."""
 
 
 class Batches:
@@ -47,7 +44,7 @@ class Batches:
         self._pins = pins
         self._mirror: Mirror | None = None
         self._arenas: PinnedArenas | None = None
-        self._crew: Crew | None = None
+        self._namer: SliceNamer | None = None
         plain = BatchBuilder(schema, assembler, delivery)
         self._builder: Builder = plain
         torch, device = delivery.module, delivery.torch_device
@@ -57,10 +54,9 @@ class Batches:
 
     def _build_on(self, line: Line, plain: BatchBuilder, mirrored: bool, torch: Any) -> None:
         schema, kernels, _ = self._parts
-        namer = kernels.namer()
-        self._crew = Crew(most=_MOST_HANDS)
-        self._builder = DeviceBuilder(schema, plain, line, namer, self._crew, torch)
-        if namer is None:
+        self._namer = kernels.namer()
+        self._builder = DeviceBuilder(schema, plain, line, self._namer, torch)
+        if self._namer is None:
             return
         if mirrored:
             self._mirror = Mirror(line, kernels.coder)
@@ -103,8 +99,8 @@ class Batches:
             self._builder.finish()
         if self._arenas is not None:
             self._arenas.close()
-        if self._crew is not None:
-            self._crew.dismiss()
+        if self._namer is not None:
+            self._namer.hands.dismiss()
 
 
 def is_remote(device: torch.device) -> bool:

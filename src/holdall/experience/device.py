@@ -14,18 +14,21 @@ import contextlib
 import ctypes
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from holdall.experience.arena import address
 from holdall.experience.assemble import ALIGNMENT_BYTES
+from holdall.experience.driver import found_driver
 
 if TYPE_CHECKING:
     import torch
 
 _KEPT_SIZES = 8
 """Sizes of batches whose blocks are kept."""
+_NOTHING = contextlib.nullcontext()
 
 
 class Line(Protocol):
@@ -47,6 +50,13 @@ class Line(Protocol):
 
     def at_work(self) -> contextlib.AbstractContextManager[Any]:
         """Let the calling thread's copies and kernels take their turn on this line."""
+
+    def sender(self, here: int) -> tuple[int, int]:
+        """Return the function by which C starts copies to the device, 0 for none, and the stream for it.
+
+        Args:
+            here: The function for where the device is the host.
+        """
 
     def mark(self) -> Any:
         """Return a mark of all that this line was given so far."""
@@ -108,6 +118,10 @@ class HostLine:
         """See `Line`."""
         return contextlib.nullcontext()
 
+    def sender(self, here: int) -> tuple[int, int]:
+        """See `Line`."""
+        return here, 0
+
     def mark(self) -> Any:
         """See `Line`."""
         return None
@@ -146,6 +160,7 @@ class CudaLine:
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.device)
+        self._driver = found_driver(self._stream.cuda_stream)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """See `Line`."""
@@ -167,10 +182,15 @@ class CudaLine:
         tensor: torch.Tensor = self._torch.as_tensor(_Lease(anchor), device=self.device)
         return tensor
 
-    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
         """See `Line`."""
-        stream: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(self._stream)
-        return stream
+        with self._torch.cuda.stream(self._stream), self._driver.current() if self._driver else _NOTHING:
+            yield
+
+    def sender(self, here: int) -> tuple[int, int]:
+        """See `Line`."""
+        return (self._driver.sender, self._driver.stream) if self._driver else (0, 0)
 
     def mark(self) -> Any:
         """See `Line`."""
@@ -271,32 +291,43 @@ class Passage:
         self.host = line.host_bytes(0)
         self.device = line.device_bytes(0)
         self.array = self.host.numpy()
-        self._left: Any = None
+        self.left: Any = None  # a mark behind all copies from here, and to here
+        self._rows: dict[tuple[Any, int], torch.Tensor] = {}
 
     def make_room(self, nbytes: int) -> None:
         """See to it that `nbytes` fit and that what was here before has left."""
-        if self._left is not None:
-            self._line.wait(self._left)
-            self._left = None
+        if self.left is not None:
+            self._line.wait(self.left)
+            self.left = None
         if self.host.numel() < nbytes:
-            self.host = self._line.host_bytes(nbytes + nbytes // 4)
+            self.host = self._line.host_bytes(_roomy(nbytes))
             self.array = self.host.numpy()
         self.make_room_there(nbytes)
 
     def make_room_there(self, nbytes: int) -> None:
         """See to it that `nbytes` fit on the device alone."""
         if self.device.numel() < nbytes:
-            self.device = self._line.device_bytes(nbytes + nbytes // 4)
+            self.device = self._line.device_bytes(_roomy(nbytes))
+            self._rows = {}
 
     def send(self, first: int, end: int) -> None:
         """Start the copy of some bytes to the device; called at work on the line."""
         self.device[first:end].copy_(self.host[first:end], non_blocking=True)
 
-    def leave(self) -> None:
-        """Note that all that had to be sent was."""
-        self._left = self._line.mark()
+    def rows(self, word: torch.dtype, words: int) -> torch.Tensor:
+        """See what is on the device as rows of so many words."""
+        key = (word, words)
+        if key not in self._rows:
+            whole = self.device.numel() // (words * word.itemsize)
+            self._rows[key] = self.device[: whole * words * word.itemsize].view(word).view(whole, words)
+        return self._rows[key]
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the host."""
         return self.host.numel()
+
+
+def _roomy(nbytes: int) -> int:
+    """Leave a quarter to spare, and an end where any dtype may end."""
+    return -(-(nbytes + nbytes // 4) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
