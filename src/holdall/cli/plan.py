@@ -40,7 +40,7 @@ def plan(
     batch_size: Annotated[_Text, typer.Option(help="Transitions in one update.")] = None,
     policy: Annotated[_Text, typer.Option(help="MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
     net_arch: Annotated[_Text, typer.Option(help="Hidden layers, as in 256,256.")] = None,
-    vec_env: Annotated[_Text, typer.Option(help="dummy or subproc.")] = None,
+    vec_env: Annotated[_Text, typer.Option(help="dummy, subproc or shared.")] = None,
     start_method: Annotated[_Text, typer.Option(help="fork, forkserver or spawn.")] = None,
     preload: Annotated[bool | None, typer.Option("--preload", help="The fork server imports torch once.")] = None,
     device: Annotated[_Text, typer.Option(help="cpu or cuda.")] = None,

@@ -184,7 +184,7 @@ def _changes(spec: Spec, known: Known) -> Iterator[Change]:
 
 
 def _process_changes(spec: Spec) -> Iterator[Change]:
-    if spec.vec_env != "subproc" or spec.method == "fork" or spec.num_envs == 1:
+    if spec.vec_env == "dummy" or spec.method == "fork" or spec.num_envs == 1:
         return
     setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
     preloading = spec.but(start_method="forkserver", preloads=True)

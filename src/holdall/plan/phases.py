@@ -16,6 +16,7 @@ from holdall.plan.experience import Experience
 from holdall.plan.spec import Spec
 
 MIB = 2**20
+_ALIGNMENT_BYTES = 64
 _HEAP_SPREAD = 1.6
 """How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
 _MOST_HEAP_SPREAD = 2.5
@@ -176,6 +177,14 @@ def process_bytes(spec: Spec, measured: Measured) -> int:
     return spec.num_envs * (fresh + env) + servers * _SERVER_BYTES
 
 
+def shared_bytes(spec: Spec) -> int:
+    """Bytes in /dev/shm; Stable-Baselines3's own processes send observations through pipes and take none."""
+    if spec.vec_env != "shared":
+        return 0
+    leaves = leaves_of(spec.observation, "obs")
+    return sum(-(-spec.num_envs * leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for leaf in leaves)
+
+
 def _around(spec: Spec, measured: Measured) -> list[Part]:
     """Libraries and environments: what is there in every phase."""
     if measured.probe is not None:
@@ -184,7 +193,7 @@ def _around(spec: Spec, measured: Measured) -> list[Part]:
     parts = [_rough("interpreter and libraries", libraries, "measured", _LIBRARIES_SPREAD)]
     if spec.device.startswith("cuda") and measured.vram_context is None:
         parts.append(Part("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
-    if spec.vec_env == "subproc":
+    if spec.vec_env != "dummy":
         name = f"{spec.num_envs} processes ({spec.method})"
         parts.append(_rough(name, process_bytes(spec, measured), "measured", _PROCESSES_SPREAD))
     elif measured.env_first is not None:
