@@ -44,6 +44,11 @@ class Ledger:
         """Name the chunks of rows that are there."""
         return {number: key for number, (key, _) in self.rows.items()}
 
+    def take_over(self, moved: Ledger) -> None:
+        """Name records where they lie now; the same ones, in other files."""
+        self.rows, self.logs, self.dictionaries = moved.rows, moved.logs, moved.dictionaries
+        self.blocks, self.filling = moved.blocks, moved.filling
+
     def merge(self, fresh: Ledger) -> None:
         """Take over what was written since, now that its files are finished."""
         # New dicts: the training thread may be looking at the old ones.

@@ -24,6 +24,7 @@ import numpy as np
 
 from holdall.checkpoint.ledger import Filling, Ledger
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.merge import merge
 from holdall.checkpoint.place import Place
 from holdall.checkpoint.plain import dtype_name
 from holdall.checkpoint.records import (
@@ -80,7 +81,7 @@ class Saving:
 
     def __init__(self, place: Place, ledger: Ledger, coder: Coder, told: Callable[[str, int], None]) -> None:
         self._place = place
-        self._ledger = ledger
+        self._owner = self._ledger = ledger
         self._fresh = Ledger()
         self._coder = coder
         self._told = told
@@ -105,6 +106,8 @@ class Saving:
             for writer in self._writers:
                 writer.abandon()
             raise
+        self._owner.take_over(self._ledger)
+        self._ledger = self._owner
         self._ledger.merge(self._fresh)
         self._ledger.forget_before(manifest.first_tick)
         in_use = self._ledger.files_in_use() | set(manifest.files)
@@ -115,7 +118,9 @@ class Saving:
         store, snapshot.store = snapshot.store, None
         if store is None:
             raise CheckpointError("a snapshot was saved twice; report this")
-        rows = self._write_rows(store, snapshot)
+        unsettled = self._write_rows(store, snapshot)
+        self._ledger.forget_before(store.first_tick)
+        self._ledger = merge(self._ledger, self._place.library, self._lasting)
         blocks: list[BlockEntry] = []
         segments: list[SegmentEntry] = []
         if store.segments is not None:
@@ -138,7 +143,7 @@ class Saving:
             schema=snapshot.schema,
             files={},
             state=state,
-            rows=tuple(rows),
+            rows=self._chunks(store, unsettled),
             segments=tuple(segments),
             blocks=tuple(blocks),
             dictionaries=self._ledger.dictionaries | self._fresh.dictionaries,
@@ -148,7 +153,8 @@ class Saving:
         names = dict.fromkeys(ref.file for ref in manifest.refs)
         return replace(manifest, files={name: known[name] for name in names})
 
-    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> list[Chunk]:
+    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
+        """Write the rows that are new; return those that will have to be written again."""
         self._phase = "rows"
         rows = store.rows
         unsettled: dict[int, Chunk] = {}
@@ -166,9 +172,14 @@ class Saving:
         finally:
             with snapshot.lock:
                 snapshot.release(rows)
-        numbers = range(store.first_tick // rows.chunk_ticks, -(-store.next_tick // rows.chunk_ticks))
+        return unsettled
+
+    def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
+        """Name the chunks of all rows, written now or before."""
+        ticks = store.rows.chunk_ticks
+        numbers = range(store.first_tick // ticks, -(-store.next_tick // ticks))
         known = self._ledger.rows | self._fresh.rows
-        return [unsettled[number] if number in unsettled else known[number][1] for number in numbers]
+        return tuple(unsettled[number] if number in unsettled else known[number][1] for number in numbers)
 
     def _write_logs(
         self, segments: FrozenSegments, blocks: list[BlockEntry]

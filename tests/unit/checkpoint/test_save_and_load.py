@@ -12,7 +12,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, ClosedError, FencedError, Prioritized, ReplayMemory, Uniform
+from holdall.checkpoint import merge
 from holdall.checkpoint.manifest import signed
+from holdall.experience import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -124,6 +126,21 @@ def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: T
     named = {name for number in library.numbers() for name in library.manifest(number).files}
     assert set(library.file_sizes()) == named
     assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
+
+
+def test_frequent_saves_do_not_leave_ever_more_files(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader keeps all of them open, and may not have a thousand."""
+    monkeypatch.setattr(merge, "MOST_FILES", 12)
+    monkeypatch.setattr(merge, "_FILES_LEFT", 4)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 300)
+    for _ in range(40):
+        trainer.add(20)
+        trainer.memory.save(tmp_path, keep=1).result()
+    assert len(list((tmp_path / "segments").iterdir())) <= 12 + 3
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
 
 
 def test_a_smaller_memory_takes_the_newest(tmp_path: Path, trainer: Trainer) -> None:
