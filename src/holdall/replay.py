@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.checkpoint.attach import checked_attachments
+from holdall.checkpoint.autosave import Autosave
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
@@ -42,7 +43,7 @@ from holdall.experience.loader import Loader
 from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Held, Sampler
+from holdall.sampling.draw import Held, Sampler, require_number
 from holdall.sampling.hindsight import Hindsight
 from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
@@ -122,6 +123,7 @@ class ReplayMemory:
         self._lock = threading.Lock()
         self._savers = Savers(kernels.coder)
         self._attached = Attached()
+        self._autosave: Autosave | None = None
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = Crew()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
@@ -405,6 +407,26 @@ class ReplayMemory:
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
         return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
 
+    def save_every(
+        self, url: str | os.PathLike[str], seconds: float, *, keep: int = 3, mirror: str | None = None
+    ) -> None:
+        """Save in the background every so many seconds, until the memory is closed; a crash costs no more than that.
+
+        Each save writes what is new since the last one. Calling it again replaces what was said before.
+        """
+        pause = require_number("seconds", seconds, 0.01)
+        _require_count("keep", keep, 1)
+        self._open()
+        if self._autosave is not None:
+            self._autosave.stop()
+        place, kept = place_of(url), int(keep)
+
+        def save(memory: Any) -> SaveHandle:
+            handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
+            return handle
+
+        self._autosave = Autosave(self, save, pause)
+
     @classmethod
     def load(
         cls,
@@ -463,6 +485,9 @@ class ReplayMemory:
 
     def close(self) -> None:
         """Free everything; batches that were handed out stay as they are."""
+        autosave, self._autosave = self._autosave, None
+        if autosave is not None:
+            autosave.stop()
         self._savers.close()
         with self._lock:
             store, self._store = self._store, None

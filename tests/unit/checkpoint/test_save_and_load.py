@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -266,6 +267,33 @@ def test_progress_is_told_and_may_fail(tmp_path: Path, trainer: Trainer, caplog:
         checkpoint = trainer.memory.save(tmp_path, progress=tell).result()
     assert [phase for phase, _ in told][-1] == "commit"
     assert told[-1][1] == checkpoint.bytes_written
+
+
+def test_a_memory_saves_itself_every_so_often(tmp_path: Path, trainer: Trainer) -> None:
+    """Until it is closed; what was added before the last save is there."""
+    trainer.memory.save_every(tmp_path, 0.02, keep=1)
+    trainer.add(60)
+    while not list((tmp_path / "manifests").glob("*.json")):
+        trainer.add(1)
+    trainer.memory.save_every(tmp_path, 0.01, keep=2)
+    added = trainer.memory.next_id
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with ReplayMemory.load(tmp_path) as loaded:
+            if loaded.next_id == added:
+                trainer.require_same(loaded)
+                break
+    else:
+        pytest.fail("nothing was saved")
+    trainer.memory.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdall-autosave"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "often", float("nan")])
+def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds: Any) -> None:
+    """Nothing is started otherwise."""
+    with pytest.raises(ArgumentError, match="seconds"):
+        trainer.memory.save_every(tmp_path, seconds)
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "3"])
