@@ -27,6 +27,7 @@ from holdall.checkpoint.autosave import Autosave
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.recover import Losses
 from holdall.checkpoint.restore import Attached, Restored, restored
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
@@ -437,6 +438,8 @@ class ReplayMemory:
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
         sampler: Sampler | None = None,
+        *,
+        recover: bool = False,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
@@ -447,6 +450,8 @@ class ReplayMemory:
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
                 one of another kind starts anew. None: `Uniform()`.
+            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
+                none, all others are loaded, and the log says what is lost. Everything is read for that.
         """
         library = library_at(url)
 
@@ -455,7 +460,8 @@ class ReplayMemory:
             if capacity is not None:
                 _require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
-            found = restored(manifest, library, ticks)
+            losses = Losses() if recover else None
+            found = restored(manifest, library, ticks, losses)
             memory = cls.__new__(cls)
             memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
@@ -463,8 +469,11 @@ class ReplayMemory:
             except BaseException:
                 memory.close()
                 raise
-            found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-            memory._savers.to(place_of(url), found.ledger)
+            if losses is None:
+                found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
+                memory._savers.to(place_of(url), found.ledger)
+            else:
+                losses.tell(library.url, manifest.number)
             return memory
 
         return newest(library, build)

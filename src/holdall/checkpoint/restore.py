@@ -10,13 +10,13 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint.ledger import Ledger
-from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
 from holdall.checkpoint.place import Library
 from holdall.checkpoint.plain import dtype_of
 from holdall.checkpoint.records import (
@@ -28,8 +28,9 @@ from holdall.checkpoint.records import (
     unpack_state,
     window_of,
 )
+from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.checkpoint.schema_words import schema_of
-from holdall.errors import DamageError
+from holdall.errors import CheckpointError, DamageError
 from holdall.experience.arena import reserve
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
@@ -40,7 +41,7 @@ from holdall.experience.segment_file import SegmentFile
 from holdall.experience.slice_record import unpack_dictionary, unpack_slices
 from holdall.experience.slices import KeptBlock
 from holdall.experience.snapshot import RowChunk, StoreContent
-from holdall.schema import Schema
+from holdall.schema import Leaf, Schema
 
 _READ_AHEAD_BYTES = 2**15
 _MOST_BLOCK_BYTES = 2**34
@@ -113,6 +114,7 @@ class _Blocks:
     manifest: Manifest
     dictionaries: dict[str, Dictionary] = field(default_factory=dict)
     found: dict[int, KeptBlock] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
 
     def block(self, number: int) -> KeptBlock:
         """Return a block; full ones stay in their file."""
@@ -124,6 +126,14 @@ class _Blocks:
             else:
                 self.found[number] = self._full(entry, record, file.file, file.read)
         return self.found[number]
+
+    def require_units(self, number: int) -> None:
+        """Read a block whole and hold every unit against its sum."""
+        block = self.found[number]
+        if number not in self.checked and block.sealed is not None:
+            for unit in range(len(block.sealed.coded.offsets) - 1):
+                block.sealed.coded.unit(unit)
+        self.checked.add(number)
 
     def _filled(self, entry: BlockEntry) -> KeptBlock:
         if entry.slices * entry.slice_bytes > _MOST_BLOCK_BYTES:
@@ -190,12 +200,15 @@ def sensible(what: str) -> Iterator[None]:
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
 
 
-def restored(manifest: Manifest, library: Library, capacity_ticks: int | None) -> Restored:
+def restored(
+    manifest: Manifest, library: Library, capacity_ticks: int | None, losses: Losses | None = None
+) -> Restored:
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
         library: Where its files lie.
         capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+        losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
     with sensible(f"checkpoint {manifest.number} of {library.url}"):
         schema = schema_of(manifest.schema)
@@ -209,43 +222,28 @@ def restored(manifest: Manifest, library: Library, capacity_ticks: int | None) -
             record, file = shelf.record(ref)
             dictionaries[name] = unpack_dictionary(record, file.file)
         blocks = _Blocks(shelf, manifest, dictionaries)
-        content = _content(manifest, schema, state["store"], blocks, first_tick)
+        content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
         return Restored(
             manifest=manifest,
             schema=schema,
             content=content,
             state=state,
             ledger=_ledger(manifest, blocks, first_tick),
-            rows=lambda like: _rows(manifest, shelf, first_tick, like),
+            rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
             attached=Attached(shelf, manifest.attached),
         )
 
 
-def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, first_tick: int) -> StoreContent:
+def _content(
+    manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, first_tick: int, losses: Losses | None
+) -> StoreContent:
     observed = schema.observation.leaves
     large = [int(i) for i in words["large"]]
     if sorted(set(large)) != sorted(large) or not set(large) <= set(range(len(observed))):
         raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
     leaves = [observed[i] for i in large]
-    segments = []
-    for entry in manifest.segments:
-        if entry.first_tick + entry.ticks <= first_tick:
-            continue
-        record, file = blocks.shelf.record(entry.ref)
-        named = [blocks.block(number) for number in entry.blocks]
-        parts: list[ClosedPart] = unpack_logs(record, file.read, schema.num_envs, leaves, named)
-        segments.append(Segment(entry.first_tick, entry.ticks, parts))
-    if large and manifest.next_tick:
-        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
-        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
-            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
-    newest = {}
-    for i, leaf in enumerate(observed):
-        rows = words["newest"].get(str(i))
-        if rows is not None:
-            if rows.shape != (schema.num_envs, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
-                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
-            newest[i] = rows
+    segments = _segments(manifest, blocks, leaves, schema.num_envs, first_tick, losses)
+    newest = _newest(words["newest"], observed, schema.num_envs)
     paired = [int(i) for i in words["paired"]]
     small = set(range(len(observed))) - set(large)
     if manifest.next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
@@ -261,23 +259,94 @@ def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, fi
         paired=paired,
         scouts=dict(words["scouts"]),
         reward_dtype=None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"]),
-        has_invalid=bool(words["has_invalid"]),
+        has_invalid=bool(words["has_invalid"]) or losses is not None,
     )
 
 
-def _rows(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like) -> Iterator[RowChunk]:
+def _segments(
+    manifest: Manifest, blocks: _Blocks, leaves: list[Leaf], lanes: int, first_tick: int, losses: Losses | None
+) -> list[Segment[ClosedPart]]:
+    segments = []
+    for entry in manifest.segments:
+        if entry.first_tick + entry.ticks <= first_tick:
+            continue
+        try:
+            parts = _parts(entry, blocks, lanes, leaves, is_thorough=losses is not None)
+        except (DamageError, CheckpointError) as error:
+            if losses is None:
+                raise
+            losses.lose(entry.first_tick, entry.ticks, str(error))
+            parts = blank_parts(leaves, lanes)
+        segments.append(Segment(entry.first_tick, entry.ticks, parts))
+    if leaves and manifest.next_tick:
+        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
+        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
+            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
+    return segments
+
+
+def _newest(saved: Any, observed: Sequence[Leaf], lanes: int) -> dict[int, Any]:
+    newest = {}
+    for i, leaf in enumerate(observed):
+        rows = saved.get(str(i))
+        if rows is not None:
+            if rows.shape != (lanes, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
+                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
+            newest[i] = rows
+    return newest
+
+
+def _parts(
+    entry: SegmentEntry, blocks: _Blocks, lanes: int, leaves: list[Leaf], *, is_thorough: bool
+) -> list[ClosedPart]:
+    with sensible(f"the segment of tick {entry.first_tick}"):
+        record, file = blocks.shelf.record(entry.ref)
+        named = [blocks.block(number) for number in entry.blocks]
+        if is_thorough:
+            for number in entry.blocks:
+                blocks.require_units(number)
+        return unpack_logs(record, file.read, lanes, leaves, named)
+
+
+def _rows(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like, losses: Losses | None) -> Iterator[RowChunk]:
     done = first_tick
     for chunk in manifest.rows:
         if chunk.first_tick + chunk.ticks <= first_tick:
             continue
         if chunk.first_tick > done:
             raise DamageError(f"the rows of ticks {done} to {chunk.first_tick} are missing")
-        with sensible(f"the rows of tick {chunk.first_tick}"):
-            record, file = shelf.record(chunk.ref)
-            yield unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, like)
+        if losses is None:
+            yield _chunk(shelf, chunk, like)
         done = chunk.first_tick + chunk.ticks
     if done != manifest.next_tick:
         raise DamageError(f"the rows end at tick {done}, not at {manifest.next_tick}")
+    if losses is not None:
+        yield from _rows_left(manifest, shelf, first_tick, like, losses)
+
+
+def _chunk(shelf: Shelf, chunk: Chunk, like: Like) -> RowChunk:
+    with sensible(f"the rows of tick {chunk.first_tick}"):
+        record, file = shelf.record(chunk.ref)
+        saved = {entry[0] for entry in record.head["columns"]}
+        present = {name: kind for name, kind in like.items() if name in saved or name != "invalid.0"}
+        return unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, present)
+
+
+def _rows_left(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like, losses: Losses) -> Iterator[RowChunk]:
+    """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
+    entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
+    found: dict[int, RowChunk | None] = {}
+    for chunk in entries:  # once to know what is lost, since a chunk may be lost to the one before it
+        try:
+            _chunk(shelf, chunk, like)
+        except (DamageError, CheckpointError) as error:
+            losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
+            found[chunk.first_tick] = None
+    lanes = int(manifest.schema["num_envs"])
+    for chunk in entries:
+        is_lost = chunk.first_tick in found
+        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(shelf, chunk, like)
+        yield losses.marked(rows, lanes)
 
 
 def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:
