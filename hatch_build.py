@@ -32,7 +32,7 @@ SOURCES = [
         "checksum.c",
         "track.c",
         "advantage.c",
-        "pieces.c",
+        "planes.c",
     )
 ]
 SOURCES.append(Path("src/holdall/sampling/sumtree.c"))

@@ -50,7 +50,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
 
     Args:
         device: Where the tensors lie; None for a CUDA device if there is one, else the CPU.
-        slot_bytes: Size of a pinned staging slot; there are eight.
+        slot_bytes: Size of a pinned staging slot; there are four.
     """
 
     def __init__(self, device: torch.device | str | None = None, slot_bytes: int = SLOT_BYTES) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
-
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -13,7 +10,7 @@ from holdall.errors import DamageError
 from holdall.experience.advantage import estimate_advantages
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.native_rollout import JobStruct, rollout_loops
+from holdall.experience.native_rollout import rollout_loops
 from holdall.experience.reels import Reels
 from holdall.experience.window import Window
 from holdall.schema import Leaf
@@ -72,47 +69,32 @@ def test_places_outside_the_rollout_are_refused(monkeypatch: pytest.MonkeyPatch,
         reels.gather(np.array([0, 40]), np.empty((2, 5, 3), np.uint8), Crew(1))
 
 
-@pytest.mark.parametrize("threads", [1, 4])
-def test_threads_share_out_every_piece_once_and_stop_where_they_are_told_to(threads: int) -> None:
-    """Pieces of four chunks, of which two are allowed at first."""
+@pytest.mark.parametrize("channels", [1, 3, 4, 5, 8, 12, 31])
+@pytest.mark.parametrize("image", [(1, 1), (3, 5), (4, 4), (7, 16), (84, 84)], ids=str)
+def test_channels_are_parted_as_numpy_does(channels: int, image: tuple[int, int]) -> None:
     loops = rollout_loops()
     assert loops is not None
-    generator = np.random.default_rng(0)
-    source = generator.integers(0, 256, 64 * 1_000, np.uint8)
-    target = np.zeros_like(source)
-    order = np.arange(64)
-    starts = [side.ctypes.data + order * 1_000 for side in (source, target)]
-    table = np.stack([*starts, np.full(64, 1_000), order // 16])
-    pieces, left = np.ascontiguousarray(table.T), np.full(4, 16)
-    job = JobStruct(pieces.ctypes.data, 64, 0, 32, left.ctypes.data)
-    at = ctypes.addressof(job)
-    assert loops.copy_pieces(at, 3, 0) == 3
-    assert loops.pieces_left(at, 0) == 13
-    while loops.copy_pieces(at, 100, 0):
-        pass
-    assert left.tolist() == [0, 0, 16, 16]
-    assert np.array_equal(target[:32_000], source[:32_000])
-    assert not target[32_000:].any()
-    copied: list[int] = []
-    waiting = [threading.Thread(target=lambda: copied.append(loops.copy_pieces(at, 2**62, 1))) for _ in range(threads)]
-    for thread in waiting:
-        thread.start()
-    job.allowed = 64
-    for thread in waiting:
-        thread.join(30)
-    assert sum(copied) == 32
-    assert np.array_equal(target, source)
-    assert left.tolist() == [0] * 4
+    pixels = np.random.default_rng(0).integers(0, 256, (3, *image, channels), np.uint8)
+    planes = np.zeros((3, channels, *image), np.uint8)
+    around = np.full(planes.size + 32, 7, np.uint8)
+    loops.part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
+    planes[...] = np.moveaxis(pixels, -1, 1)
+    assert around[16:-16].tobytes() == planes.tobytes()
+    assert set(around[:16]) | set(around[-16:]) == {7}, "nothing is written beside"
 
 
-def test_who_waits_stops_when_the_job_is_called_off() -> None:
-    loops = rollout_loops()
-    assert loops is not None
-    pieces, left = np.zeros((1, 4), np.int64), np.ones(1, np.int64)
-    job = JobStruct(pieces.ctypes.data, 1, 0, 0, left.ctypes.data)
-    waiting = threading.Thread(target=loops.copy_pieces, args=(ctypes.addressof(job), 2**62, 1))
-    waiting.start()
-    job.count = 0
-    waiting.join(30)
-    assert not waiting.is_alive()
-    assert left.tolist() == [1]
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+@pytest.mark.parametrize("channels", [3, 4, 12])
+def test_stacks_that_lie_pixel_by_pixel_come_back_channels_first(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, channels: int
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    leaf = Leaf("", (channels, 9, 17), np.dtype(np.uint8))
+    reels = Reels(leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), None)
+    film = np.random.default_rng(0).integers(0, 256, (2, 9, 17, 20 + channels), np.uint8)
+    told = [np.moveaxis(film[..., t : t + channels].copy(), -1, 1) for t in range(20)]
+    for t, obs in enumerate(told):
+        reels.write(t, obs)
+    out = np.empty((40, *leaf.shape), np.uint8)
+    reels.gather(np.arange(40), out, Crew(1))
+    assert out.tobytes() == np.stack(told).tobytes()

@@ -1,4 +1,4 @@
-"""The compiled loops of rollouts: track.c, advantage.c and pieces.c through ctypes, outside the GIL.
+"""The compiled loops of rollouts: track.c, planes.c and advantage.c through ctypes, outside the GIL.
 
 In:  contiguous arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
 """
@@ -33,18 +33,6 @@ class TrackStruct(ctypes.Structure):
     )
 
 
-class JobStruct(ctypes.Structure):
-    """Copies to share out, as pieces.c reads them."""
-
-    _fields_ = (
-        ("pieces", _POINTER),
-        ("count", _NUMBER),
-        ("next", _NUMBER),
-        ("allowed", _NUMBER),
-        ("left", _POINTER),
-    )
-
-
 class RolloutLoops:
     """The functions of the library, with their signatures."""
 
@@ -57,12 +45,9 @@ class RolloutLoops:
             *[_POINTER] * 4, _SINGLE, _SINGLE, _NUMBER, _NUMBER, _POINTER, _POINTER,
         ]  # fmt: skip
         self.advantages.restype = None
-        self.copy_pieces = library.holdall_copy_pieces
-        self.copy_pieces.argtypes = [_POINTER, _NUMBER, _NUMBER]
-        self.copy_pieces.restype = _NUMBER
-        self.pieces_left = library.holdall_pieces_left
-        self.pieces_left.argtypes = [_POINTER, _NUMBER]
-        self.pieces_left.restype = _NUMBER
+        self.part_channels = library.holdall_part_channels
+        self.part_channels.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER]
+        self.part_channels.restype = None
 
 
 def rollout_loops() -> RolloutLoops | None:
