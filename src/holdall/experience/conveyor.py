@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 
 SLOT_BYTES = 8 * 2**20
-"""Long enough that calling torch's threads costs little beside filling it, short enough that the last one is soon sent."""
+"""Long enough that calling torch's threads costs little beside it, short enough that the last one is soon sent."""
 _SLOTS = 4
 _ALONE_BYTES = 2**20
 """Up to this much is copied by the calling thread: waking others takes longer."""
