@@ -71,6 +71,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
         self._sections: list[_Section] = []
         self._routes: list[tuple[list[int], Route]] = []  # neighbouring items on the host, and their way
 
+    @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
         """Take over trajectories; return the number of steps and the mean reward.
 
@@ -86,9 +87,14 @@ class TrajectoryBuffer(list[torch.Tensor]):
         for which, route in self._routes:
             if self._conveyor is not None:
                 self._conveyor.send(route, [tensor.contiguous() for i in which for tensor in items[i]])
-        for i, item in enumerate(items):
-            if item[0].device == self._memory.device:
-                torch.cat(item, out=self[i])
+        for item, tensor in zip(items, self, strict=True):
+            if item[0].device == tensor.device:
+                torch.cat(item, out=tensor)
+            elif item[0].device.type != "cpu":  # on another device
+                start = 0
+                for part in item:
+                    tensor[start : start + len(part)].copy_(part)
+                    start += len(part)
         on_host = items[_REWARDS][0].device.type == "cpu"
         rewards = torch.cat(items[_REWARDS]) if on_host else self[_REWARDS]
         return self[_REWARDS].shape[0], rewards.mean().item()
@@ -124,7 +130,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
             return
         runs: list[list[int]] = []
         for i, item in enumerate(items):
-            if item[0].device == self._memory.device:
+            if item[0].device.type != "cpu":
                 continue
             if runs and runs[-1][-1] == i - 1:
                 runs[-1].append(i)
