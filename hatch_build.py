@@ -22,7 +22,19 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/experience")
-SOURCES = [FOLDER / name for name in ("kernels.c", "unique.c", "codec.c", "checksum.c", "track.c", "advantage.c")]
+SOURCES = [
+    FOLDER / name
+    for name in (
+        "kernels.c",
+        "hands.c",
+        "unique.c",
+        "codec.c",
+        "checksum.c",
+        "track.c",
+        "advantage.c",
+        "planes.c",
+    )
+]
 SOURCES.append(Path("src/holdall/sampling/sumtree.c"))
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"

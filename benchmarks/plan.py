@@ -9,6 +9,7 @@ The measured peak is the resident peak of the trainer (VmHWM) and the unique byt
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -19,13 +20,18 @@ from typing import Any
 import psutil
 from process import commit, machine, versions
 
+from holdall.plan.ask import ask
+from holdall.plan.experience import Experience, real_steps, settled, stored_space
 from holdall.plan.planned import Plan, make_plan
 from holdall.plan.process import held_bytes, peak_bytes
 from holdall.plan.settings import spec_of
 from holdall.plan.spec import Spec
+from holdall.replay import ReplayMemory
 
 _HERE = Path(__file__).parent
-_UPDATES = 200
+_PROBE = 2_000
+_PAUSE = 250
+_UPDATES = 60
 _ROLLOUTS = 4
 _CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.demo.camera:CameraRover"
 _ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
@@ -103,6 +109,60 @@ def _peak(plan: Plan) -> int:
     return max(phase.nbytes for phase in plan.phases if phase.happens)
 
 
+HELD: dict[str, dict[str, Any]] = {
+    "CartPole, 1 env": {"algo": "dqn", "env": _CART},
+    "Pendulum, 4 envs": {"algo": "sac", "env": _PENDULUM, "num_envs": 4},
+    "camera rover, 1 env": {"algo": "sac", "env": _CAMERA},
+    "Seaquest, stack of 4, 1 env": {"algo": "dqn", **_ATARI},
+}
+_HELD = 100_000
+_HELD_BAR = 0.1
+
+
+def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
+    """Add real transitions to a memory in this process, and read what it took at most."""
+    steps = real_steps(spec)
+    first = next(steps)  # the environments are there now
+    before = held_bytes().anonymous
+    memory = ReplayMemory(
+        stored_space(spec.observation),
+        spec.action,
+        spec.capacity,
+        spec.num_envs,
+        **({"budget": "auto"} if prefer is None else {"budget": None, "prefer": prefer}),
+    )
+    most = 0
+    for tick, step in enumerate(itertools.chain([first], itertools.islice(steps, spec.capacity // spec.num_envs - 1))):
+        memory.add(*step)
+        if tick * spec.num_envs % _PAUSE == 0:
+            settled(memory)  # training is slower than this loop, and the worker is not behind in it
+            memory.sample(min(spec.batch, len(memory)))
+            most = max(most, held_bytes().anonymous - before)
+    return {"measured_bytes": most}
+
+
+def compare_held(name: str, settings: dict[str, Any], prefer: str | None) -> dict[str, Any]:
+    """Probe 2,000 steps, then hold 100,000."""
+    spec, _ = spec_of(settings | {"name": name, "capacity": _HELD})
+    experience = Experience(**ask("experience", spec=spec, steps=_PROBE, prefer=prefer or "memory"))
+    command = [sys.executable, __file__, "--hold", *([prefer] if prefer else [])]
+    done = subprocess.run(command, input=json.dumps(spec.as_dict()), capture_output=True, text=True, check=True)
+    planned = experience.raw_need(_HELD) if prefer is None else experience.need(_HELD)
+    measured = json.loads(done.stdout.splitlines()[-1])
+    return {"name": name, "prefer": prefer, "sb3_bytes": spec.layout().nbytes, "planned_bytes": planned, **measured}
+
+
+def held_table(results: list[dict[str, Any]]) -> Iterator[str]:
+    """Write the second table of docs/plan.md."""
+    yield "| 100,000 transitions | SB3's buffer | holdall, planned | measured | off by |"
+    yield "|---|---|---|---|---|"
+    for result in results:
+        sizes = [f"{result[key] / 2**20:,.1f}" for key in ("sb3_bytes", "planned_bytes", "measured_bytes")]
+        kept = "raw" if result["prefer"] is None else f'compressed, prefer="{result["prefer"]}"'
+        off = 100 * (result["planned_bytes"] / result["measured_bytes"] - 1)
+        yield f"| {result['name']}, {kept} | {sizes[0]} | {sizes[1]} | {sizes[2]} | {off:+.1f} % |"
+
+
 def table(results: list[dict[str, Any]]) -> Iterator[str]:
     """Write the comparison as a table of docs/plan.md."""
     yield "| run | buffer | planned | off by | with `--probe` | off by | measured peak | upper bound holds |"
@@ -132,22 +192,44 @@ def main() -> int:
     parser.add_argument("--only", help="run the configurations whose name holds this text")
     parser.add_argument("--probe", type=int, default=500)
     parser.add_argument("--json", type=Path, help="append results to this file")
+    parser.add_argument("--held", action="store_true", help="measure what holdall's own memory needs instead")
     parser.add_argument("--run", action="store_true", help="train the configuration that stands on stdin")
+    parser.add_argument("--hold", nargs="?", const="", help="hold transitions of the one on stdin")
     wanted = parser.parse_args()
-    if wanted.run:
-        print(json.dumps(run(Spec.from_dict(json.load(sys.stdin)))))
+    if wanted.run or wanted.hold is not None:
+        spec = Spec.from_dict(json.load(sys.stdin))
+        print(json.dumps(run(spec) if wanted.run else hold(spec, wanted.hold or None)))
         return 0
+    if wanted.held:
+        return main_held(wanted.only, wanted.json)
     results = []
     for name, settings in RUNS.items():
         if wanted.only is None or wanted.only.lower() in name.lower():
             results.append(compare(name, settings, wanted.probe))
             print(list(table(results))[-1], missed(results[-1]) or "", file=sys.stderr, flush=True)
-    if wanted.json:
-        with wanted.json.open("a", encoding="utf-8") as file:
-            record = {"machine": machine(), "versions": versions(), "commit": commit(), "results": results}
-            file.write(json.dumps(record) + "\n")
+    record(wanted.json, {"results": results})
     print("\n".join(table(results)))
     return 1 if any(missed(result) for result in results) else 0
+
+
+def main_held(only: str | None, path: Path | None) -> int:
+    """Compare what holdall's memory needs."""
+    results = []
+    for name, settings in HELD.items():
+        for prefer in (None, "memory"):
+            if only is None or only.lower() in name.lower():
+                results.append(compare_held(name, settings, prefer))
+                print(list(held_table(results))[-1], file=sys.stderr, flush=True)
+    record(path, {"held": results})
+    print("\n".join(held_table(results)))
+    return int(any(abs(r["planned_bytes"] / r["measured_bytes"] - 1) > _HELD_BAR for r in results))
+
+
+def record(path: Path | None, found: dict[str, Any]) -> None:
+    """Append results to a file, with where they come from."""
+    if path is not None:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"machine": machine(), "versions": versions(), "commit": commit()} | found) + "\n")
 
 
 if __name__ == "__main__":

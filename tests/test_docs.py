@@ -18,9 +18,9 @@ def test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors() -> Non
     names: dict[str, object] = {}
     exec(compile(program, "docs/samplers.md", "exec"), names)
     model = names["model"]
-    assert model._n_updates > 50  # type: ignore[attr-defined]  # made by the program
+    assert model._n_updates >= 40  # type: ignore[attr-defined]  # made by the program
     scaled = model.replay_buffer.sampler.state()["scaled"]  # type: ignore[attr-defined]  # likewise
-    assert len({float(number) for number in scaled[:400]}) > 100, "no errors were told"
+    assert len({float(number) for number in scaled[:300]}) > 100, "no errors were told"
 
 
 def test_the_loop_in_rollouts_md_collects_and_reads_three_rollouts() -> None:

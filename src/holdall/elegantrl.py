@@ -7,7 +7,7 @@ device memory only if it brings more than any update before, and never holds the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.experience.pinned import SLOT_BYTES, PinnedRing
+from holdall.experience.conveyor import SLOT_BYTES, Conveyor, Route, Span
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""
@@ -43,29 +43,6 @@ class _Section(NamedTuple):
         return memory[self.start : self.start + self.nbytes].view(self.dtype).view(self.shape)
 
 
-class _Together:
-    """Short items that lie one after another: joined in one slot, sent in one copy."""
-
-    def __init__(self, which: list[int], sections: list[_Section], memory: torch.Tensor) -> None:
-        self.which = which
-        self._start = sections[which[0]].start
-        end = sections[which[-1]].start + sections[which[-1]].nbytes
-        self._sections = [sections[i]._replace(start=sections[i].start - self._start) for i in which]
-        self._target = memory[self._start : end]
-        self._views_by_place: dict[int, list[torch.Tensor]] = {}  # making a view costs as much as a short copy
-
-    def send(self, items: list[Item], ring: PinnedRing) -> list[torch.Tensor]:
-        """Start the copy; return the items as they stand on the host."""
-        staged = ring.take(len(self._target))
-        views = self._views_by_place.get(staged.data_ptr())
-        if views is None:
-            views = self._views_by_place[staged.data_ptr()] = [section.of(staged) for section in self._sections]
-        for i, view in zip(self.which, views, strict=True):
-            torch.cat(items[i], out=view)
-        self._target.copy_(staged, non_blocking=True)
-        return views
-
-
 class TrajectoryBuffer(list[torch.Tensor]):
     """Drop-in for ElegantRL's on-policy buffer, a list: `buffer[0]` are the states of all workers, and so on.
 
@@ -88,14 +65,13 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"device ({device}): torch finds no CUDA device here; use 'cpu'")
         if slot_bytes < 1:
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
-        self._ring = PinnedRing(self.device, slot_bytes) if self.device.type == "cuda" else None
+        self._conveyor = Conveyor(self.device, slot_bytes) if self.device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._given: list[Any] = []  # what the last update was given, but for the numbers
         self._sections: list[_Section] = []
-        self._together: list[_Together] = []
-        self._in_pieces: list[int] = []
-        self._there_already: list[int] = []
+        self._routes: list[tuple[list[int], Route]] = []  # neighbouring items on the host, and their way
 
+    @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
         """Take over trajectories; return the number of steps and the mean reward.
 
@@ -108,11 +84,19 @@ class TrajectoryBuffer(list[torch.Tensor]):
             self._lay_out(items)
             self._given = given
         items = list(zip(*traj_list, strict=True))
-        rewards = self[_REWARDS]
-        if self._ring is None:
-            self._there(items, range(len(items)))
-        else:
-            rewards = self._upload(items, self._ring)
+        for which, route in self._routes:
+            if self._conveyor is not None:
+                self._conveyor.send(route, [tensor.contiguous() for i in which for tensor in items[i]])
+        for item, tensor in zip(items, self, strict=True):
+            if item[0].device == tensor.device:
+                torch.cat(item, out=tensor)
+            elif item[0].device.type != "cpu":  # on another device
+                start = 0
+                for part in item:
+                    tensor[start : start + len(part)].copy_(part)
+                    start += len(part)
+        on_host = items[_REWARDS][0].device.type == "cpu"
+        rewards = torch.cat(items[_REWARDS]) if on_host else self[_REWARDS]
         return self[_REWARDS].shape[0], rewards.mean().item()
 
     @property
@@ -129,71 +113,37 @@ class TrajectoryBuffer(list[torch.Tensor]):
             start += -(-sections[-1].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if sections != self._sections:
             self.clear()
-            self._sections = []
+            self._sections, self._routes = [], []
             if start > self._memory.nbytes:
                 most = int(_GROWTH * self._memory.nbytes)
                 # What it holds is about to be overwritten, so it goes before more is taken.
-                self._together.clear()
                 self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
                 self._memory = torch.empty(max(start, most), dtype=torch.uint8, device=self.device)
             self._sections = sections
             self.extend(section.of(self._memory) for section in sections)
-        if self._ring is not None:
-            self._plan(items, self._ring.slot_bytes)
+        self._plan_routes(items)
 
-    def _plan(self, items: list[Item], slot_bytes: int) -> None:
-        """Decide how each item comes to the device."""
-        self._there_already = [i for i, item in enumerate(items) if item[0].is_cuda]
-        self._in_pieces = [i for i, section in enumerate(self._sections) if section.nbytes > slot_bytes]
-        self._in_pieces = [i for i in self._in_pieces if i not in self._there_already]
+    def _plan_routes(self, items: list[Item]) -> None:
+        """Plan one route for each run of items on the host; what lies between runs is not touched."""
+        self._routes = []
+        if self._conveyor is None:
+            return
         runs: list[list[int]] = []
-        for i, section in enumerate(self._sections):
-            if i in self._there_already or i in self._in_pieces:
+        for i, item in enumerate(items):
+            if item[0].device.type != "cpu":
                 continue
-            follows = bool(runs) and runs[-1][-1] == i - 1
-            if follows and section.start + section.nbytes - self._sections[runs[-1][0]].start <= slot_bytes:
+            if runs and runs[-1][-1] == i - 1:
                 runs[-1].append(i)
             else:
                 runs.append([i])
-        self._together = [_Together(run, self._sections, self._memory) for run in runs]
-
-    def _upload(self, items: list[Item], ring: PinnedRing) -> torch.Tensor:
-        """Copy all items to the device, the long ones first; return the rewards, from the host if they are there."""
-        rewards = None
-        for i in self._in_pieces:
-            self._send_in_pieces(items[i], self._sections[i], ring)
-        for together in self._together:
-            views = together.send(items, ring)
-            if _REWARDS in together.which:
-                rewards = views[together.which.index(_REWARDS)]
-        self._there(items, self._there_already)
-        if rewards is None:
-            rewards = torch.cat(items[_REWARDS]) if _REWARDS in self._in_pieces else self[_REWARDS]
-        ring.next_slot()
-        return rewards  # where they are in a slot, nobody writes to it before the next update
-
-    def _there(self, items: list[Item], which: Iterable[int]) -> None:
-        """Join items on the device that they are on."""
-        for i in which:
-            torch.cat(items[i], out=self[i])
-
-    def _send_in_pieces(self, item: Item, section: _Section, ring: PinnedRing) -> None:
-        """Fill one slot after another, each on its way while the next one is filled."""
-        slot_bytes, at = ring.slot_bytes, section.start
-        staged, used = ring.take(slot_bytes), 0
-        for tensor in item:
-            source = tensor.contiguous().flatten().view(torch.uint8)
-            taken = 0
-            while taken < len(source):
-                if used == slot_bytes:
-                    self._memory[at : at + used].copy_(staged, non_blocking=True)
-                    at += used
-                    staged, used = ring.take(slot_bytes), 0
-                piece = source[taken : taken + slot_bytes - used]
-                staged[used : used + len(piece)].copy_(piece)
-                used += len(piece)
-                taken += len(piece)
-        self._memory[at : at + used].copy_(staged[:used], non_blocking=True)
+        for which in runs:
+            spans = []
+            for i in which:
+                start = self._sections[i].start
+                for tensor in items[i]:
+                    spans.append(Span(start, tensor.nbytes))
+                    start += tensor.nbytes
+            self._routes.append((which, self._conveyor.plan(self._memory, spans)))
 
 
 def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:

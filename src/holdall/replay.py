@@ -23,15 +23,16 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.checkpoint.attach import checked_attachments
+from holdall.checkpoint.autosave import Autosave
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
-from holdall.checkpoint.local import LocalLibrary
 from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.recover import Losses
 from holdall.checkpoint.restore import Attached, Restored, restored
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.schema_words import schema_words
-from holdall.checkpoint.source import newest, place_of
+from holdall.checkpoint.source import library_at, newest, place_of
 from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.batches import Batches
@@ -43,7 +44,7 @@ from holdall.experience.loader import Loader
 from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Held, Sampler
+from holdall.sampling.draw import Held, Sampler, require_number
 from holdall.sampling.hindsight import Hindsight
 from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
@@ -123,12 +124,20 @@ class ReplayMemory:
         self._lock = threading.Lock()
         self._savers = Savers(kernels.coder)
         self._attached = Attached()
+        self._autosave: Autosave | None = None
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = Crew()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._batches = Batches(schema, kernels, self._assembler, self._delivery, store_device is not None)
+        self._batches = Batches(
+            schema,
+            kernels,
+            self._assembler,
+            self._delivery,
+            mirrored=store_device is not None,
+            pins=allowed.limit is None,
+        )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
             self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed, folder)
@@ -267,7 +276,7 @@ class ReplayMemory:
                 reading = batches.look_up(draw, store)
             return batches.start(draw, reading)
 
-        return Loader(start, prefetch)
+        return Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
@@ -365,6 +374,7 @@ class ReplayMemory:
         *,
         attach: Mapping[str, Any] | None = None,
         keep: int = 3,
+        mirror: str | None = None,
         progress: Progress | None = None,
     ) -> SaveHandle:
         """Write a checkpoint of this moment in the background, and return at once.
@@ -373,10 +383,12 @@ class ReplayMemory:
         the result; the memory goes on, and the checkpoints before are intact.
 
         Args:
-            url: A directory.
+            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
             attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
                 done. They are part of the checkpoint, see `attached`.
             keep: How many checkpoints stay; older ones are removed once this one is safe.
+            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
+                handle's `mirrored()` waits for that.
             progress: Is told, in the background, of what is written and of the bytes so far.
         """
         _require_count("keep", keep, 1)
@@ -394,7 +406,27 @@ class ReplayMemory:
         }
         words = schema_words(self._schema)
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
-        return saver.save(snapshot, frozen.transitions, int(keep), progress)
+        return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
+
+    def save_every(
+        self, url: str | os.PathLike[str], seconds: float, *, keep: int = 3, mirror: str | None = None
+    ) -> None:
+        """Save in the background every so many seconds, until the memory is closed; a crash costs no more than that.
+
+        Each save writes what is new since the last one. Calling it again replaces what was said before.
+        """
+        pause = require_number("seconds", seconds, 0.01)
+        _require_count("keep", keep, 1)
+        self._open()
+        if self._autosave is not None:
+            self._autosave.stop()
+        place, kept = place_of(url), int(keep)
+
+        def save(memory: Any) -> SaveHandle:
+            handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
+            return handle
+
+        self._autosave = Autosave(self, save, pause)
 
     @classmethod
     def load(
@@ -406,6 +438,8 @@ class ReplayMemory:
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
         sampler: Sampler | None = None,
+        *,
+        recover: bool = False,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
@@ -416,15 +450,18 @@ class ReplayMemory:
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
                 one of another kind starts anew. None: `Uniform()`.
+            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
+                none, all others are loaded, and the log says what is lost. Everything is read for that.
         """
-        path = place_of(url)
+        library = library_at(url)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
             lanes = max(1, int(manifest.schema.get("num_envs", 1)))
             if capacity is not None:
                 _require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
-            found = restored(manifest, path / "segments", ticks)
+            losses = Losses() if recover else None
+            found = restored(manifest, library, ticks, losses)
             memory = cls.__new__(cls)
             memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
@@ -432,11 +469,14 @@ class ReplayMemory:
             except BaseException:
                 memory.close()
                 raise
-            found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-            memory._savers.to(path, found.ledger)
+            if losses is None:
+                found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
+                memory._savers.to(place_of(url), found.ledger)
+            else:
+                losses.tell(library.url, manifest.number)
             return memory
 
-        return newest(LocalLibrary(path), build)
+        return newest(library, build)
 
     @property
     def sampler(self) -> Sampler:
@@ -454,6 +494,9 @@ class ReplayMemory:
 
     def close(self) -> None:
         """Free everything; batches that were handed out stay as they are."""
+        autosave, self._autosave = self._autosave, None
+        if autosave is not None:
+            autosave.stop()
         self._savers.close()
         with self._lock:
             store, self._store = self._store, None

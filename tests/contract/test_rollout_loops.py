@@ -67,3 +67,34 @@ def test_places_outside_the_rollout_are_refused(monkeypatch: pytest.MonkeyPatch,
     reels, _ = filled(Window.along(leaf, axis=0, step=2), leaf)
     with pytest.raises(DamageError, match="outside the rollout"):
         reels.gather(np.array([0, 40]), np.empty((2, 5, 3), np.uint8), Crew(1))
+
+
+@pytest.mark.parametrize("channels", [1, 3, 4, 5, 8, 12, 31])
+@pytest.mark.parametrize("image", [(1, 1), (3, 5), (4, 4), (7, 16), (84, 84)], ids=str)
+def test_channels_are_parted_as_numpy_does(channels: int, image: tuple[int, int]) -> None:
+    loops = rollout_loops()
+    assert loops is not None
+    pixels = np.random.default_rng(0).integers(0, 256, (3, *image, channels), np.uint8)
+    planes = np.zeros((3, channels, *image), np.uint8)
+    around = np.full(planes.size + 32, 7, np.uint8)
+    loops.part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
+    planes[...] = np.moveaxis(pixels, -1, 1)
+    assert around[16:-16].tobytes() == planes.tobytes()
+    assert set(around[:16]) | set(around[-16:]) == {7}, "nothing is written beside"
+
+
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+@pytest.mark.parametrize("channels", [3, 4, 12])
+def test_stacks_that_lie_pixel_by_pixel_come_back_channels_first(
+    monkeypatch: pytest.MonkeyPatch, kernels: str, channels: int
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    leaf = Leaf("", (channels, 9, 17), np.dtype(np.uint8))
+    reels = Reels(leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), None)
+    film = np.random.default_rng(0).integers(0, 256, (2, 9, 17, 20 + channels), np.uint8)
+    told = [np.moveaxis(film[..., t : t + channels].copy(), -1, 1) for t in range(20)]
+    for t, obs in enumerate(told):
+        reels.write(t, obs)
+    out = np.empty((40, *leaf.shape), np.uint8)
+    reels.gather(np.arange(40), out, Crew(1))
+    assert out.tobytes() == np.stack(told).tobytes()

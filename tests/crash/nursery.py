@@ -44,9 +44,9 @@ def add(memory: ReplayMemory, tick: int) -> None:
     memory.add(observation(tick), action, reward, observation(tick + 1), ended, np.zeros(LANES, np.bool_))
 
 
-def require_right(memory: ReplayMemory) -> None:
-    """Hold every transition to what was added."""
-    ids = np.arange(memory.first_id, memory.next_id)
+def require_right(memory: ReplayMemory, ids: Any = None) -> None:
+    """Hold every transition to what was added, or those of whole ticks."""
+    ids = np.arange(memory.first_id, memory.next_id) if ids is None else ids
     batch = memory.gather(ids)
     for place in range(0, len(ids), LANES):
         tick = int(ids[place]) // LANES

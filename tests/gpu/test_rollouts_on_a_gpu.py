@@ -86,6 +86,16 @@ def test_trajectories_on_the_device_are_taken_from_there() -> None:
     assert all(torch.equal(ours.cpu(), plain) for ours, plain in zip(buffer, expected, strict=True))
 
 
+def test_trajectories_on_the_device_come_to_a_buffer_on_the_host() -> None:
+    buffer = TrajectoryBuffer("cpu")
+    for seed in range(2):
+        given = trajectories([30, 0, 50], seed, (5,))
+        expected = [torch.cat(item) for item in map(list, zip(*given, strict=True))]
+        steps, _ = buffer.update_buffer([[tensor.cuda() for tensor in trajectory] for trajectory in given])
+        assert steps == 80
+        assert all(torch.equal(ours, plain) for ours, plain in zip(buffer, expected, strict=True))
+
+
 def test_a_hundred_updates_allocate_nothing_on_the_device() -> None:
     buffer = TrajectoryBuffer("cuda")
     given = trajectories([1_024] * 3, 0, (84, 84, 3))

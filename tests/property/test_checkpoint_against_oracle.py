@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import save, saver, writing
+from holdall.checkpoint import merge, save, saver, writing
 from holdall.experience import ring, segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
@@ -120,6 +120,8 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
         (ring, "_UNSHARED_BEFORE_PAIRING", draw(st.sampled_from([4, 1024]))),
         (save, "_MOST_PIECES", draw(st.sampled_from([1, 3, 16]))),
         (save, "PIECE_BYTES", draw(st.sampled_from([10_000, 2**22]))),
+        (merge, "MOST_FILES", draw(st.sampled_from([1, 5, 200]))),
+        (merge, "_FILES_LEFT", draw(st.sampled_from([0, 2]))),
         (writing, "FILE_BYTES", draw(st.sampled_from([100_000, 2**26]))),
     ]
 

@@ -98,6 +98,16 @@ def test_trajectories_that_do_not_go_together_are_refused(change: Any, message: 
     assert torch.equal(buffer[0], usual(given)[0][0])
 
 
+def test_tensors_that_carry_gradients_are_taken_as_numbers() -> None:
+    buffer = TrajectoryBuffer("cpu")
+    given = trajectories([4, 5])
+    for trajectory in given:
+        trajectory[0].requires_grad_()
+    buffer.update_buffer(given)
+    assert torch.equal(buffer[0], usual(given)[0][0])
+    assert not buffer[0].requires_grad
+
+
 @pytest.mark.parametrize("device", ["abacus", "cuda:99" if not torch.cuda.is_available() else "abacus"])
 def test_devices_that_are_not_there_are_refused(device: str) -> None:
     with pytest.raises(ArgumentError, match="device"):

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from holdall.errors import CheckpointError
+from holdall.errors import ArgumentError, CheckpointError
 
 Progress = Callable[[str, int], None]
 """Is told of what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
@@ -27,8 +28,15 @@ class Checkpoint:
 class SaveHandle:
     """A save under way."""
 
-    def __init__(self, url: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        interrupt: Callable[[], None],
+        wait_for_mirror: Callable[[int, float | None], None] | None = None,
+    ) -> None:
         self.url = url
+        self._interrupt = interrupt
+        self._wait_for_mirror = wait_for_mirror
         self._ended = threading.Event()
         self._checkpoint: Checkpoint | None = None
         self._error: BaseException | None = None
@@ -46,6 +54,20 @@ class SaveHandle:
         if self._checkpoint is None:
             raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
         return self._checkpoint
+
+    def mirrored(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
+        if self._wait_for_mirror is None:
+            raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
+        began = time.monotonic()
+        checkpoint = self.result(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        self._wait_for_mirror(checkpoint.number, left)
+        return checkpoint
+
+    def cancel(self) -> None:
+        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
+        self._interrupt()
 
     def succeed(self, checkpoint: Checkpoint) -> None:
         """End well."""

@@ -37,11 +37,17 @@ class Ledger:
     logs: dict[int, Ref] = field(default_factory=dict)  # by a closed segment's first tick
     blocks: weakref.WeakKeyDictionary[SliceBlock, tuple[Ref, ...]] = field(default_factory=weakref.WeakKeyDictionary)
     filling: weakref.WeakKeyDictionary[object, Filling] = field(default_factory=weakref.WeakKeyDictionary)
+    split: weakref.WeakSet[SliceBlock] = field(default_factory=weakref.WeakSet)  # full blocks in pieces
     dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
 
     def rows_saved(self) -> dict[int, RowsKey]:
         """Name the chunks of rows that are there."""
         return {number: key for number, (key, _) in self.rows.items()}
+
+    def take_over(self, moved: Ledger) -> None:
+        """Name records where they lie now; the same ones, in other files."""
+        self.rows, self.logs, self.dictionaries = moved.rows, moved.logs, moved.dictionaries
+        self.blocks, self.filling = moved.blocks, moved.filling
 
     def merge(self, fresh: Ledger) -> None:
         """Take over what was written since, now that its files are finished."""
@@ -53,6 +59,8 @@ class Ledger:
         for block, refs in fresh.blocks.items():
             self.blocks[block] = refs
         self.filling = fresh.filling
+        for block in fresh.split:
+            self.split.add(block)
 
     def forget_before(self, tick: int) -> None:
         """Forget what ended before a tick; blocks are forgotten with the memory's own."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -67,6 +68,15 @@ class LocalLibrary:
                 with contextlib.suppress(FileNotFoundError):  # collected by its writer just now
                     sizes[name] = self._disk.size(folder / name)
         return sizes
+
+    def open(self, name: str) -> tuple[int, Path, int]:
+        """Open a file of records."""
+        path = self.root / "segments" / name
+        try:
+            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+        except OSError as error:
+            raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
+        return descriptor, path, os.fstat(descriptor).st_size
 
     def _read(self, name: str, most_bytes: int, missing: str) -> bytes:
         try:
@@ -210,6 +220,9 @@ class LocalPlace:
         lock, self._lock = self._lock, None
         if lock is not None:
             self._disk.unlock(lock)
+
+    def interrupt(self) -> None:
+        """Nothing is waited for."""
 
     def _make_directory(self, path: Path) -> None:
         if self._disk.make_directory(path):

@@ -14,6 +14,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Protocol
 
 from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest, signed, signed_text
@@ -54,6 +55,12 @@ class Library(Protocol):
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
 
+    def require(self) -> None:
+        """Refuse a place that holds no checkpoints, or of a version to come."""
+
+    def open(self, name: str) -> tuple[int, Path, int]:
+        """Open a file of records; return its descriptor, what it is called for people, and its bytes."""
+
 
 class Place(Protocol):
     """A place that one writer holds."""
@@ -76,6 +83,9 @@ class Place(Protocol):
 
     def close(self) -> None:
         """Let another writer in."""
+
+    def interrupt(self) -> None:
+        """Give up waiting for a server that does not answer."""
 
 
 def new_epoch() -> str:

@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint.ledger import Ledger
-from holdall.checkpoint.manifest import BlockEntry, Manifest, Ref
+from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.place import Library
 from holdall.checkpoint.plain import dtype_of
 from holdall.checkpoint.records import (
     Like,
@@ -27,54 +28,69 @@ from holdall.checkpoint.records import (
     unpack_state,
     window_of,
 )
+from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import CheckpointError, DamageError
 from holdall.experience.arena import reserve
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
-from holdall.experience.record import Record, unpack
+from holdall.experience.record import Read, Record, unpack
 from holdall.experience.sealed import CarriedSlices
 from holdall.experience.segment import Segment
 from holdall.experience.segment_file import SegmentFile
 from holdall.experience.slice_record import unpack_dictionary, unpack_slices
 from holdall.experience.slices import KeptBlock
 from holdall.experience.snapshot import RowChunk, StoreContent
-from holdall.schema import Schema
+from holdall.schema import Leaf, Schema
 
+_READ_AHEAD_BYTES = 2**15
 _MOST_BLOCK_BYTES = 2**34
+
+
+class Ahead:
+    """A file whose next bytes were read in one go: a record's head and its small parts mostly lie in them."""
+
+    def __init__(self, file: SegmentFile, start: int, nbytes: int) -> None:
+        self.file = file
+        self._start = start
+        self._raw = file.read(start, nbytes)
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read from a position; shorter at the file's end."""
+        first = start - self._start
+        if first >= 0 and first + nbytes <= len(self._raw):
+            return self._raw[first : first + nbytes]
+        return self.file.read(start, nbytes)
 
 
 class Shelf:
     """The files of a checkpoint, opened as they are needed and read by position."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, library: Library) -> None:
+        self._library = library
         self._files: dict[str, tuple[SegmentFile, int]] = {}
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Return a file, and its bytes."""
         found = self._files.get(name)
         if found is None:
-            path = self._folder / name
-            try:
-                descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-            except OSError as error:
-                raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
+            descriptor, path, nbytes = self._library.open(name)
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            found = SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
+            found = SegmentFile(path, descriptor, is_temporary=False), nbytes
             self._files[name] = found
         return found
 
-    def record(self, ref: Ref) -> tuple[Record, SegmentFile]:
+    def record(self, ref: Ref) -> tuple[Record, Ahead]:
         """Read the head of a record, which must be the very one that the manifest names."""
         file, nbytes = self.open(ref.file)
-        record = unpack(file.read, ref.start, nbytes)
+        ahead = Ahead(file, ref.start, min(ref.nbytes, _READ_AHEAD_BYTES))
+        record = unpack(ahead.read, ref.start, nbytes)
         body = sum(part.nbytes for part in record.parts.values())
-        head = file.read(ref.start, record.nbytes - body)
+        head = ahead.read(ref.start, record.nbytes - body)
         if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
             raise DamageError(f"the record at byte {ref.start} of {file.path} is another than the manifest names")
-        return record, file
+        return record, ahead
 
 
 @dataclass(slots=True)
@@ -98,6 +114,7 @@ class _Blocks:
     manifest: Manifest
     dictionaries: dict[str, Dictionary] = field(default_factory=dict)
     found: dict[int, KeptBlock] = field(default_factory=dict)
+    checked: set[int] = field(default_factory=set)
 
     def block(self, number: int) -> KeptBlock:
         """Return a block; full ones stay in their file."""
@@ -107,8 +124,16 @@ class _Blocks:
             if record.kind == "piece":
                 self.found[number] = self._filled(entry)
             else:
-                self.found[number] = self._full(entry, record, file)
+                self.found[number] = self._full(entry, record, file.file, file.read)
         return self.found[number]
+
+    def require_units(self, number: int) -> None:
+        """Read a block whole and hold every unit against its sum."""
+        block = self.found[number]
+        if number not in self.checked and block.sealed is not None:
+            for unit in range(len(block.sealed.coded.offsets) - 1):
+                block.sealed.coded.unit(unit)
+        self.checked.add(number)
 
     def _filled(self, entry: BlockEntry) -> KeptBlock:
         if entry.slices * entry.slice_bytes > _MOST_BLOCK_BYTES:
@@ -124,8 +149,8 @@ class _Blocks:
             raise DamageError(f"a block of {entry.slices} slices has {done}")
         return KeptBlock(entry.slice_bytes, entry.slices, arena)
 
-    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile) -> KeptBlock:
-        coded = unpack_slices(record, file, self.dictionaries)
+    def _full(self, entry: BlockEntry, record: Record, file: SegmentFile, read: Read) -> KeptBlock:
+        coded = unpack_slices(record, file, self.dictionaries, read)
         if (
             coded.count != entry.slices
             or coded.codec.transform.slice_bytes != entry.slice_bytes
@@ -175,16 +200,19 @@ def sensible(what: str) -> Iterator[None]:
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
 
 
-def restored(manifest: Manifest, folder: Path, capacity_ticks: int | None) -> Restored:
+def restored(
+    manifest: Manifest, library: Library, capacity_ticks: int | None, losses: Losses | None = None
+) -> Restored:
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
-        folder: Where the files of records lie.
+        library: Where its files lie.
         capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+        losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
-    with sensible(f"checkpoint {manifest.number} of {folder.parent}"):
+    with sensible(f"checkpoint {manifest.number} of {library.url}"):
         schema = schema_of(manifest.schema)
-        shelf = Shelf(folder)
+        shelf = Shelf(library)
         record, file = shelf.record(manifest.state)
         state = unpack_state(record, file.read)
         held = capacity_ticks or manifest.capacity_ticks
@@ -192,45 +220,30 @@ def restored(manifest: Manifest, folder: Path, capacity_ticks: int | None) -> Re
         dictionaries = {}
         for name, ref in manifest.dictionaries.items():
             record, file = shelf.record(ref)
-            dictionaries[name] = unpack_dictionary(record, file)
+            dictionaries[name] = unpack_dictionary(record, file.file)
         blocks = _Blocks(shelf, manifest, dictionaries)
-        content = _content(manifest, schema, state["store"], blocks, first_tick)
+        content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
         return Restored(
             manifest=manifest,
             schema=schema,
             content=content,
             state=state,
             ledger=_ledger(manifest, blocks, first_tick),
-            rows=lambda like: _rows(manifest, shelf, first_tick, like),
+            rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
             attached=Attached(shelf, manifest.attached),
         )
 
 
-def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, first_tick: int) -> StoreContent:
+def _content(
+    manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, first_tick: int, losses: Losses | None
+) -> StoreContent:
     observed = schema.observation.leaves
     large = [int(i) for i in words["large"]]
     if sorted(set(large)) != sorted(large) or not set(large) <= set(range(len(observed))):
         raise DamageError(f"the large fields {large} are not those of {len(observed)} leaves")
     leaves = [observed[i] for i in large]
-    segments = []
-    for entry in manifest.segments:
-        if entry.first_tick + entry.ticks <= first_tick:
-            continue
-        record, file = blocks.shelf.record(entry.ref)
-        named = [blocks.block(number) for number in entry.blocks]
-        parts: list[ClosedPart] = unpack_logs(record, file.read, schema.num_envs, leaves, named)
-        segments.append(Segment(entry.first_tick, entry.ticks, parts))
-    if large and manifest.next_tick:
-        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
-        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
-            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
-    newest = {}
-    for i, leaf in enumerate(observed):
-        rows = words["newest"].get(str(i))
-        if rows is not None:
-            if rows.shape != (schema.num_envs, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
-                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
-            newest[i] = rows
+    segments = _segments(manifest, blocks, leaves, schema.num_envs, first_tick, losses)
+    newest = _newest(words["newest"], observed, schema.num_envs)
     paired = [int(i) for i in words["paired"]]
     small = set(range(len(observed))) - set(large)
     if manifest.next_tick and (set(newest) | set(paired) != small or set(newest) & set(paired)):
@@ -246,23 +259,94 @@ def _content(manifest: Manifest, schema: Schema, words: Any, blocks: _Blocks, fi
         paired=paired,
         scouts=dict(words["scouts"]),
         reward_dtype=None if words["reward_dtype"] is None else dtype_of(words["reward_dtype"]),
-        has_invalid=bool(words["has_invalid"]),
+        has_invalid=bool(words["has_invalid"]) or losses is not None,
     )
 
 
-def _rows(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like) -> Iterator[RowChunk]:
+def _segments(
+    manifest: Manifest, blocks: _Blocks, leaves: list[Leaf], lanes: int, first_tick: int, losses: Losses | None
+) -> list[Segment[ClosedPart]]:
+    segments = []
+    for entry in manifest.segments:
+        if entry.first_tick + entry.ticks <= first_tick:
+            continue
+        try:
+            parts = _parts(entry, blocks, lanes, leaves, is_thorough=losses is not None)
+        except (DamageError, CheckpointError) as error:
+            if losses is None:
+                raise
+            losses.lose(entry.first_tick, entry.ticks, str(error))
+            parts = blank_parts(leaves, lanes)
+        segments.append(Segment(entry.first_tick, entry.ticks, parts))
+    if leaves and manifest.next_tick:
+        ends = segments[-1].first_tick + segments[-1].ticks if segments else -1
+        if ends != manifest.next_tick or segments[0].first_tick > first_tick:
+            raise DamageError(f"the segments end at tick {ends}, not at {manifest.next_tick}, or begin too late")
+    return segments
+
+
+def _newest(saved: Any, observed: Sequence[Leaf], lanes: int) -> dict[int, Any]:
+    newest = {}
+    for i, leaf in enumerate(observed):
+        rows = saved.get(str(i))
+        if rows is not None:
+            if rows.shape != (lanes, *leaf.shape) or rows.dtype != leaf.dtype.newbyteorder("<"):
+                raise DamageError(f"the newest rows of leaf {i} are of {rows.dtype} and {rows.shape}")
+            newest[i] = rows
+    return newest
+
+
+def _parts(
+    entry: SegmentEntry, blocks: _Blocks, lanes: int, leaves: list[Leaf], *, is_thorough: bool
+) -> list[ClosedPart]:
+    with sensible(f"the segment of tick {entry.first_tick}"):
+        record, file = blocks.shelf.record(entry.ref)
+        named = [blocks.block(number) for number in entry.blocks]
+        if is_thorough:
+            for number in entry.blocks:
+                blocks.require_units(number)
+        return unpack_logs(record, file.read, lanes, leaves, named)
+
+
+def _rows(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like, losses: Losses | None) -> Iterator[RowChunk]:
     done = first_tick
     for chunk in manifest.rows:
         if chunk.first_tick + chunk.ticks <= first_tick:
             continue
         if chunk.first_tick > done:
             raise DamageError(f"the rows of ticks {done} to {chunk.first_tick} are missing")
-        with sensible(f"the rows of tick {chunk.first_tick}"):
-            record, file = shelf.record(chunk.ref)
-            yield unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, like)
+        if losses is None:
+            yield _chunk(shelf, chunk, like)
         done = chunk.first_tick + chunk.ticks
     if done != manifest.next_tick:
         raise DamageError(f"the rows end at tick {done}, not at {manifest.next_tick}")
+    if losses is not None:
+        yield from _rows_left(manifest, shelf, first_tick, like, losses)
+
+
+def _chunk(shelf: Shelf, chunk: Chunk, like: Like) -> RowChunk:
+    with sensible(f"the rows of tick {chunk.first_tick}"):
+        record, file = shelf.record(chunk.ref)
+        saved = {entry[0] for entry in record.head["columns"]}
+        present = {name: kind for name, kind in like.items() if name in saved or name != "invalid.0"}
+        return unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, present)
+
+
+def _rows_left(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like, losses: Losses) -> Iterator[RowChunk]:
+    """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
+    entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
+    found: dict[int, RowChunk | None] = {}
+    for chunk in entries:  # once to know what is lost, since a chunk may be lost to the one before it
+        try:
+            _chunk(shelf, chunk, like)
+        except (DamageError, CheckpointError) as error:
+            losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
+            found[chunk.first_tick] = None
+    lanes = int(manifest.schema["num_envs"])
+    for chunk in entries:
+        is_lost = chunk.first_tick in found
+        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(shelf, chunk, like)
+        yield losses.marked(rows, lanes)
 
 
 def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:
@@ -270,6 +354,8 @@ def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:
     ledger = Ledger(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
     for number, block in blocks.found.items():
         ledger.blocks[block] = manifest.blocks[number].refs
+        if block.sealed is None:
+            ledger.split.add(block)
     ledger.logs = {
         entry.first_tick: entry.ref for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick
     }

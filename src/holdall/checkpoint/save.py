@@ -24,6 +24,7 @@ import numpy as np
 
 from holdall.checkpoint.ledger import Filling, Ledger
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.merge import merge
 from holdall.checkpoint.place import Place
 from holdall.checkpoint.plain import dtype_name
 from holdall.checkpoint.records import (
@@ -49,6 +50,8 @@ from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore,
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written anew as one."""
+_MOST_SPLIT = 8
+"""Full blocks that may stay in the pieces in which they were saved."""
 _FILE_PIECE_BYTES = 16 * 2**20
 
 
@@ -78,7 +81,7 @@ class Saving:
 
     def __init__(self, place: Place, ledger: Ledger, coder: Coder, told: Callable[[str, int], None]) -> None:
         self._place = place
-        self._ledger = ledger
+        self._owner = self._ledger = ledger
         self._fresh = Ledger()
         self._coder = coder
         self._told = told
@@ -86,7 +89,12 @@ class Saving:
         self.bytes_written = 0
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
         self._lasting = RecordWriter(place, self._wrote)
+        self._pieces = RecordWriter(place, self._wrote)
         self._brief = RecordWriter(place, self._wrote)
+
+    @property
+    def _writers(self) -> tuple[RecordWriter, ...]:
+        return self._lasting, self._pieces, self._brief
 
     def run(self, snapshot: Snapshot, number: int) -> Manifest:
         """Write everything and commit it."""
@@ -95,9 +103,11 @@ class Saving:
             self._told("commit", self.bytes_written)
             self._place.commit(manifest)
         except BaseException:
-            self._lasting.abandon()
-            self._brief.abandon()
+            for writer in self._writers:
+                writer.abandon()
             raise
+        self._owner.take_over(self._ledger)
+        self._ledger = self._owner
         self._ledger.merge(self._fresh)
         self._ledger.forget_before(manifest.first_tick)
         in_use = self._ledger.files_in_use() | set(manifest.files)
@@ -108,7 +118,9 @@ class Saving:
         store, snapshot.store = snapshot.store, None
         if store is None:
             raise CheckpointError("a snapshot was saved twice; report this")
-        rows = self._write_rows(store, snapshot)
+        unsettled = self._write_rows(store, snapshot)
+        self._ledger.forget_before(store.first_tick)
+        self._ledger = merge(self._ledger, self._place.library, self._lasting)
         blocks: list[BlockEntry] = []
         segments: list[SegmentEntry] = []
         if store.segments is not None:
@@ -117,9 +129,9 @@ class Saving:
             self._write_blocks(pending, blocks)
         attached = self._write_files(snapshot.attach)
         state = self._brief.append(pack_state(snapshot.state))
-        self._lasting.finish()
-        self._brief.finish()
-        self._fresh.files |= self._lasting.files | self._brief.files
+        for writer in self._writers:
+            writer.finish()
+            self._fresh.files |= writer.files
         manifest = Manifest(
             number=number,
             commit=secrets.token_hex(16),
@@ -131,7 +143,7 @@ class Saving:
             schema=snapshot.schema,
             files={},
             state=state,
-            rows=tuple(rows),
+            rows=self._chunks(store, unsettled),
             segments=tuple(segments),
             blocks=tuple(blocks),
             dictionaries=self._ledger.dictionaries | self._fresh.dictionaries,
@@ -141,7 +153,8 @@ class Saving:
         names = dict.fromkeys(ref.file for ref in manifest.refs)
         return replace(manifest, files={name: known[name] for name in names})
 
-    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> list[Chunk]:
+    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
+        """Write the rows that are new; return those that will have to be written again."""
         self._phase = "rows"
         rows = store.rows
         unsettled: dict[int, Chunk] = {}
@@ -159,9 +172,14 @@ class Saving:
         finally:
             with snapshot.lock:
                 snapshot.release(rows)
-        numbers = range(store.first_tick // rows.chunk_ticks, -(-store.next_tick // rows.chunk_ticks))
+        return unsettled
+
+    def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
+        """Name the chunks of all rows, written now or before."""
+        ticks = store.rows.chunk_ticks
+        numbers = range(store.first_tick // ticks, -(-store.next_tick // ticks))
         known = self._ledger.rows | self._fresh.rows
-        return [unsettled[number] if number in unsettled else known[number][1] for number in numbers]
+        return tuple(unsettled[number] if number in unsettled else known[number][1] for number in numbers)
 
     def _write_logs(
         self, segments: FrozenSegments, blocks: list[BlockEntry]
@@ -201,7 +219,7 @@ class Saving:
         done = self._ledger.filling.get(filling.key, Filling())
         if len(done.refs) >= _MOST_PIECES:
             done = Filling()
-        new = self._write_pieces(self._brief, filling.slices, filling.slice_bytes, done.slices)
+        new = self._write_pieces(self._pieces, filling.slices, filling.slice_bytes, done.slices)
         refs = done.refs + tuple(new)
         self._fresh.filling[filling.key] = Filling(refs, count)
         return BlockEntry(filling.slice_bytes, count, refs)
@@ -226,9 +244,21 @@ class Saving:
                 slices = block.arena[: block.used * block.slice_bytes]
                 refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
             elif refs is None:
-                refs = (self._lasting.append(self._packed(block)),)
+                refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
             self._fresh.blocks[block] = refs
             blocks[number] = replace(blocks[number], refs=refs)
+
+    def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
+        """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
+
+        Such a block has to be read whole when it is loaded, so there may be only a few.
+        """
+        arena, done = block.arena, self._ledger.filling.get(block)
+        if done is None or not arena.size or len(self._ledger.split) + len(self._fresh.split) >= _MOST_SPLIT:
+            return ()
+        self._fresh.split.add(block)
+        slices = arena[: block.used * block.slice_bytes]
+        return done.refs + tuple(self._write_pieces(self._pieces, slices, block.slice_bytes, done.slices))
 
     def _packed(self, block: SliceBlock) -> list[Buffer]:
         """Return a full block as a record, in the form that it has now."""

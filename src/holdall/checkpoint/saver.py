@@ -17,10 +17,17 @@ from typing import NamedTuple
 
 from holdall.checkpoint.handle import Checkpoint, Progress, SaveHandle
 from holdall.checkpoint.ledger import Ledger, RowsKey
-from holdall.checkpoint.local import LocalPlace, told
+from holdall.checkpoint.local import told
+from holdall.checkpoint.mirror import Mirror
+from holdall.checkpoint.objectstore import is_remote
 from holdall.checkpoint.place import Place
 from holdall.checkpoint.save import Saving, Snapshot
+from holdall.checkpoint.source import open_place
+from holdall.errors import ArgumentError
 from holdall.experience.portable_codec import Coder
+
+_YIELD_S = 0.001
+"""A new thread starts with Python's lock, and would keep the one that started it waiting for a whole turn."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -31,6 +38,7 @@ class _Job(NamedTuple):
     keep: int
     progress: Progress | None
     transitions: int
+    mirror: Mirror | None
 
 
 class Saver:
@@ -47,6 +55,7 @@ class Saver:
         self._coder = coder
         self._ledger = ledger or Ledger()
         self._place: Place | None = None
+        self._mirrors: dict[str, Mirror] = {}
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -55,16 +64,27 @@ class Saver:
         """Name the chunks of rows that need not be written again."""
         return self._ledger.rows_saved()
 
-    def save(self, snapshot: Snapshot, transitions: int, keep: int, progress: Progress | None) -> SaveHandle:
+    def save(
+        self, snapshot: Snapshot, transitions: int, keep: int, progress: Progress | None, mirror: str | None
+    ) -> SaveHandle:
         """Have a snapshot written."""
-        handle = SaveHandle(self.url)
+        behind = None if mirror is None else self._mirror(mirror)
+        handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
-            self._jobs.append(_Job(snapshot, handle, keep, progress, transitions))
+            self._jobs.append(_Job(snapshot, handle, keep, progress, transitions, behind))
             if self._thread is None:
                 # Not a daemon: a program that ends waits for what it saved.
                 self._thread = threading.Thread(target=self._run, name="holdall-saver")
                 self._thread.start()
         return handle
+
+    def interrupt(self) -> None:
+        """Give up waiting for a server that does not answer."""
+        place = self._place
+        if place is not None:
+            place.interrupt()
+        for mirror in self._mirrors.values():
+            mirror.interrupt()
 
     def close(self) -> None:
         """Wait for every save, and let another writer in."""
@@ -72,11 +92,14 @@ class Saver:
             thread = self._thread
         if thread is not None:
             thread.join()
+        for mirror in self._mirrors.values():
+            mirror.close()
         place, self._place = self._place, None
         if place is not None:
             place.close()
 
     def _run(self) -> None:
+        time.sleep(_YIELD_S)
         while True:
             with self._changed:
                 if not self._jobs:
@@ -100,6 +123,8 @@ class Saver:
             number = max(place.library.numbers(), default=0) + 1
             saving = Saving(place, self._ledger, self._coder, _telling(job.progress))
             manifest = saving.run(job.snapshot, number)
+        if job.mirror is not None:
+            job.mirror.send(manifest, job.keep)
         self._collect(place, job.keep)
         return Checkpoint(
             url=self.url,
@@ -109,6 +134,16 @@ class Saver:
             transitions=job.transitions,
             seconds=time.perf_counter() - began,
         )
+
+    def _mirror(self, url: str) -> Mirror:
+        if is_remote(self.url):
+            raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
+        if not is_remote(url):
+            raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
+        found = self._mirrors.get(url)
+        if found is None:
+            found = self._mirrors[url] = Mirror(url, Path(self.url) / "segments")
+        return found
 
     def _opened(self) -> Place:
         if self._place is None:
@@ -120,7 +155,8 @@ class Saver:
     def _collect(self, place: Place, keep: int) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
-            place.collect(keep, self._ledger.files_in_use())
+            mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
+            place.collect(keep, self._ledger.files_in_use().union(*mirrored))
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
@@ -137,13 +173,13 @@ class Savers:
 
     def __init__(self, coder: Coder) -> None:
         self._coder = coder
-        self._savers: dict[Path, Saver] = {}
+        self._savers: dict[str, Saver] = {}
 
-    def to(self, path: Path, ledger: Ledger | None = None) -> Saver:
+    def to(self, place: str, ledger: Ledger | None = None) -> Saver:
         """Return the saver to a place; `ledger` is what it holds of a memory that was loaded from there."""
-        saver = self._savers.get(path)
+        saver = self._savers.get(place)
         if saver is None:
-            saver = self._savers[path] = Saver(str(path), lambda: LocalPlace(path), self._coder, ledger)
+            saver = self._savers[place] = Saver(place, lambda: open_place(place), self._coder, ledger)
         return saver
 
     def close(self) -> None:

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
-from holdall.checkpoint.local import LocalLibrary, told
+from holdall.checkpoint.local import LocalLibrary, LocalPlace, told
 from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.place import require_files
+from holdall.checkpoint.objectstore import Objects, RemoteLibrary, RemotePlace, is_remote
+from holdall.checkpoint.place import Library, Place, require_files
 from holdall.checkpoint.restore import Attached, Shelf
 from holdall.errors import CheckpointError, DamageError
 
@@ -18,18 +19,32 @@ _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
 
 
-def place_of(url: str | os.PathLike[str]) -> Path:
-    """Return the directory that a path names, whole, so that two ways of writing it are one."""
-    return Path(os.path.abspath(os.path.expanduser(os.fspath(url))))  # noqa: PTH100, PTH111  # links are not followed
+def place_of(url: str | os.PathLike[str]) -> str:
+    """Return what a url or a path names, in one way of writing it."""
+    if is_remote(url):
+        return os.fspath(url).rstrip("/")
+    return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
+
+
+def library_at(url: str | os.PathLike[str]) -> Library:
+    """Return the checkpoints at a url or path, to be read."""
+    place = place_of(url)
+    return RemoteLibrary(Objects(place)) if is_remote(place) else LocalLibrary(Path(place))
+
+
+def open_place(url: str | os.PathLike[str]) -> Place:
+    """Take hold of a place, to write to it."""
+    place = place_of(url)
+    return RemotePlace(place) if is_remote(place) else LocalPlace(Path(place))
 
 
 def attached_files(url: str | os.PathLike[str]) -> Attached:
     """Return the files that were saved with the newest memory, without loading it."""
-    path = place_of(url)
-    return newest(LocalLibrary(path), lambda manifest: Attached(Shelf(path / "segments"), manifest.attached))
+    library = library_at(url)
+    return newest(library, lambda manifest: Attached(Shelf(library), manifest.attached))
 
 
-def newest(library: LocalLibrary, build: Callable[[Manifest], _T]) -> _T:
+def newest(library: Library, build: Callable[[Manifest], _T]) -> _T:
     """Build something of the newest checkpoint that is whole; those before it are said to be passed over.
 
     Args:

@@ -40,7 +40,7 @@ def plan(
     batch_size: Annotated[_Text, typer.Option(help="Transitions in one update.")] = None,
     policy: Annotated[_Text, typer.Option(help="MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
     net_arch: Annotated[_Text, typer.Option(help="Hidden layers, as in 256,256.")] = None,
-    vec_env: Annotated[_Text, typer.Option(help="dummy or subproc.")] = None,
+    vec_env: Annotated[_Text, typer.Option(help="dummy, subproc or shared.")] = None,
     start_method: Annotated[_Text, typer.Option(help="fork, forkserver or spawn.")] = None,
     preload: Annotated[bool | None, typer.Option("--preload", help="The fork server imports torch once.")] = None,
     device: Annotated[_Text, typer.Option(help="cpu or cuda.")] = None,
@@ -59,6 +59,8 @@ def plan(
     probe: Annotated[str, typer.Option(help="Steps of real training to measure; 0 for none.")] = "0",
     prefer: Annotated[str, typer.Option(help="holdall's preference when compression is measured.")] = "balanced",
     budget: Annotated[_Text, typer.Option(help='A further limit, as in "8GiB" or "16 GB".')] = None,
+    memory: Annotated[_Text, typer.Option(help="Free memory of another machine, in place of this one's.")] = None,
+    vram: Annotated[_Text, typer.Option(help="Free memory of a GPU that is not here.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go; the disk is checked.")] = None,
     networks: Annotated[bool, typer.Option(help="Trace an update, or count buffers and libraries alone.")] = True,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
@@ -73,17 +75,19 @@ def plan(
         "frame_stack": frame_stack, "buffer_class": buffer_class, "optimize_memory_usage": optimize_memory_usage,
         "handle_timeout_termination": False if no_timeouts else None, "saves_buffer": save_buffer,
         "uses_holdall": holdall, "sb3": sb3, "env": env, "wrapper": wrapper, "budget": budget,
+        "memory": memory, "vram": vram,
     }  # fmt: skip
     try:
         if net_arch is not None:
             given["policy_kwargs"] = {"net_arch": [count_of(width, "net_arch") for width in net_arch.split(",")]}
         from_file = read_file(file, (algo or "").lower(), env or "") if file is not None else {}
         settings = from_file | {name: value for name, value in given.items() if value is not None}
-        limit = settings.pop("budget", None)
+        sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
+        limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
         spec, environment = spec_of(settings)
         planned = make_plan(
             spec,
-            budget_bytes=None if limit is None else parse_bytes(limit, "budget"),
+            **limits,
             networks=networks,
             probe_steps=count_of(probe, "probe"),
             prefer=prefer,

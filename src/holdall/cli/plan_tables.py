@@ -85,7 +85,9 @@ def _capacities(plan: Plan) -> Table:
 
 
 def _profiles(plan: Plan) -> Table:
-    table = _table("Profiles of this machine", ("profile", "of the limit", "batch", "SB3 holds", "holdall holds"))
+    table = _table(
+        "Profiles, as shares of the limit", ("profile", "of the limit", "batch", "SB3 holds", "holdall holds")
+    )
     for profile in plan.profiles:
         held = "" if profile.holdall_size is None else size_name(profile.holdall_size)
         share = f"{profile.share:.0%}, {both_units(profile.limit_bytes)}"

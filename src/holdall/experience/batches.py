@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 from holdall.batch import Batch, Draw
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.build import BatchBuilder, Builder, Job, Reading
-from holdall.experience.crew import Crew
 from holdall.experience.device import CudaLine, HostLine, Line
 from holdall.experience.kernels import Kernels
 from holdall.experience.mirror import Mirror
+from holdall.experience.native_unique import SliceNamer
+from holdall.experience.pinned_arenas import PinnedArenas
 from holdall.experience.store import Store
 from holdall.experience.upload import DeviceBuilder
 from holdall.schema import Schema
@@ -21,23 +22,29 @@ from holdall.schema import Schema
 if TYPE_CHECKING:
     import torch
 
-_MOST_HANDS = 12
-"""Threads that fill pinned memory: the bus takes more than a few of them can bring."""
-
 
 class Batches:
     """Looks transitions up, and makes batches of them.
 
     Args:
         mirrored: Keep all slices on the delivery's device, and make batches of them there.
+        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
     """
 
     def __init__(
-        self, schema: Schema, kernels: Kernels, assembler: ObservationAssembler, delivery: Delivery, mirrored: bool
+        self,
+        schema: Schema,
+        kernels: Kernels,
+        assembler: ObservationAssembler,
+        delivery: Delivery,
+        mirrored: bool,
+        pins: bool,
     ) -> None:
         self._parts = (schema, kernels, assembler)
+        self._pins = pins
         self._mirror: Mirror | None = None
-        self._crew: Crew | None = None
+        self._arenas: PinnedArenas | None = None
+        self._namer: SliceNamer | None = None
         plain = BatchBuilder(schema, assembler, delivery)
         self._builder: Builder = plain
         torch, device = delivery.module, delivery.torch_device
@@ -47,11 +54,14 @@ class Batches:
 
     def _build_on(self, line: Line, plain: BatchBuilder, mirrored: bool, torch: Any) -> None:
         schema, kernels, _ = self._parts
-        namer = kernels.namer()
-        self._crew = Crew(most=_MOST_HANDS)
-        self._builder = DeviceBuilder(schema, plain, line, namer, self._crew, torch)
-        if mirrored and namer is not None:
+        self._namer = kernels.namer()
+        self._builder = DeviceBuilder(schema, plain, line, self._namer, torch)
+        if self._namer is None:
+            return
+        if mirrored:
             self._mirror = Mirror(line, kernels.coder)
+        elif self._pins:
+            self._arenas = PinnedArenas(line)
 
     def keep(self, batches: int) -> None:
         """See to it that so many batches can be in use without new memory for each."""
@@ -62,11 +72,11 @@ class Batches:
 
     def elsewhere(self, delivery: Delivery) -> Batches:
         """Return the same for another device."""
-        return Batches(*self._parts, delivery, mirrored=False)
+        return Batches(*self._parts, delivery, mirrored=False, pins=self._pins)
 
     def look_up(self, draw: Draw, store: Store) -> Reading:
         """Find all that a draw needs; under the memory's lock."""
-        return Reading.of(draw, store, self._mirror)
+        return Reading.of(draw, store, self._mirror, self._arenas)
 
     def start(self, draw: Draw, reading: Reading) -> Job:
         """Begin a batch; without the lock, in the thread that will use it."""
@@ -84,9 +94,13 @@ class Batches:
         return self._builder.pinned_bytes if isinstance(self._builder, DeviceBuilder) else 0
 
     def dismiss(self) -> None:
-        """End the threads."""
-        if self._crew is not None:
-            self._crew.dismiss()
+        """End the threads, and let go of what is pinned."""
+        if isinstance(self._builder, DeviceBuilder):
+            self._builder.finish()
+        if self._arenas is not None:
+            self._arenas.close()
+        if self._namer is not None:
+            self._namer.hands.dismiss()
 
 
 def is_remote(device: torch.device) -> bool:

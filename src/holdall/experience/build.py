@@ -16,6 +16,7 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.mirror import Mirror, Mirrored
+from holdall.experience.pinned_arenas import Pinned, PinnedArenas
 from holdall.experience.store import Rows, Store
 from holdall.schema import Array, Schema
 
@@ -27,15 +28,17 @@ class Reading(NamedTuple):
     last: Rows | None  # of the last ids, if they are others
     outcomes: Rows | None  # of the transitions that become goals
     mirrored: Mirrored | None = None  # where the slices are on a device
+    pinned: Pinned | None = None  # where a device may read them on the host
 
     @classmethod
-    def of(cls, draw: Draw, store: Store, mirror: Mirror | None = None) -> Reading:
+    def of(cls, draw: Draw, store: Store, mirror: Mirror | None = None, arenas: PinnedArenas | None = None) -> Reading:
         """Read the rows of a draw, all of whose ids are held."""
         return cls(
             store.read(draw.ids.reshape(-1)),
             None if draw.last_ids is None else store.read(draw.last_ids.reshape(-1)),
             None if draw.goals is None else store.read(draw.goals.ids),
             None if mirror is None else mirror.brought_up_to_date(store),
+            None if arenas is None else arenas.brought_up_to_date(store),
         )
 
 

@@ -25,7 +25,7 @@ class Crew:
     """Threads for one memory; started when first needed, and again after a fork."""
 
     def __init__(self, hands: int | None = None, most: int = _MOST_HANDS) -> None:
-        self.hands = hands or min(_usable_cores(), most)
+        self.hands = hands or min(usable_cores(), most)
         self._pool: ThreadPoolExecutor | None = None
         self._process = os.getpid()
         self._lock = threading.Lock()
@@ -72,7 +72,8 @@ class Crew:
             pool.shutdown(wait=True)
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
+    """Count the cores this process may use, or the threads that HOLDALL_THREADS names."""
     wish = os.environ.get("HOLDALL_THREADS", "")
     if wish:
         if not wish.isdecimal() or int(wish) < 1:

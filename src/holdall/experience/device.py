@@ -11,20 +11,24 @@ is built on it runs, and is tested, where there is no GPU.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import sys
 import threading
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from holdall.experience.arena import address
 from holdall.experience.assemble import ALIGNMENT_BYTES
+from holdall.experience.driver import found_driver
 
 if TYPE_CHECKING:
     import torch
 
 _KEPT_SIZES = 8
 """Sizes of batches whose blocks are kept."""
+_NOTHING = contextlib.nullcontext()
 
 
 class Line(Protocol):
@@ -47,6 +51,13 @@ class Line(Protocol):
     def at_work(self) -> contextlib.AbstractContextManager[Any]:
         """Let the calling thread's copies and kernels take their turn on this line."""
 
+    def sender(self, here: int) -> tuple[int, int]:
+        """Return the function by which C starts copies to the device, 0 for none, and the stream for it.
+
+        Args:
+            here: The function for where the device is the host.
+        """
+
     def mark(self) -> Any:
         """Return a mark of all that this line was given so far."""
 
@@ -61,6 +72,18 @@ class Line(Protocol):
 
     def wait(self, mark: Any) -> None:
         """Wait, on the host, until a mark was passed."""
+
+    def passed(self, mark: Any) -> bool:
+        """Whether a mark was passed."""
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """Let the device read memory of the host where it lies; False if it cannot."""
+
+    def unpin(self, start: int) -> None:
+        """Take that back."""
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See a stretch of the host's memory as a tensor that the device may use; only what is pinned may be read."""
 
 
 class HostLine:
@@ -95,6 +118,10 @@ class HostLine:
         """See `Line`."""
         return contextlib.nullcontext()
 
+    def sender(self, here: int) -> tuple[int, int]:
+        """See `Line`."""
+        return here, 0
+
     def mark(self) -> Any:
         """See `Line`."""
         return None
@@ -107,6 +134,23 @@ class HostLine:
     hold_consumer = hold
     wait = hold
 
+    def passed(self, mark: Any) -> bool:
+        """See `Line`."""
+        return mark is None
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """See `Line`."""
+        return nbytes > 0 and start > 0
+
+    def unpin(self, start: int) -> None:
+        """See `Line`."""
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        memory = ctypes.cast(start, ctypes.POINTER(ctypes.c_uint8))
+        tensor: torch.Tensor = self._torch.from_numpy(np.ctypeslib.as_array(memory, (nbytes,)))
+        return tensor
+
 
 class CudaLine:
     """A CUDA device, reached over a stream of its own."""
@@ -116,6 +160,7 @@ class CudaLine:
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.device)
+        self._driver = found_driver(self._stream.cuda_stream)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """See `Line`."""
@@ -137,10 +182,15 @@ class CudaLine:
         tensor: torch.Tensor = self._torch.as_tensor(_Lease(anchor), device=self.device)
         return tensor
 
-    def at_work(self) -> contextlib.AbstractContextManager[Any]:
+    @contextlib.contextmanager
+    def at_work(self) -> Iterator[None]:
         """See `Line`."""
-        stream: contextlib.AbstractContextManager[Any] = self._torch.cuda.stream(self._stream)
-        return stream
+        with self._torch.cuda.stream(self._stream), self._driver.current() if self._driver else _NOTHING:
+            yield
+
+    def sender(self, here: int) -> tuple[int, int]:
+        """See `Line`."""
+        return (self._driver.sender, self._driver.stream) if self._driver else (0, 0)
 
     def mark(self) -> Any:
         """See `Line`."""
@@ -162,6 +212,23 @@ class CudaLine:
         """See `Line`."""
         mark.synchronize()
 
+    def passed(self, mark: Any) -> bool:
+        """See `Line`."""
+        return bool(mark.query())
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        """See `Line`."""
+        return int(self._torch.cuda.cudart().cudaHostRegister(start, nbytes, 0)) == 0
+
+    def unpin(self, start: int) -> None:
+        """See `Line`."""
+        self._torch.cuda.cudart().cudaHostUnregister(start)
+
+    def span(self, start: int, nbytes: int) -> torch.Tensor:
+        """See `Line`."""
+        tensor: torch.Tensor = self._torch.as_tensor(_Foreign(start, nbytes), device=self.device)
+        return tensor
+
 
 class _Anchor:
     """Memory on a device that leases refer to."""
@@ -170,21 +237,25 @@ class _Anchor:
         self.memory = memory
 
 
-class _Lease:
-    """An anchor's memory under the protocol by which torch takes over memory of others without copying it.
+class _Foreign:
+    """Memory under the protocol by which torch takes over memory of others without copying it."""
 
-    torch refers to the lease until the last tensor that looks into the memory is gone.
-    """
-
-    def __init__(self, anchor: _Anchor) -> None:
-        self._anchor = anchor
+    def __init__(self, start: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {
-            "shape": (anchor.memory.numel(),),
+            "shape": (nbytes,),
             "typestr": "|u1",
-            "data": (anchor.memory.data_ptr(), False),
+            "data": (start, False),
             "strides": None,
             "version": 2,
         }
+
+
+class _Lease(_Foreign):
+    """An anchor's memory; torch refers to the lease until the last tensor that looks into it is gone."""
+
+    def __init__(self, anchor: _Anchor) -> None:
+        super().__init__(anchor.memory.data_ptr(), anchor.memory.numel())
+        self._anchor = anchor
 
 
 class Blocks:
@@ -220,27 +291,43 @@ class Passage:
         self.host = line.host_bytes(0)
         self.device = line.device_bytes(0)
         self.array = self.host.numpy()
-        self._left: Any = None
+        self.left: Any = None  # a mark behind all copies from here, and to here
+        self._rows: dict[tuple[Any, int], torch.Tensor] = {}
 
     def make_room(self, nbytes: int) -> None:
         """See to it that `nbytes` fit and that what was here before has left."""
-        if self._left is not None:
-            self._line.wait(self._left)
-            self._left = None
+        if self.left is not None:
+            self._line.wait(self.left)
+            self.left = None
         if self.host.numel() < nbytes:
-            room = nbytes + nbytes // 4
-            self.host, self.device = self._line.host_bytes(room), self._line.device_bytes(room)
+            self.host = self._line.host_bytes(_roomy(nbytes))
             self.array = self.host.numpy()
+        self.make_room_there(nbytes)
+
+    def make_room_there(self, nbytes: int) -> None:
+        """See to it that `nbytes` fit on the device alone."""
+        if self.device.numel() < nbytes:
+            self.device = self._line.device_bytes(_roomy(nbytes))
+            self._rows = {}
 
     def send(self, first: int, end: int) -> None:
         """Start the copy of some bytes to the device; called at work on the line."""
         self.device[first:end].copy_(self.host[first:end], non_blocking=True)
 
-    def leave(self) -> None:
-        """Note that all that had to be sent was."""
-        self._left = self._line.mark()
+    def rows(self, word: torch.dtype, words: int) -> torch.Tensor:
+        """See what is on the device as rows of so many words."""
+        key = (word, words)
+        if key not in self._rows:
+            whole = self.device.numel() // (words * word.itemsize)
+            self._rows[key] = self.device[: whole * words * word.itemsize].view(word).view(whole, words)
+        return self._rows[key]
 
     @property
     def nbytes(self) -> int:
         """Bytes held on the host."""
         return self.host.numel()
+
+
+def _roomy(nbytes: int) -> int:
+    """Leave a quarter to spare, and an end where any dtype may end."""
+    return -(-(nbytes + nbytes // 4) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -55,7 +55,7 @@ typedef struct {
     int64_t pushed;       /* slices handed in, known or new */
 } open_part;
 
-EXPORT int64_t holdall_kernels_version(void) { return 7; }
+EXPORT int64_t holdall_kernels_version(void) { return 8; }
 
 static inline uint64_t word_at(const uint8_t *p) {
     uint64_t w;

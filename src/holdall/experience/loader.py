@@ -25,10 +25,12 @@ class Loader:
     Args:
         start: Draws a batch, and looks up where its rows are.
         prefetch: Batches that are under way besides the one that is asked for.
+        finish: Called when the loader is closed and nothing is under way any more.
     """
 
-    def __init__(self, start: Callable[[], Job], prefetch: int) -> None:
+    def __init__(self, start: Callable[[], Job], prefetch: int, finish: Callable[[], None] | None = None) -> None:
         self._start = start
+        self._finish = finish
         self._prefetch = prefetch
         self._under_way: deque[tuple[Job, Future[None]]] = deque()
         self._worker: ThreadPoolExecutor | None = None
@@ -62,6 +64,8 @@ class Loader:
         if self._worker is not None:
             self._worker.shutdown(wait=True)
         self._under_way.clear()
+        if self._finish is not None:
+            self._finish()
 
     def __enter__(self) -> Self:
         return self

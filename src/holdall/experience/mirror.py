@@ -148,7 +148,7 @@ class _FieldMirror:
             out[:] = block.arena[first * self._slice_bytes : end * self._slice_bytes].reshape(out.shape)
         place = (region.first_slice + first) * self._slice_bytes
         self.slices[place : place + nbytes].copy_(self._passage.host[:nbytes], non_blocking=True)
-        self._passage.leave()
+        self._passage.left = self._line.mark()
         region.sent = end
 
     def _free_region(self) -> _Region:

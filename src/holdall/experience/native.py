@@ -27,7 +27,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
-_VERSION = 7
+_VERSION = 8
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
 _SEALED = RECORD_FIELDS.index("sealed")
@@ -113,9 +113,7 @@ class NativeKernels:
 
     def namer(self) -> SliceNamer | None:
         """See `Kernels.namer`."""
-        coder = self.coder
-        reading = (lambda nbytes: coder.reading(nbytes)[0]) if isinstance(coder, NativeCoder) else None
-        return SliceNamer(self._library, reading)
+        return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeCoder) else None)
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew) -> None:
         """See `Kernels.gather`."""

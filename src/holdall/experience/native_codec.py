@@ -228,11 +228,18 @@ class NativeCoder:
         if state is None or state.scratch.size < scratch_bytes or state.unit.size < unit_bytes:
             state = self._thread.state = _Reading(self._libraries, scratch_bytes, unit_bytes)
         if state.reuse.batch != batch or batch == 0:
-            # What an older batch was read from may be gone, and another block stand at its address.
-            state.decoder.unit_of = state.decoder.read_of = None
-            state.decoder.error = 0
+            state.forget()
         state.reuse.batch = batch
         return ctypes.addressof(state.decoder), ctypes.addressof(state.reuse)
+
+    def decoders(self, known: list[_Reading], hands: int, scratch_bytes: int) -> NDArray[np.uint64]:
+        """Return a decoder for each of several hands, for C; `known` is kept by whoever reads with them."""
+        unit_bytes = self._most_unit_bytes
+        known[:] = [state for state in known if state.scratch.size >= scratch_bytes and state.unit.size >= unit_bytes]
+        known += [_Reading(self._libraries, scratch_bytes, unit_bytes) for _ in range(hands - len(known))]
+        for state in known:
+            state.forget()
+        return np.array([ctypes.addressof(state.decoder) for state in known], np.uint64)
 
     @property
     def read_error(self) -> int:
@@ -273,6 +280,11 @@ class _Reading:
             read_bytes=self._read.size,
         )
         self.reuse = _Reuse(batch=0, places=_REUSE_PLACES, entries=address(self._entries))
+
+    def forget(self) -> None:
+        """Forget what an older batch was read from: it may be gone, and another block stand at its address."""
+        self.decoder.unit_of = self.decoder.read_of = None
+        self.decoder.error = 0
 
 
 def _scratch_bytes(transform: Transform) -> int:

@@ -1,4 +1,4 @@
-"""The compiled loops of rollouts: track.c and advantage.c through ctypes, outside the GIL.
+"""The compiled loops of rollouts: track.c, planes.c and advantage.c through ctypes, outside the GIL.
 
 In:  contiguous arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
 """
@@ -45,6 +45,9 @@ class RolloutLoops:
             *[_POINTER] * 4, _SINGLE, _SINGLE, _NUMBER, _NUMBER, _POINTER, _POINTER,
         ]  # fmt: skip
         self.advantages.restype = None
+        self.part_channels = library.holdall_part_channels
+        self.part_channels.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER]
+        self.part_channels.restype = None
 
 
 def rollout_loops() -> RolloutLoops | None:

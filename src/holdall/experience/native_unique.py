@@ -7,22 +7,30 @@ Invariant: a slice that several observations show has one name, and is copied or
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
+from holdall.errors import DamageError, HoldallError
 from holdall.experience.arena import Bytes, address
-from holdall.experience.crew import Crew
+from holdall.experience.hands import Hands
+from holdall.experience.native_codec import NativeCoder
 from holdall.experience.part import RECORD_FIELDS, Places
 
 Names = NDArray[np.int32]
 Cut = tuple[int, int, int]
 """Runs of a slice, bytes of a run, slices of a window."""
 
-_PIECE_BYTES = 2 << 20
-"""Large enough that telling of a piece, which starts its copy to a device, costs little beside it."""
+_PIECE_BYTES = 1 << 18
+"""What a hand takes at once: little enough that all of them end together."""
+_BYTES_PER_HAND = 1 << 19
+"""A hand is woken only for at least this much to move."""
+_WAVE_BYTES = 6 << 20
+"""Long enough that starting its copy to a device costs nothing beside it, short enough that the next one overlaps."""
+
+_MOST_HANDS = 12
+"""The bus takes more than a few hands can bring."""
 
 _CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 _SEALED = RECORD_FIELDS.index("sealed")
@@ -39,33 +47,57 @@ class _Names(ctypes.Structure):
     )
 
 
+class Way(NamedTuple):
+    """How C starts a copy to a device: a function like cuMemcpyHtoDAsync, where to, and over which stream."""
+
+    sender: int  # the function's address; 0: nothing is sent
+    there: int
+    stream: int
+
+
 class SliceNamer:
-    """Names slices for one field after the other; used by one thread at a time.
+    """Names slices for one field after the other, and brings them; used by one thread at a time.
 
     Args:
         library: The compiled loops.
-        reading: Returns the calling thread's decoder, for C; None where sealed slices cannot be decoded there.
+        coder: Decodes sealed slices in C; None where it cannot.
+        most_hands: Threads that bring slices, on as many cores.
     """
 
-    def __init__(self, library: ctypes.CDLL, reading: Callable[[int], int] | None) -> None:
+    def __init__(self, library: ctypes.CDLL, coder: NativeCoder | None, most_hands: int = _MOST_HANDS) -> None:
         pointer, number = ctypes.c_void_p, ctypes.c_int64
         self._name = library.holdall_name
         self._name.argtypes = [pointer, number, *[pointer] * 3, *[number] * 4, *[pointer] * 4]
         self._name.restype = number
-        self._fetch = library.holdall_fetch
-        self._fetch.argtypes = [pointer, pointer, *[number] * 3, *[pointer] * 2]
-        self._fetch.restype = number
-        self._reading = reading
+        self._bring = library.holdall_bring
+        self._bring.argtypes = [
+            pointer, pointer, number, pointer, pointer, number, number, pointer, number,
+            pointer, ctypes.c_uint64, pointer, pointer,
+        ]  # fmt: skip
+        self._bring.restype = number
+        self._coder = coder
+        self._readings: list[Any] = []
+        self.hands = Hands(library, most_hands)
+        self.send_here = ctypes.cast(library.holdall_send_here, pointer).value or 0
         self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
         self._struct = _Names()
+        self._sent = ctypes.c_int64()
+        self._cuts: dict[int, tuple[NDArray[np.int64], Cut | None, bool]] = {}
 
     def cut(self, places: Places, field: int) -> Cut | None:
         """Return how a field is cut, if all of its segments are cut alike and can be read here."""
-        records = places.records[field]
-        if not (records[:, _CUT] == records[0, _CUT]).all() or (self._reading is None and records[:, _SEALED].any()):
-            return None
-        outer, run_bytes, window, _ = records[0, _CUT].tolist()
-        return outer, run_bytes, window
+        return self._known(places.records[field], field)[0]
+
+    def _known(self, records: NDArray[np.int64], field: int) -> tuple[Cut | None, bool]:
+        """Return how a field is cut, and whether slices of it are sealed; tables of records never change."""
+        seen, cut, is_sealed = self._cuts.get(field, (None, None, False))
+        if seen is not records:
+            is_sealed = bool(records[:, _SEALED].any())
+            alike = bool((records[:, _CUT] == records[0, _CUT]).all())
+            outer, run_bytes, window, _ = records[0, _CUT].tolist()
+            cut = (outer, run_bytes, window) if alike and not (is_sealed and self._coder is None) else None
+            self._cuts[field] = (records, cut, is_sealed)
+        return cut, is_sealed
 
     def begin(self, most: int) -> None:
         """Forget all names; there will be `most` new ones at most."""
@@ -102,23 +134,48 @@ class SliceNamer:
             raise _damaged(failed)
         return int(self._struct.count)
 
-    def fetch(self, places: Places, field: int, out: Bytes, crew: Crew, done: Callable[[int, int], None]) -> None:
-        """Bring all slices named to their rows of `out`; `done(first, end)` is told of every piece that is there.
+    def where(self, starts: NDArray[np.int64], slice_bytes: int, unit: int, out: NDArray[np.int64]) -> bool:
+        """Fill in where each slice named begins, counted in units of so many bytes; False if that of one is not known.
 
-        Pieces are copied, and told of, by several threads.
+        Args:
+            starts: By segment, the byte at which its slices begin, or -1.
+            out: One place a name, or more.
+        """
+        if self._memory is None:
+            return False
+        count = int(self._struct.count)
+        of_part, number = starts.take(self._memory[0][:count]), self._memory[1][:count]
+        if count and of_part.min() < 0:
+            return False
+        of_part //= unit
+        np.multiply(number, slice_bytes // unit, out=out[:count])
+        out[:count] += of_part
+        return True
+
+    def bring(self, places: Places, field: int, out: Bytes, way: Way) -> int:
+        """Bring all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.
+
+        The last wave never is. All of it is one call outside the GIL; several hands share it where it is worth their
+        while.
         """
         records, count, slice_bytes = places.records[field], int(self._struct.count), out.shape[1]
-
-        def bring(first: int, end: int) -> None:
-            decoder = 0 if self._reading is None else self._reading(3 * slice_bytes)
-            failed = self._fetch(
-                address(records), ctypes.addressof(self._struct), first, end, slice_bytes, address(out), decoder
-            )
-            if failed >= 0:
-                raise _damaged(failed)
-            done(first, end)
-
-        crew.share(bring, count, count * slice_bytes, _PIECE_BYTES)
+        nbytes = count * slice_bytes
+        helpers = min(self.hands.helpers, nbytes // _BYTES_PER_HAND - 1)
+        decoders = 0
+        if self._coder is not None and self._known(records, field)[1]:
+            pointers = self._coder.decoders(self._readings, self.hands.helpers + 1, 3 * slice_bytes)
+            decoders = address(pointers)
+        with self.hands.at_work() as hands:
+            failed = self._bring(
+                address(records), ctypes.addressof(self._struct), slice_bytes, address(out), decoders,
+                max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, hands, helpers, *way,
+                ctypes.addressof(self._sent),
+            )  # fmt: skip
+        if failed >= 0:
+            raise _damaged(failed)
+        if failed < -1:
+            raise HoldallError(f"the GPU's driver refused a copy of a batch (CUDA error {-2 - failed}); see its manual")
+        return int(self._sent.value)
 
 
 def _damaged(row: int) -> DamageError:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Transform
-from holdall.experience.record import Buffer, Record, numbers, pack
+from holdall.experience.record import Buffer, Read, Record, numbers, pack
 from holdall.experience.sealed import Coded
 from holdall.experience.segment_file import Extent, SegmentFile
 
@@ -67,13 +67,15 @@ def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
     return pack(SLICES, head, parts, frozenset({"units"}))
 
 
-def unpack_slices(record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary]) -> Coded:
-    """Read all of a block but its units."""
+def unpack_slices(
+    record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary], read: Read | None = None
+) -> Coded:
+    """Read all of a block but its units; `read` may know some of the file's bytes already."""
     try:
         codec, count = _codec_of(record.head, dictionaries)
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
-    palette, offsets, checks = (record.part(name, file.read) for name in ("palette", "offsets", "checks"))
+    palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
     units = record.parts.get("units")
     if units is None:
         raise DamageError(f"the block at byte {record.start} of {file.path} has no units")

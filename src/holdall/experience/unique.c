@@ -3,8 +3,10 @@
  * For devices: what several observations share is copied, decoded and sent once.
  */
 #include "codec.h"
+#include "hands.h"
 #include "part.h"
 
+#include <stdatomic.h>
 #include <string.h>
 
 /* Slices named so far, and the table that finds them; mirrored by _Names in native_unique.py. */
@@ -63,19 +65,116 @@ EXPORT int64_t holdall_name(const part *parts, int64_t part_count, const int32_t
     return -1;
 }
 
-/* Copy or decode the slices named [from, to) to their places in `out`.
- * Returns -1, or the first one that cannot be decoded. */
-EXPORT int64_t holdall_fetch(const part *parts, const names *n, int64_t from, int64_t to, int64_t slice_bytes,
-                             uint8_t *out, decoder *d) {
+enum { MOST_WAVES = 16 };
+
+/* Starts a copy to a device and returns 0: the signature of cuMemcpyHtoDAsync. */
+typedef int (*sender)(uint64_t there, const void *here, size_t nbytes, void *stream);
+
+/* A sender for where the device is the host. */
+EXPORT int holdall_send_here(uint64_t there, const void *here, size_t nbytes, void *stream) {
+    (void)stream;
+    memcpy((void *)(uintptr_t)there, here, nbytes);
+    return 0;
+}
+
+/* Slices on their way to `out`: cut into pieces that hands take one by one, and sent wave by wave. */
+typedef struct {
+    const part *parts;
+    const names *n;
+    int64_t slice_bytes;
+    uint8_t *out;
+    decoder *const *decoders; /* one a hand, or NULL */
+    int64_t piece;            /* slices of a piece */
+    int64_t pieces;
+    int64_t wave; /* pieces of a wave */
+    _Atomic int64_t taken;
+    _Atomic int64_t failed; /* a slice that cannot be decoded, or -1 */
+    _Atomic int64_t done[MOST_WAVES];
+} bringing;
+
+/* Copy past the caches: nobody here reads it again, and lines need not be fetched to be overwritten. */
+static void copy_out(uint8_t *to, const uint8_t *from, int64_t nbytes) {
+#ifdef HAVE_X86
+    if (((uintptr_t)to & 15) == 0 && nbytes >= 256) {
+        int64_t at = 0;
+        for (; at + 64 <= nbytes; at += 64) {
+            const __m128i a = _mm_loadu_si128((const __m128i *)(from + at));
+            const __m128i b = _mm_loadu_si128((const __m128i *)(from + at + 16));
+            const __m128i c = _mm_loadu_si128((const __m128i *)(from + at + 32));
+            const __m128i d = _mm_loadu_si128((const __m128i *)(from + at + 48));
+            _mm_stream_si128((__m128i *)(to + at), a);
+            _mm_stream_si128((__m128i *)(to + at + 16), b);
+            _mm_stream_si128((__m128i *)(to + at + 32), c);
+            _mm_stream_si128((__m128i *)(to + at + 48), d);
+        }
+        memcpy(to + at, from + at, (size_t)(nbytes - at));
+        return;
+    }
+#endif
+    memcpy(to, from, (size_t)nbytes);
+}
+
+/* Copy or decode the slices named [from, to) to their places; returns -1, or the first that cannot be decoded. */
+static int64_t bring(const bringing *b, int64_t from, int64_t to, decoder *d) {
+    const int64_t slice_bytes = b->slice_bytes;
     for (int64_t i = from; i < to; i++) {
-        const part *const p = &parts[n->part[i]];
-        uint8_t *const to_here = out + i * slice_bytes;
+        const part *const p = &b->parts[b->n->part[i]];
+        uint8_t *const here = b->out + i * slice_bytes;
         if (p->sealed == 0) {
-            memcpy(to_here, (const uint8_t *)(intptr_t)p->slices + n->number[i] * slice_bytes, (size_t)slice_bytes);
+            copy_out(here, (const uint8_t *)(intptr_t)p->slices + b->n->number[i] * slice_bytes, slice_bytes);
             continue;
         }
         const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
-        if (!d || block->form.slice_bytes != slice_bytes || !decode_slice(d, block, n->number[i], to_here)) return i;
+        if (!d || block->form.slice_bytes != slice_bytes || !decode_slice(d, block, b->n->number[i], here)) return i;
     }
+#ifdef HAVE_X86
+    _mm_sfence(); /* before anybody is told that they are there */
+#endif
     return -1;
+}
+
+/* Bring one piece that nobody took yet; 0 if there is none. */
+static int bring_piece(bringing *b, int64_t hand) {
+    const int64_t piece = atomic_fetch_add_explicit(&b->taken, 1, memory_order_relaxed);
+    if (piece >= b->pieces) return 0;
+    const int64_t from = piece * b->piece, end = from + b->piece;
+    const int64_t failed = bring(b, from, end < b->n->count ? end : b->n->count, b->decoders ? b->decoders[hand] : NULL);
+    if (failed >= 0) atomic_store(&b->failed, failed);
+    atomic_fetch_add_explicit(&b->done[piece / b->wave], 1, memory_order_release);
+    return 1;
+}
+
+static void bring_pieces(void *job, int64_t hand) {
+    while (bring_piece(job, hand)) continue;
+}
+
+/* Bring all slices named to their places in `out`, and send every wave of them but the last as soon as it is there;
+ * `*sent` says how many slices were.
+ * Returns -1, the first slice that cannot be decoded, or -2 - the sender's error. */
+EXPORT int64_t holdall_bring(const part *parts, const names *n, int64_t slice_bytes, uint8_t *out,
+                             decoder *const *decoders, int64_t piece, int64_t waves, hands *h, int64_t helpers,
+                             sender send, uint64_t there, void *stream, int64_t *sent) {
+    bringing b = {.parts = parts, .n = n, .slice_bytes = slice_bytes, .out = out, .decoders = decoders};
+    b.piece = piece;
+    b.pieces = (n->count + piece - 1) / piece;
+    if (waves > MOST_WAVES) waves = MOST_WAVES;
+    b.wave = b.pieces > waves ? (b.pieces + waves - 1) / waves : 1;
+    b.failed = -1;
+    int64_t result = -1;
+    *sent = 0;
+    hands_begin(h, bring_pieces, &b, helpers);
+    for (int64_t first = 0, w = 0; first < b.pieces && result == -1; first += b.wave, w++) {
+        const int64_t end = first + b.wave < b.pieces ? first + b.wave : b.pieces;
+        while (atomic_load_explicit(&b.done[w], memory_order_acquire) < end - first)
+            if (!bring_piece(&b, 0)) hands_pause();
+        result = atomic_load(&b.failed);
+        if (result != -1 || !send || end == b.pieces) continue;
+        const int64_t from = first * piece * slice_bytes, nbytes = b.wave * piece * slice_bytes;
+        const int error = send(there + (uint64_t)from, out + from, (size_t)nbytes, stream);
+        if (error) result = -2 - (int64_t)error;
+        else *sent = end * piece;
+    }
+    atomic_store(&b.taken, b.pieces); /* after a failure there is no point in the rest */
+    hands_end(h);
+    return result;
 }

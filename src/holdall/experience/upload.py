@@ -4,62 +4,51 @@ In:  a draw, and the rows of its ids.  Out: the batch, in tensors that look into
 Invariant: in a steady state nothing is allocated and nobody waits for the device: copies and kernels
 go over a line of their own, and the consumer's stream waits for them. What is uint8 travels as uint8.
 
-    names of slices -> slices into pinned memory, piece by piece -> device -> index_select into the batch
+    names of slices -> slices into pinned memory, wave by wave -> device -> index_select into the batch
+                    -> or read by the device where they lie, if that is pinned
+
+The bus begins with the first wave, and small fields are packed while it has the last one.
 """
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.experience.assemble import ALIGNMENT_BYTES
+from holdall.errors import DamageError
 from holdall.experience.build import BatchBuilder, Job, Reading
-from holdall.experience.crew import Crew
 from holdall.experience.device import Blocks, Line, Passage
-from holdall.experience.native_unique import Cut, Names, SliceNamer
+from holdall.experience.layout import BatchLayout, Head, Move, Shown, Span
+from holdall.experience.native_unique import Cut, Names, SliceNamer, Way
+from holdall.experience.part import Places
 from holdall.experience.store import Rows
-from holdall.schema import Array, Schema
+from holdall.schema import Schema
 
 if TYPE_CHECKING:
     import torch
 
-_NAME = np.dtype(np.int32)
 _PASSAGES = 2
-"""While one batch leaves its pinned memory, the next is put into the other's."""
+"""As many as a layout has heads."""
+_KEPT_LAYOUTS = 8
+"""Kinds of batches whose layouts are kept, with their pinned heads."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Span:
-    """Where a field of a batch lies in its block."""
+class _NamedSlices(NamedTuple):
+    """The slices of one field that a batch is made of, each once."""
 
-    first: int
-    shape: tuple[int, ...]
-    dtype: np.dtype[Any]
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    @property
-    def end(self) -> int:
-        return self.first + self.nbytes
-
-
-class _Layout:
-    """Spans one after another, each where any dtype may begin."""
-
-    def __init__(self) -> None:
-        self.nbytes = 0
-
-    def add(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Span:
-        span = _Span(self.nbytes, shape, dtype)
-        self.nbytes += -(-span.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return span
+    leaf: int
+    cut: Cut
+    unique: int
+    word: torch.dtype
+    words: int  # of a slice
+    source: torch.Tensor | None = None  # on the device, as rows of words; None: the device is to read them ...
+    on_host: torch.Tensor | None = None  # ... from here
 
 
 class DeviceBuilder:
@@ -70,26 +59,20 @@ class DeviceBuilder:
         namer: Names slices; None where the loops for that were not compiled: observations then travel whole.
     """
 
-    def __init__(
-        self,
-        schema: Schema,
-        plain: BatchBuilder,
-        line: Line,
-        namer: SliceNamer | None,
-        crew: Crew,
-        torch: Any,
-    ) -> None:
+    def __init__(self, schema: Schema, plain: BatchBuilder, line: Line, namer: SliceNamer | None, torch: Any) -> None:
         self.schema = schema
         self.plain = plain
         self.line = line
         self.blocks = Blocks(line)
         self.torch = torch
         self._namer = namer
-        self._crew = crew
         self._passages: list[dict[int, Passage]] = [{} for _ in range(_PASSAGES)]
         self._turn = 0
+        self._under_way: deque[tuple[Any, Reading]] = deque()  # batches that the device reads from the host
         self._scratch = line.device_bytes(0)
         self._lock = threading.Lock()
+        self._layouts: dict[Any, BatchLayout] = {}
+        self._layouts_lock = threading.Lock()
         self._dtypes: dict[np.dtype[Any], Any] = {}
 
     def start(self, draw: Draw, reading: Reading) -> Job:
@@ -101,68 +84,96 @@ class DeviceBuilder:
     @property
     def pinned_bytes(self) -> int:
         """Bytes of pinned memory."""
-        return sum(passage.nbytes for passages in self._passages for passage in passages.values())
+        with self._layouts_lock:
+            heads = [head.host.numel() for layout in self._layouts.values() for head in layout.heads]
+        return sum(heads) + sum(passage.nbytes for passages in self._passages for passage in passages.values())
+
+    def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[Shown]) -> BatchLayout:
+        """Return the layout of batches like this one."""
+        key = (rows, tuple(cuts.items()), tuple((shown.shape, shown.array.dtype) for shown in small))
+        with self._layouts_lock:
+            layout = self._layouts.pop(key, None)
+            if layout is None:
+                leaves = self.schema.observation.leaves
+                large = {position: (leaves[position], cut) for position, cut in cuts.items()}
+                layout = BatchLayout(self.line, rows, large, small)
+            self._layouts[key] = layout
+            if len(self._layouts) > _KEPT_LAYOUTS:
+                del self._layouts[next(iter(self._layouts))]  # the kind not asked for the longest
+        return layout
+
+    def cuts(self, rows: Rows) -> dict[int, Cut | None]:
+        """Return how the large fields are cut into slices that can be named; None for one that travels whole."""
+        if self._namer is None or rows.places is None:
+            return dict.fromkeys(rows.large)
+        return {leaf: self._namer.cut(rows.places, field) for field, leaf in enumerate(rows.large)}
 
     def fill(self, job: _DeviceJob) -> None:
         """Bring all fields of a batch to its block."""
+        layout = job.layout
         with self._lock, self.line.at_work():
-            self.line.hold(job.free)
-            cuts = {leaf: self._cut(job.reading.rows, leaf) for leaf in job.large}
-            count = len(job.reading.rows.reward)
-            names = _Layout()
-            names.add((job.small_bytes,), np.dtype(np.uint8))
-            spans = {leaf: [names.add((count, cut[2]), _NAME) for _ in range(2)] for leaf, cut in cuts.items() if cut}
-            head = self._passage(-1)
-            head.make_room(names.nbytes)
-            self._send_small(job, head)
-            for leaf, cut in cuts.items():
-                if cut is None:
-                    self._send_whole(job, leaf, self._passage(leaf))
-                else:
-                    self._send_slices(job, leaf, cut, head, spans[leaf])
-            head.leave()
+            head, passages = layout.heads[self._turn], self._passages[self._turn]
             self._turn = (self._turn + 1) % _PASSAGES
-            job.ready = self.line.mark()
+            self.line.hold(job.free)
+            if head.left is not None:
+                self.line.wait(head.left)
+            self._forget_passed()
+            try:
+                slices = [
+                    self._send_slices(job, leaf, cut, head, passages)
+                    for leaf, cut in job.cuts.items()
+                    if cut is not None and job.count
+                ]
+                for leaf, cut in job.cuts.items():
+                    if cut is None:
+                        self._send_whole(job, leaf, passages)
+                head.pack(job.small)
+                job.block[layout.head_first :].copy_(head.host, non_blocking=True)
+                for named in slices:
+                    self._stack(job, named, passages)
+            except BaseException:
+                self.line.wait(self.line.mark())  # copies that C started may still read what is about to go
+                raise
+            job.ready = head.left = self.line.mark()
+            for leaf in job.cuts:
+                if leaf in passages:
+                    passages[leaf].left = job.ready
+            if job.reading.pinned is not None:
+                self._under_way.append((job.ready, job.reading))
 
-    def _passage(self, leaf: int) -> Passage:
-        """Return the pinned memory of one field whose turn it is; that of small fields and names is -1."""
-        passages = self._passages[self._turn]
+    def _passage(self, leaf: int, passages: dict[int, Passage]) -> Passage:
         if leaf not in passages:
             passages[leaf] = Passage(self.line)
         return passages[leaf]
 
-    def _cut(self, rows: Rows, leaf: int) -> Cut | None:
-        """Return how a field is cut into slices that can be named."""
-        if self._namer is None or rows.places is None:
-            return None
-        return self._namer.cut(rows.places, rows.large.index(leaf))
-
-    def _send_small(self, job: _DeviceJob, head: Passage) -> None:
-        """Pack the small fields as they lie in the block, and send them there in one go."""
-        for span, array in job.small:
-            first = span.first - job.small_first
-            head.array[first : first + span.nbytes] = array.reshape(-1).view(np.uint8)
-        block = job.block[job.small_first : job.small_first + job.small_bytes]
-        block.copy_(head.host[: job.small_bytes], non_blocking=True)
-
-    def _send_slices(self, job: _DeviceJob, leaf: int, cut: Cut, head: Passage, spans: list[_Span]) -> None:
-        """Name the slices of one field, send those that are not there yet, and stack them."""
-        field = job.reading.rows.large.index(leaf)
-        of_obs, of_next = (head.array[s.first : s.end].view(np.int32).reshape(s.shape) for s in spans)
-        there = None if job.reading.mirrored is None else job.reading.mirrored.fields.get(field)
-        count = self._name(job.reading, field, cut, of_obs, of_next, None if there is None else there.bases)
-        head.send(spans[0].first, spans[1].end)
-        if there is None:
-            source = self._send_named(job.reading, field, cut, count, self._passage(leaf))
-        else:
-            source = there.slices
-        for span, named in zip(job.spans[leaf], spans, strict=True):
-            picked = head.device[named.first : named.end].view(self.torch.int32)
-            self._stack(source, picked, job.block[span.first : span.end], cut)
+    def _send_slices(
+        self, job: _DeviceJob, leaf: int, cut: Cut, head: Head, passages: dict[int, Passage]
+    ) -> _NamedSlices:
+        """Name the slices of one field, and send those that the device neither has nor can read by itself."""
+        field, slice_bytes = job.large.index(leaf), cut[0] * cut[1]
+        word = self._widest(slice_bytes)
+        reading, words = job.reading, slice_bytes // word.itemsize
+        there = None if reading.mirrored is None else reading.mirrored.fields.get(field)
+        count = self._name(reading, field, cut, head.names[leaf], None if there is None else there.bases)
+        named = _NamedSlices(leaf, cut, count, word, words)
+        if there is not None:
+            return named._replace(source=there.slices.view(word).view(-1, words))
+        body, pinned = self._passage(leaf, passages), reading.pinned
+        if self._namer is None or reading.rows.places is None:
+            raise DamageError("slices were to be named, but nothing names them here; report this")
+        if pinned is not None and self._namer.where(
+            pinned.starts[field], slice_bytes, word.itemsize, head.places[leaf]
+        ):
+            body.make_room_there(count * slice_bytes)
+            return named._replace(on_host=pinned.span)
+        body.make_room(count * slice_bytes)
+        self._bring(reading.rows.places, field, body, count, slice_bytes)
+        return named._replace(source=body.rows(word, words))
 
     def _name(
-        self, reading: Reading, field: int, cut: Cut, of_obs: Names, of_next: Names, bases: NDArray[np.int64] | None
+        self, reading: Reading, field: int, cut: Cut, names: tuple[Names, Names], bases: NDArray[np.int64] | None
     ) -> int:
+        of_obs, of_next = names
         first, last = reading.rows.places, None if reading.last is None else reading.last.places
         if self._namer is None or first is None:
             return 0
@@ -172,50 +183,78 @@ class DeviceBuilder:
         self._namer.name(first, field, cut, of_obs, None, bases)
         return self._namer.name(last, field, cut, None, of_next, bases)
 
-    def _send_named(self, reading: Reading, field: int, cut: Cut, count: int, body: Passage) -> torch.Tensor:
-        """Copy or decode all slices named into pinned memory, each piece on its way as soon as it is there."""
-        slice_bytes = cut[0] * cut[1]
-        body.make_room(count * slice_bytes)
+    def _bring(self, places: Places, field: int, body: Passage, count: int, slice_bytes: int) -> None:
+        """Copy or decode all slices named into pinned memory, each wave on its way as soon as it is there.
 
-        def send(first: int, end: int) -> None:
-            with self.line.at_work():
-                body.send(first * slice_bytes, end * slice_bytes)
+        The last wave is torch's to send, so that it knows how long the memory is read from.
+        """
+        if self._namer is None:
+            return
+        out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
+        sender, stream = self.line.sender(self._namer.send_here)
+        sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
+        body.send(sent * slice_bytes, count * slice_bytes)
 
-        if self._namer is not None and reading.rows.places is not None:
-            out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
-            self._namer.fetch(reading.rows.places, field, out, self._crew, send)
-        body.leave()
-        return body.device[: count * slice_bytes]
+    def _read_from_host(self, job: _DeviceJob, named: _NamedSlices, body: Passage) -> torch.Tensor:
+        """Let the device read slices where they lie on the host, and return them as rows."""
+        word, words = named.word, named.words
+        span: Any = named.on_host
+        whole = span[: span.numel() // word.itemsize * word.itemsize].view(word)
+        # A row begins with every word, so that one may begin wherever a slice does.
+        rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
+        places = job.seen_as(self.torch.int64).as_strided((named.unique,), (1,), job.layout.places[named.leaf].offset)
+        slices = body.rows(word, words)
+        self.torch.index_select(rows, 0, places, out=slices[: named.unique])
+        return slices
 
-    def _send_whole(self, job: _DeviceJob, leaf: int, body: Passage) -> None:
+    def _forget_passed(self) -> None:
+        """Let go of what the device has read."""
+        while self._under_way and self.line.passed(self._under_way[0][0]):
+            self._under_way.popleft()
+
+    def finish(self) -> None:
+        """Wait until the device has read all that it was asked to."""
+        with self._lock:
+            for mark, _ in self._under_way:
+                self.line.wait(mark)
+            self._under_way.clear()
+
+    def _send_whole(self, job: _DeviceJob, leaf: int, passages: dict[int, Passage]) -> None:
         """Send both observations of a field as they are, where slices cannot be named or are cut in several ways."""
+        body = self._passage(leaf, passages)
         pair = self.plain.observation_pair(job.reading, leaf)
         nbytes = pair[0].nbytes
         body.make_room(2 * nbytes)
-        for position, (array, span) in enumerate(zip(pair, job.spans[leaf], strict=True)):
+        for position, (array, span) in enumerate(zip(pair, job.layout.large[leaf], strict=True)):
             first = position * nbytes
             body.array[first : first + nbytes] = array.reshape(-1).view(np.uint8)
             job.block[span.first : span.end].copy_(body.host[first : first + nbytes], non_blocking=True)
-        body.leave()
 
-    def _stack(self, source: torch.Tensor, names: torch.Tensor, out: torch.Tensor, cut: Cut) -> None:
-        """Put the named slices of `source` side by side in `out`, as windows."""
+    def _stack(self, job: _DeviceJob, named: _NamedSlices, passages: dict[int, Passage]) -> None:
+        """Put named slices side by side in the block, as windows."""
+        source = named.source
+        if source is None:
+            source = self._read_from_host(job, named, passages[named.leaf])
+        for move in job.layout.moves[named.leaf]:
+            self._move(job, source, move, named.cut)
+
+    def _move(self, job: _DeviceJob, source: torch.Tensor, move: Move, cut: Cut) -> None:
         outer, run_bytes, window = cut
-        slice_bytes = outer * run_bytes
-        if slice_bytes == 0 or names.numel() == 0:
+        names = job.seen_as(self.torch.int32).as_strided((move.names,), (1,), move.names_offset)
+        word, words = source.dtype, source.shape[1]
+        if outer == 1 or window == 1:
+            place = move.first // word.itemsize
+            out = job.seen_as(word).as_strided((move.names, words), (words, 1), place)
+            self.torch.index_select(source, 0, names, out=out)
             return
-        word = self._widest(slice_bytes)
-        slices = source.view(word).view(-1, slice_bytes // word.itemsize)
-        flat = outer == 1 or window == 1
-        if not flat and self._scratch.numel() < out.numel():
-            self._scratch = self.line.device_bytes(out.numel())
-        picked = (out if flat else self._scratch[: out.numel()]).view(word).view(names.numel(), -1)
-        self.torch.index_select(slices, 0, names, out=picked)
-        if not flat:
-            run = self._widest(run_bytes)
-            shape = (-1, window, outer, run_bytes // run.itemsize)
-            windows = out.view(run).view(shape[0], outer, window, shape[3])
-            windows.copy_(picked.view(run).view(shape).permute(0, 2, 1, 3))
+        if self._scratch.numel() < move.nbytes:
+            self._scratch = self.line.device_bytes(move.nbytes)
+        picked = self._scratch[: move.nbytes]
+        self.torch.index_select(source, 0, names, out=picked.view(word).view(move.names, words))
+        run = self._widest(run_bytes)
+        shape = (-1, window, outer, run_bytes // run.itemsize)
+        windows = job.block[move.first : move.first + move.nbytes].view(run).view(shape[0], outer, window, shape[3])
+        windows.copy_(picked.view(run).view(shape).permute(0, 2, 1, 3))
 
     def _widest(self, nbytes: int) -> Any:
         """Return the widest dtype that divides `nbytes`: kernels move an element a thread, whatever is in it."""
@@ -223,12 +262,12 @@ class DeviceBuilder:
         words = (torch.complex128, torch.int64, torch.int32, torch.int16)
         return next((word for word in words if nbytes % word.itemsize == 0), torch.uint8)
 
-    def tensor(self, block: torch.Tensor, span: _Span) -> torch.Tensor:
-        """See one span of a block as what it is."""
-        if span.dtype not in self._dtypes:
-            self._dtypes[span.dtype] = self.torch.from_numpy(np.empty(0, span.dtype)).dtype
-        seen: torch.Tensor = block[span.first : span.end].view(self._dtypes[span.dtype]).view(span.shape)
-        return seen
+    def torch_dtype(self, dtype: np.dtype[Any]) -> Any:
+        """Return torch's name of a dtype."""
+        known = self._dtypes.get(dtype)
+        if known is None:
+            known = self._dtypes[dtype] = self.torch.from_numpy(np.empty(0, dtype)).dtype
+        return known
 
 
 class _DeviceJob:
@@ -239,40 +278,34 @@ class _DeviceJob:
         self._draw = draw
         self.reading = reading
         self.ready: Any = None
-        rows, leaves = reading.rows, builder.schema.observation.leaves
+        rows = reading.rows
         last = reading.last or rows
         self.large = rows.large
-        layout = _Layout()
-        count = len(rows.reward)
-        self.spans = {
-            leaf: tuple(layout.add((count, *leaves[leaf].shape), leaves[leaf].dtype) for _ in range(2))
-            for leaf in self.large
-        }
-        self.small_first = layout.nbytes
-        self.small: list[tuple[_Span, Array]] = []
-        self._layout = layout
+        self.count = len(rows.reward)
+        self.cuts = builder.cuts(rows)
         obs = {leaf: pair[0] for leaf, pair in rows.small.items()}
         next_obs = {leaf: pair[1] for leaf, pair in last.small.items()}
         reward = rows.reward if draw.reward is None else draw.reward
         if draw.goals is not None and reading.outcomes is not None and draw.goals.rows.size:
             builder.plain.tell_anew(draw.goals, reading.outcomes, obs, next_obs, reward, rows.extras)
-        self._obs = {leaf: self._put(array) for leaf, array in obs.items()}
-        self._next_obs = {leaf: self._put(array) for leaf, array in next_obs.items()}
-        self._action = [self._put(array) for array in rows.action]
-        self._extras = [self._put(array) for array in rows.extras]
-        self._reward, self._terminated, self._truncated, self._weights = (
-            self._put(array) for array in (reward, last.terminated, last.truncated, draw.weights)
-        )
-        self._discount = None if draw.discount is None else self._put(draw.discount)
-        self._mask = None if draw.mask is None else self._put(draw.mask)
-        self.small_bytes = layout.nbytes - self.small_first
-        self.block = builder.blocks.take(layout.nbytes)
+        self._small_leaves = list(obs)
+        shape = draw.ids.shape
+        fields = [*obs.values(), *next_obs.values(), *rows.action, *rows.extras]
+        fields += [reward, last.terminated, last.truncated]
+        self.small = [Shown(array, shape + array.shape[1:]) for array in fields]
+        of_rows = (draw.weights, draw.discount, draw.mask)
+        self.small += [Shown(array, array.shape) for array in of_rows if array is not None]
+        self.layout = builder.layout(shape, self.cuts, self.small)
+        self.block = builder.blocks.take(self.layout.nbytes)
+        self._seen_as: dict[Any, torch.Tensor] = {}
         self.free = builder.line.mark_consumer()
 
-    def _put(self, array: Array) -> _Span:
-        span = self._layout.add(array.shape, array.dtype)
-        self.small.append((span, np.ascontiguousarray(array)))
-        return span
+    def seen_as(self, dtype: Any) -> torch.Tensor:
+        """See the whole block as elements of one dtype."""
+        seen = self._seen_as.get(dtype)
+        if seen is None:
+            seen = self._seen_as[dtype] = self.block.view(dtype)
+        return seen
 
     def work(self) -> None:
         """See `Job`."""
@@ -282,25 +315,27 @@ class _DeviceJob:
         """See `Job`; the consumer's stream, not the host, waits for what is under way."""
         builder, draw, schema = self._builder, self._draw, self._builder.schema
         builder.line.hold_consumer(self.ready)
-        block, shape = self.block, draw.ids.shape
-
-        def see(span: _Span) -> Any:
-            tensor = builder.tensor(block, span)
-            return tensor.view(*shape, *span.shape[1:]) if len(shape) > 1 else tensor
-
-        leaves = range(len(schema.observation.leaves))
-        obs = [see(self.spans[leaf][0] if leaf in self.spans else self._obs[leaf]) for leaf in leaves]
-        next_obs = [see(self.spans[leaf][1] if leaf in self.spans else self._next_obs[leaf]) for leaf in leaves]
+        small = iter([self._see(span) for span in self.layout.small])
+        obs, next_obs = (self._observation(side, small) for side in (0, 1))
         return Batch(
             obs=schema.observation.build(obs),
-            action=schema.action.build([see(span) for span in self._action]),
-            reward=see(self._reward),
+            action=schema.action.build([next(small) for _ in schema.action.leaves]),
             next_obs=schema.observation.build(next_obs),
-            terminated=see(self._terminated),
-            truncated=see(self._truncated),
-            extras=schema.extras.build([see(span) for span in self._extras]),
+            extras=schema.extras.build([next(small) for _ in schema.extras.leaves]),
+            reward=next(small),
+            terminated=next(small),
+            truncated=next(small),
             ids=draw.ids,
-            weights=builder.tensor(block, self._weights),
-            discount=None if self._discount is None else builder.tensor(block, self._discount),
-            mask=None if self._mask is None else builder.tensor(block, self._mask),
+            weights=next(small),
+            discount=None if draw.discount is None else next(small),
+            mask=None if draw.mask is None else next(small),
         )
+
+    def _observation(self, side: int, small: Iterator[torch.Tensor]) -> list[torch.Tensor]:
+        leaves = {leaf: self._see(spans[side]) for leaf, spans in self.layout.large.items()}
+        leaves.update((leaf, next(small)) for leaf in self._small_leaves)
+        return [leaves[leaf] for leaf in range(len(leaves))]
+
+    def _see(self, span: Span) -> torch.Tensor:
+        whole = self.seen_as(self._builder.torch_dtype(span.dtype))
+        return whole.as_strided(span.shape, span.strides, span.offset)

@@ -50,7 +50,8 @@ def build_model(spec: Spec, *, capacity: int | None = None, env: VecEnv | None =
         cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
     except ImportError as error:
         raise MissingPackageError(
-            f"algo ({spec.algo}) is in {algorithm.package}, which is not installed; pip install {algorithm.package}"
+            f"algo ({spec.algo}) is in {algorithm.package}, which is not installed; pip install {algorithm.package}, "
+            "or leave networks out with --no-networks"
         ) from error
     if spec.on_policy:
         settings |= {"n_steps": spec.rollout_steps}
@@ -74,7 +75,7 @@ def make_env(spec: Spec, *, real: bool = False) -> VecEnv:
         makers: list[Any] = [partial(make, spec.env_id, spec.wrapper)] * spec.num_envs
     else:
         makers = [partial(SpaceEnv, spec.observation, spec.action)] * spec.num_envs
-    envs = SubprocVecEnv(makers, spec.method) if spec.vec_env == "subproc" else DummyVecEnv(makers)
+    envs = SubprocVecEnv(makers, spec.method) if spec.vec_env != "dummy" else DummyVecEnv(makers)
     return VecFrameStack(envs, spec.frame_stack) if real and spec.env_id and spec.frame_stack > 1 else envs
 
 

@@ -29,7 +29,7 @@ class Known:
 
     measured: Measured
     room: Room
-    experience: Experience | None  # what holdall would need; None for rollouts
+    experience: Experience | None  # what holdall would need; None: not known
 
     def fits(self, spec: Spec, *, holdall: bool) -> bool:
         """Whether a run fits for sure."""
@@ -168,15 +168,15 @@ def _changes(spec: Spec, known: Known) -> Iterator[Change]:
         yield Change(
             "upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer, spec.uses_holdall
         )
-    holdall = spec.uses_holdall or (known.experience is not None and spec.sb3_buffer != "HerReplayBuffer")
+    holdall = spec.uses_holdall or known.experience is not None
     if holdall and not spec.uses_holdall:
-        why = "each observation is kept once, and the samples are the same, bit for bit"
+        why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
         yield Change("keep the experience in holdall's buffer", why, spec.but(uses_holdall=True), holdall=True)
     yield from _process_changes(spec)
-    yield from _smaller(spec, known)
-    if holdall and not spec.uses_holdall:
+    if holdall and not spec.uses_holdall:  # which then loses less than without it
         for change in _smaller(spec.but(uses_holdall=True), known):
             yield replace(change, title=f"holdall's buffer, and {change.title}")
+    yield from _smaller(spec, known)
     for count in _halvings(spec.num_envs):
         yield Change(
             f"{count} environments", "each takes memory of its own", spec.but(num_envs=count), spec.uses_holdall
@@ -184,7 +184,7 @@ def _changes(spec: Spec, known: Known) -> Iterator[Change]:
 
 
 def _process_changes(spec: Spec) -> Iterator[Change]:
-    if spec.vec_env != "subproc" or spec.method == "fork" or spec.num_envs == 1:
+    if spec.vec_env == "dummy" or spec.method == "fork" or spec.num_envs == 1:
         return
     setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
     preloading = spec.but(start_method="forkserver", preloads=True)
@@ -230,10 +230,14 @@ def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False
         settings.append(f"batch_size={spec.batch}")
     lines = [setup] if setup else []
     if holdall:
-        lines.append("from holdall.sb3 import ReplayBuffer")
-        settings.append("replay_buffer_class=ReplayBuffer")
-        if compressed:
-            settings.append('replay_buffer_kwargs={"budget": None}')
+        kind = "rollout" if spec.on_policy else "replay"
+        name = "HerReplayBuffer" if spec.sb3_buffer == "HerReplayBuffer" else f"{kind.title()}Buffer"
+        lines.append(f"from holdall.sb3 import {name}")
+        settings.append(f"{kind}_buffer_class={name}")
+        kwargs = {"n_steps": spec.rollout_steps} if spec.sb3_buffer == "NStepReplayBuffer" else {}
+        if kwargs or compressed:
+            kwargs_text = repr(kwargs | ({"budget": None} if compressed else {})).replace("'", '"')
+            settings.append(f"replay_buffer_kwargs={kwargs_text}")
     elif spec.optimize_memory_usage:
         settings.append("optimize_memory_usage=True")
         settings.append('replay_buffer_kwargs={"handle_timeout_termination": False}')

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ from holdall.plan.buffers import leaves_of
 from holdall.plan.environment import make, played
 from holdall.plan.spec import Spec
 from holdall.replay import ReplayMemory
+from holdall.rollout import RolloutMemory
 
 _MADE_UP_BYTES = 48 * 2**20
 _MADE_UP_TICKS = 256
@@ -29,7 +30,7 @@ _SEGMENTS = 4
 """A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
 _SEGMENTS_OF_A_CAPACITY = 16
 _SETTLE_S = 60.0
-_TABLES_BYTES = 8 * 2**20
+_TABLES_BYTES = 2**18
 
 Step = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_obs, terminated, truncated of all lanes
 
@@ -61,25 +62,23 @@ class Experience:
 def from_spaces(spec: Spec) -> Experience:
     """Fill a memory with noise that overlaps as frame stacks do: an upper bound, if the environment overlaps too."""
     ticks = int(np.clip(_MADE_UP_BYTES // (_observation_bytes(spec) * spec.num_envs), 16, _MADE_UP_TICKS))
-    raw, findings = _slope(spec, _noise(spec), ticks, None)
+    slope = _rollout_slope if spec.on_policy else _slope
+    raw, findings = slope(spec, _noise(spec), ticks)
     return Experience(raw, None, _fixed(spec), 0, findings)
 
 
 def measured(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
     """Play the run's environment into two memories, one raw and one that compresses."""
     ticks = max(steps // spec.num_envs, 16 * _SEGMENTS)
-    raw, findings = _slope(spec, _real(spec), ticks, None)
-    compressed, sealed = _slope(spec, _real(spec), ticks, prefer)
-    return {
-        "raw_bytes": raw,
-        "compressed_bytes": min(compressed, raw),
-        "fixed_bytes": _fixed(spec),
-        "steps": ticks * spec.num_envs,
-        "findings": findings | sealed,
-    }
+    if spec.on_policy:
+        raw, findings = _rollout_slope(spec, real_steps(spec), ticks)
+        return asdict(Experience(raw, None, _fixed(spec), ticks * spec.num_envs, findings))
+    raw, findings = _slope(spec, real_steps(spec), ticks)
+    compressed, sealed = _slope(spec, real_steps(spec), ticks, prefer)
+    return asdict(Experience(raw, min(compressed, raw), _fixed(spec), ticks * spec.num_envs, findings | sealed))
 
 
-def _slope(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None) -> tuple[float, dict[str, str]]:
+def _slope(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None = None) -> tuple[float, dict[str, str]]:
     """Add `ticks` steps; return bytes per transition between the first quarter and the third.
 
     Where compression is measured, the memory is so small that a segment is closed and sealed at every quarter.
@@ -90,21 +89,45 @@ def _slope(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None) ->
     if prefer is not None:
         settings = {"budget": None, "prefer": prefer}
         capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
-    first, last = ticks // _SEGMENTS, ticks // _SEGMENTS * (_SEGMENTS - 1)
+    first, last = _quarters(ticks)
     readings = []
-    observation = _as_stored(spec.observation)
+    observation = stored_space(spec.observation)
     with ReplayMemory(observation, spec.action, capacity, lanes, **settings) as memory:
         for tick, step in zip(range(last + 1), steps, strict=False):
             memory.add(*step)
             if tick in {first, last}:
-                report = _settled(memory)
+                report = settled(memory)
                 readings.append((report.transitions, report.total_bytes))
         findings = {field.name: field.finding for field in report.fields}
+    return _between(readings), findings
+
+
+def _rollout_slope(spec: Spec, steps: Iterator[Step], ticks: int) -> tuple[float, dict[str, str]]:
+    """Do the same with a rollout, which keeps no next observations."""
+    first, last = _quarters(ticks)
+    readings = []
+    estimate = np.zeros(spec.num_envs, np.float32)
+    with RolloutMemory(stored_space(spec.observation), spec.action, last + 1, spec.num_envs) as memory:
+        for tick, (obs, action, reward, _, terminated, truncated) in zip(range(last + 1), steps, strict=False):
+            ended = terminated | truncated
+            memory.add(obs, action, reward, ended, np.zeros_like(ended), estimate, estimate)
+            if tick in {first, last}:
+                report = memory.report()
+                readings.append((report.transitions, report.total_bytes))
+        findings = {field.name: field.finding for field in report.fields}
+    return _between(readings), findings
+
+
+def _quarters(ticks: int) -> tuple[int, int]:
+    return ticks // _SEGMENTS, ticks // _SEGMENTS * (_SEGMENTS - 1)
+
+
+def _between(readings: list[tuple[int, int]]) -> float:
     (held, taken), (held_later, taken_later) = readings
-    return (taken_later - taken) / (held_later - held), findings
+    return (taken_later - taken) / (held_later - held)
 
 
-def _settled(memory: ReplayMemory) -> Any:
+def settled(memory: ReplayMemory) -> Any:
     """Wait until nothing is left to compress, and report."""
     end = time.monotonic() + _SETTLE_S
     while (report := memory.report()).backlog and time.monotonic() < end:
@@ -113,8 +136,8 @@ def _settled(memory: ReplayMemory) -> Any:
 
 
 def _fixed(spec: Spec) -> int:
-    """Bytes beside the transitions: two batches of observations and next observations, tables, threads."""
-    return 4 * spec.batch * _observation_bytes(spec) + _TABLES_BYTES
+    """Bytes beside the transitions: a batch of observations (and next observations), tables, threads."""
+    return (1 if spec.on_policy else 2) * spec.batch * _observation_bytes(spec) + _TABLES_BYTES
 
 
 def _observation_bytes(spec: Spec) -> int:
@@ -125,7 +148,7 @@ def _noise(spec: Spec) -> Iterator[Step]:
     """Yield made-up steps: every new frame is noise, and shares with the stack before it."""
     rng = np.random.default_rng(0)
     lanes = spec.num_envs
-    observation, stack = _as_stored(spec.observation), spec.frame_stack
+    observation, stack = stored_space(spec.observation), spec.frame_stack
     obs = _mapped(observation, lambda space: _random(rng, space, lanes))
     while True:
         next_obs = _mapped_with(observation, obs, lambda space, old: _shifted(rng, space, old, stack))
@@ -135,7 +158,7 @@ def _noise(spec: Spec) -> Iterator[Step]:
         obs = next_obs
 
 
-def _real(spec: Spec) -> Iterator[Step]:
+def real_steps(spec: Spec) -> Iterator[Step]:
     """Yield steps of the run's environment, one instance a lane, as Stable-Baselines3 would hand them over."""
     lanes = [_stacked_play(spec, lane) for lane in range(spec.num_envs)]
     while True:
@@ -183,9 +206,10 @@ def _channels_first(obs: Any) -> Any:
     return np.ascontiguousarray(array.transpose(2, 0, 1)) if is_image else array
 
 
-def _as_stored(space: spaces.Space[Any]) -> spaces.Space[Any]:
+def stored_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Return the space as it is stored: Stable-Baselines3 puts the channels of images first."""
     if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: _as_stored(child) for key, child in space.spaces.items()})
+        return spaces.Dict({key: stored_space(child) for key, child in space.spaces.items()})
     if isinstance(space, spaces.Box) and spacetext.has_images(space) and space.shape[-1] < space.shape[0]:
         return spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
     return space

@@ -20,6 +20,7 @@ OPTIONS = {
     "algo", "obs", "action", "capacity", "num_envs", "n_steps", "batch_size", "policy", "policy_kwargs", "vec_env",
     "start_method", "preloads", "device", "total_timesteps", "frame_stack", "buffer_class", "optimize_memory_usage",
     "handle_timeout_termination", "saves_buffer", "uses_holdall", "sb3", "env", "wrapper", "name", "budget",
+    "memory", "vram",
 }  # fmt: skip
 _MOST_BYTES = 4 * 2**20
 _ZOO_NAMES = {

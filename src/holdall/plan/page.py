@@ -38,18 +38,20 @@ svg text.soft { fill: var(--soft) } .key { display: inline-block; width: .8em; h
 def page(plan: Plan) -> str:
     """Write the page."""
     title = escape(heading(plan))
+    limit, host = plan.known.room.limit_bytes, (*plan.phases, *plan.holdall_phases)
+    vram = plan.known.room.vram.free_bytes if plan.known.room.vram else 0
     body = [
         f"<h1>{title}</h1>",
         f'<p class="{_css(str(plan.verdict))}"><strong>{plan.verdict}</strong></p>',
         _checks(plan),
         "<h2>Memory by phase</h2>",
-        _bars(plan.phases, plan.known.room.limit_bytes, "Stable-Baselines3's buffer"),
-        _bars(plan.holdall_phases, plan.known.room.limit_bytes, "holdall's memory") if plan.holdall_phases else "",
-        _bars(plan.vram, plan.known.room.vram.free_bytes if plan.known.room.vram else 0, "GPU") if plan.vram else "",
+        _bars(plan.phases, limit, host, "With Stable-Baselines3's buffer"),
+        _bars(plan.holdall_phases, limit, host, "With holdall's memory") if plan.holdall_phases else "",
+        _bars(plan.vram, vram, plan.vram, "On the GPU") if plan.vram else "",
         f"<h2>{row_name(plan.spec)} against memory</h2>",
         _curves(plan.table, plan.known.room.limit_bytes),
         _capacities(plan),
-        "<h2>Profiles of this machine</h2>",
+        "<h2>Profiles, as shares of the limit</h2>",
         _profiles(plan),
         "<h2>To paste</h2>",
         f"<p>{escape(plan.change.title)}: {escape(plan.change.why)}.</p>" if plan.change else "",
@@ -89,10 +91,10 @@ def _checks(plan: Plan) -> str:
     return _table(("", "needs", "at most", "against", "free", ""), rows)
 
 
-def _bars(phases: Sequence[Phase], limit: int, caption: str) -> str:
-    """Draw a stacked bar a phase, and the limit as a line."""
+def _bars(phases: Sequence[Phase], limit: int, beside: Sequence[Phase], caption: str) -> str:
+    """Draw a stacked bar a phase, and the limit as a line, on a scale that holds what stands beside it, too."""
     names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts))
-    most = max([limit, *(phase.most_bytes for phase in phases)]) or 1
+    most = max([limit, *(phase.nbytes for phase in beside)]) or 1
     scale = (_WIDTH - _LEFT - 10) / most
     marks = []
     for line, phase in enumerate(phases):
@@ -117,7 +119,7 @@ def _bars(phases: Sequence[Phase], limit: int, caption: str) -> str:
     )
     dashed = f"The dashed line is the limit, {both_units(limit)}." if limit else ""
     svg = f'<svg viewBox="0 0 {_WIDTH} {tall}" width="{_WIDTH}" role="img">{"".join(marks)}</svg>'
-    return f"<figure>{svg}<figcaption>With {escape(caption)}. {keys}<br>{dashed}</figcaption></figure>"
+    return f"<figure>{svg}<figcaption>{escape(caption)}. {keys}<br>{dashed}</figcaption></figure>"
 
 
 def _curves(rows: Sequence[Row], limit: int) -> str:

@@ -16,6 +16,7 @@ from holdall.plan.experience import Experience
 from holdall.plan.spec import Spec
 
 MIB = 2**20
+_ALIGNMENT_BYTES = 64
 _HEAP_SPREAD = 1.6
 """How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
 _MOST_HEAP_SPREAD = 2.5
@@ -25,8 +26,17 @@ _FORKED_BYTES = 6 * MIB
 _PRELOADED_BYTES = 10 * MIB
 _SERVER_BYTES = 6 * MIB
 """An interpreter that only starts others: the fork server, the resource tracker."""
-_CONTEXT_BYTES = 600 * MIB
-"""A CUDA context where none can be measured."""
+_CONTEXT_BYTES = 766 * MIB
+"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
+_CUDA_HOST_BYTES = 1100 * MIB
+"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
+_MOST_CUDA_HOST_BYTES = 1500 * MIB
+_BLAS_BYTES = 65 * MIB
+"""Workspace of the matrix products, taken from torch's pool once."""
+_CONVOLUTION_SPREAD = 1.2
+"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
+_POOL_SPREAD = 2.1
+"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
@@ -135,13 +145,13 @@ def vram_phases(spec: Spec, measured: Measured) -> list[Phase]:
         return []
     context = measured.vram_context
     known = _CONTEXT_BYTES if context is None else context
-    base = Part("CUDA context and libraries", known, "estimate" if context is None else "measured", int(1.25 * known))
+    base = Part("CUDA context and libraries", known, "estimate" if context is None else "measured", int(1.1 * known))
     activations = networks.live - networks.settled
-    # The pool hands out whole blocks and keeps them; convolutions ask for workspace besides.
-    pool = Part("batch, activations and workspace", int(1.25 * activations), "traced", 2 * activations + 64 * MIB)
+    used, kept = int(_CONVOLUTION_SPREAD * activations), int(_POOL_SPREAD * activations) + 128 * MIB
+    pool = Part("batch, activations and workspace", used + _BLAS_BYTES, "traced", kept + _BLAS_BYTES)
     return [
         Phase("construct", (base, Part.exact("network weights", networks.weights))),
-        Phase("train", (base, Part.exact("weights, gradients, optimizer", networks.settled), pool)),
+        Phase("train", (base, _settled(networks), pool)),
     ]
 
 
@@ -167,13 +177,23 @@ def process_bytes(spec: Spec, measured: Measured) -> int:
     return spec.num_envs * (fresh + env) + servers * _SERVER_BYTES
 
 
+def shared_bytes(spec: Spec) -> int:
+    """Bytes in /dev/shm; Stable-Baselines3's own processes send observations through pipes and take none."""
+    if spec.vec_env != "shared":
+        return 0
+    leaves = leaves_of(spec.observation, "obs")
+    return sum(-(-spec.num_envs * leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for leaf in leaves)
+
+
 def _around(spec: Spec, measured: Measured) -> list[Part]:
     """Libraries and environments: what is there in every phase."""
     if measured.probe is not None:
         return _probed_around(measured.probe, measured)
     libraries = measured.libraries
     parts = [_rough("interpreter and libraries", libraries, "measured", _LIBRARIES_SPREAD)]
-    if spec.vec_env == "subproc":
+    if spec.device.startswith("cuda") and measured.vram_context is None:
+        parts.append(Part("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
+    if spec.vec_env != "dummy":
         name = f"{spec.num_envs} processes ({spec.method})"
         parts.append(_rough(name, process_bytes(spec, measured), "measured", _PROCESSES_SPREAD))
     elif measured.env_first is not None:

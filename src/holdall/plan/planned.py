@@ -6,7 +6,7 @@ In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSO
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ class Plan:
     known: Known
     checks: tuple[Check, ...]
     phases: tuple[Phase, ...]  # with Stable-Baselines3's buffer
-    holdall_phases: tuple[Phase, ...]  # with holdall's; empty for rollouts
+    holdall_phases: tuple[Phase, ...]  # with holdall's; empty where its need is not known
     vram: tuple[Phase, ...]
     table: tuple[Row, ...]
     profiles: tuple[Profile, ...]
@@ -121,6 +121,8 @@ def make_plan(
     spec: Spec,
     *,
     budget_bytes: int | None = None,
+    memory_bytes: int | None = None,
+    vram_bytes: int | None = None,
     networks: bool = True,
     probe_steps: int = 0,
     prefer: str = "balanced",
@@ -130,21 +132,32 @@ def make_plan(
     """Measure what may be measured, and work out the rest.
 
     Args:
+        budget_bytes: A limit beside those of this machine.
+        memory_bytes: What another machine has free, in place of all limits of this one.
+        vram_bytes: What another GPU has free.
         networks: Trace an update; without it, buffers and libraries alone are counted.
         probe_steps: Steps of real training and of the real environment; 0: none.
         environment: What `environment.measured` found, if an environment was made.
     """
     notes: list[str] = []
     measured, vram = _measure(spec, networks, probe_steps, environment, notes)
-    room = Room(
-        tuple(memory_limits(budget_bytes)),
-        vram,
-        disk(checkpoint_dir or Path.cwd()),
-        shared_memory(),
-        largest_mapping(),
-    )
-    experience = None if spec.on_policy else _experience(spec, probe_steps, prefer, notes)
+    room = _room(budget_bytes, memory_bytes, checkpoint_dir)
+    if vram_bytes is not None:
+        vram = Limit("--vram", vram_bytes, vram_bytes)
+    room = replace(room, vram=vram)
+    experience = _experience(spec, probe_steps, prefer, notes)
     return assemble(spec, Known(measured, room, experience), notes)
+
+
+def _room(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> Room:
+    """Look at this machine, or at what is said of another."""
+    if memory_bytes is None:
+        limits, mapping = memory_limits(budget_bytes), largest_mapping()
+        return Room(tuple(limits), None, disk(checkpoint_dir or Path.cwd()), shared_memory(), mapping)
+    limits = [Limit("--memory", memory_bytes, memory_bytes)]
+    if budget_bytes is not None:
+        limits.append(Limit("--budget", budget_bytes, budget_bytes))
+    return Room(tuple(sorted(limits, key=lambda limit: limit.free_bytes)))
 
 
 def assemble(spec: Spec, known: Known, notes: list[str]) -> Plan:
@@ -184,7 +197,7 @@ def _measure(
     if not networks:
         notes.append("networks are not counted: leave --no-networks out")
     if spec.device.startswith("cuda") and vram is None:
-        notes.append("no GPU was found here: its memory is worked out, its free memory is not known")
+        notes.append("no GPU was found here: what it needs is worked out; what is free is given by --vram")
     env = environment or {}
     measured = Measured(
         libraries=base.get("updated", base["imported"]),
@@ -204,7 +217,8 @@ def _measure(
 def _experience(spec: Spec, probe_steps: int, prefer: str, notes: list[str]) -> Experience:
     if probe_steps and spec.env_id:
         return Experience(**ask("experience", spec=spec, steps=probe_steps, prefer=prefer))
-    notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+    if not spec.on_policy:
+        notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
     return from_spaces(spec)
 
 

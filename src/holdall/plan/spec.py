@@ -69,7 +69,7 @@ class Spec:
     batch_size: int = 0  # 0: the algorithm's own
     policy: str = ""  # "": the one that suits the observations
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    vec_env: str = "dummy"  # or "subproc"
+    vec_env: str = "dummy"  # or "subproc", or "shared": processes that write to `holdall.SharedObservations`
     start_method: str = ""  # "": the one that Stable-Baselines3 takes on this system
     preloads: bool = False  # whether a fork server imports torch before it forks
     device: str = "cpu"
@@ -92,8 +92,8 @@ class Spec:
             count = getattr(self, name)
             if count is not None and not (name in {"n_steps", "batch_size"} and count == 0) and count < fewest:
                 raise ArgumentError(f"{name} ({count}) must be at least {fewest}")
-        if self.vec_env not in {"dummy", "subproc"}:
-            raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy' or 'subproc'")
+        if self.vec_env not in {"dummy", "subproc", "shared"}:
+            raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy', 'subproc' or 'shared'")
         if self.start_method and self.start_method not in START_METHODS:
             raise ArgumentError(f"start_method ({self.start_method!r}) must be one of {', '.join(START_METHODS)}")
         if self.wrapper not in {"", "atari"}:

@@ -40,8 +40,10 @@ class Traced(NamedTuple):
 def traced_bytes(spec: Spec) -> Traced:
     """Trace two updates: the second one has the optimizer's state beside it."""
     live = LiveBytes()
-    # One environment and one batch: what an update holds does not depend on how the batch was collected.
-    small = spec.but(num_envs=1, vec_env="dummy", n_steps=spec.batch if spec.on_policy else spec.n_steps)
+    # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
+    # without memory are of the same size on every device.
+    steps = spec.batch if spec.on_policy else spec.n_steps
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, device="cpu")
     with _modules_stay(), FakeTensorMode(allow_non_fake_inputs=True), live, MadeUpValues():
         model = build_model(small, capacity=spec.batch)
         fill_without_writing(model)

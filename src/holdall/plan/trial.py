@@ -44,6 +44,8 @@ def main() -> None:
         reply: dict[str, Any] = {"answer": answer(json.load(sys.stdin))}
     except HoldallError as error:
         reply = {"error": str(error)}
+    except ModuleNotFoundError as error:
+        reply = {"error": f"{error}; install it, and Stable-Baselines3 with pip install 'holdall[sb3]'"}
     results.write(json.dumps(reply))
     results.close()
 

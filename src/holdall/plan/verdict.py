@@ -12,7 +12,7 @@ from enum import Enum
 
 from holdall.plan.experience import Experience
 from holdall.plan.limits import Limit
-from holdall.plan.phases import Measured, Phase, checkpoint_bytes, host_phases, vram_phases
+from holdall.plan.phases import Measured, Phase, checkpoint_bytes, host_phases, shared_bytes, vram_phases
 from holdall.plan.spec import Spec
 
 
@@ -78,6 +78,8 @@ def checks(spec: Spec, measured: Measured, room: Room, holdall: Experience | Non
     if gpu and room.vram is not None:
         most = largest(gpu)
         found.append(Check(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, room.vram))
+    if room.shared_memory is not None and (size := shared_bytes(spec)):
+        found.append(Check("shared memory", size, size, room.shared_memory))
     if room.disk is not None and holdall is None and (size := checkpoint_bytes(spec, measured)):
         found.append(Check("one checkpoint", size, size, room.disk))
     return found

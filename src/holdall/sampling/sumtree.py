@@ -51,6 +51,10 @@ class SumTree:
         """Return the numbers in some slots."""
         return self._nodes.take(slots + self._leaves)
 
+    def copy_to(self, values: Numbers) -> None:
+        """Copy the numbers of the first slots, as many as `values` has room for."""
+        values[:] = self._nodes[self._leaves : self._leaves + len(values)]
+
     def put(self, slots: Slots, values: Numbers | float) -> None:
         """Set the numbers in some slots; of equal slots the last one counts."""
         few = len(slots) * _REBUILD_SHARE < self._leaves

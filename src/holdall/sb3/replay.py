@@ -242,10 +242,10 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
 
     def _new_memory(self) -> ReplayMemory:
-        stored = {key: _box(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         return ReplayMemory(
             spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""],  # a plain dict would be sorted
-            _box((self.action_dim,), self._action_dtype),
+            stored_space((self.action_dim,), self._action_dtype),
             capacity=self.buffer_size * self.n_envs,
             num_envs=self.n_envs,
             budget=self._budget,
@@ -333,7 +333,7 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     return rows
 
 
-def _box(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
+def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)

@@ -103,17 +103,17 @@ def assert_same_hindsight(*acts: Any, **how: Any) -> None:
     assert_same_learning(plain, ours)
 
 
-@pytest.mark.parametrize("algorithm", [SAC, DQN], ids=["SAC", "DQN"])
+@pytest.mark.parametrize("algorithm", [pytest.param(SAC, marks=pytest.mark.nightly), DQN], ids=["SAC", "DQN"])
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])
 def test_every_strategy_ends_in_the_same_weights(algorithm: Any, strategy: str) -> None:
     """Episodes that terminate and are truncated."""
     assert_same_hindsight(algorithm=algorithm, goal_selection_strategy=strategy)
 
 
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_a_buffer_that_wraps_around_ends_in_the_same_weights(lanes: int) -> None:
     """Episodes go when their first step does, several times over."""
-    assert_same_hindsight(learn(300 * lanes), lanes=lanes, buffer_size=70 * lanes)
+    assert_same_hindsight(learn(210 * lanes), lanes=lanes, buffer_size=60 * lanes)
 
 
 def test_infos_reach_compute_reward() -> None:
@@ -121,7 +121,7 @@ def test_infos_reach_compute_reward() -> None:
     assert_same_hindsight(copy_info_dict=True, buffer_size=90)
 
 
-@pytest.mark.parametrize("n_sampled_goal", [0, 1])
+@pytest.mark.parametrize("n_sampled_goal", [pytest.param(0, marks=pytest.mark.nightly), 1])
 def test_any_share_of_other_goals_ends_in_the_same_weights(n_sampled_goal: int) -> None:
     """From none to most."""
     assert_same_hindsight(n_sampled_goal=n_sampled_goal, goal_selection_strategy=GoalSelectionStrategy.FUTURE)
@@ -132,6 +132,7 @@ def test_normalised_samples_end_in_the_same_weights() -> None:
     assert_same_hindsight(wrap=VecNormalize, lanes=2)
 
 
+@pytest.mark.nightly
 def test_learning_twice_ends_in_the_same_weights() -> None:
     """The second call begins a new episode."""
     assert_same_hindsight(learn(93), learn(90))

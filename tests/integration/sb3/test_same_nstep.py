@@ -63,8 +63,8 @@ def test_normalised_samples_are_sb3s() -> None:
     assert_same_batch(expected, seeded(3, lambda: ours.sample(50, env=normalise)))
 
 
-@pytest.mark.parametrize("algorithm", ["DQN", "SAC", "TD3"])
-@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("algorithm", ["DQN", "SAC", pytest.param("TD3", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("lanes", [pytest.param(1, marks=pytest.mark.nightly), 3])
 def test_training_ends_in_the_same_weights(algorithm: str, lanes: int) -> None:
     """A buffer that wraps around, episodes that terminate and are truncated."""
     actions = BUTTONS if algorithm == "DQN" else ARM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, CheckpointError, ClosedError, FencedError, Prioritized, ReplayMemory, Uniform
+from holdall.checkpoint import merge
 from holdall.checkpoint.manifest import signed
+from holdall.experience import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -124,6 +127,21 @@ def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: T
     named = {name for number in library.numbers() for name in library.manifest(number).files}
     assert set(library.file_sizes()) == named
     assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
+
+
+def test_frequent_saves_do_not_leave_ever_more_files(
+    tmp_path: Path, trainer: Trainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reader keeps all of them open, and may not have a thousand."""
+    monkeypatch.setattr(merge, "MOST_FILES", 12)
+    monkeypatch.setattr(merge, "_FILES_LEFT", 4)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 300)
+    for _ in range(40):
+        trainer.add(20)
+        trainer.memory.save(tmp_path, keep=1).result()
+    assert len(list((tmp_path / "segments").iterdir())) <= 12 + 3
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
 
 
 def test_a_smaller_memory_takes_the_newest(tmp_path: Path, trainer: Trainer) -> None:
@@ -249,6 +267,33 @@ def test_progress_is_told_and_may_fail(tmp_path: Path, trainer: Trainer, caplog:
         checkpoint = trainer.memory.save(tmp_path, progress=tell).result()
     assert [phase for phase, _ in told][-1] == "commit"
     assert told[-1][1] == checkpoint.bytes_written
+
+
+def test_a_memory_saves_itself_every_so_often(tmp_path: Path, trainer: Trainer) -> None:
+    """Until it is closed; what was added before the last save is there."""
+    trainer.memory.save_every(tmp_path, 0.02, keep=1)
+    trainer.add(60)
+    while not list((tmp_path / "manifests").glob("*.json")):
+        trainer.add(1)
+    trainer.memory.save_every(tmp_path, 0.01, keep=2)
+    added = trainer.memory.next_id
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with ReplayMemory.load(tmp_path) as loaded:
+            if loaded.next_id == added:
+                trainer.require_same(loaded)
+                break
+    else:
+        pytest.fail("nothing was saved")
+    trainer.memory.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "holdall-autosave"]
+
+
+@pytest.mark.parametrize("seconds", [0, -1, True, "often", float("nan")])
+def test_seconds_is_a_positive_number(tmp_path: Path, trainer: Trainer, seconds: Any) -> None:
+    """Nothing is started otherwise."""
+    with pytest.raises(ArgumentError, match="seconds"):
+        trainer.memory.save_every(tmp_path, seconds)
 
 
 @pytest.mark.parametrize("keep", [0, -1, 1.5, True, "3"])

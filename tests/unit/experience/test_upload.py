@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
 import torch
 from gymnasium import spaces
+from numpy.typing import NDArray
 
-from holdall import ArgumentError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence
-from holdall.experience import batches
-from holdall.experience.device import Blocks, HostLine, Passage
+from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence
+from holdall.experience import batches, native_unique, segment
+from holdall.experience.arena import Bytes
+from holdall.experience.device import Blocks, HostLine
 from holdall.experience.native import native_kernels
+from holdall.experience.native_unique import SliceNamer, Way
+from holdall.experience.part import Places
+from holdall.experience.pinned_arenas import PinnedArenas
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
@@ -22,7 +27,7 @@ SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
     "frames first": (box((4, 36, 36), "u1"), [LeafPlan(axis=0)]),
     "frames last": (box((36, 36, 4), "u1"), [LeafPlan(axis=2)]),
     "colour frames last": (box((24, 20, 12), "u1"), [LeafPlan(axis=2, step=3)]),
-    "camera": (spaces.Dict(image=box((33, 31, 3), "u1"), state=box((7,), "f4")), []),
+    "camera": (spaces.Dict(image=box((43, 41, 3), "u1"), state=box((7,), "f4")), []),
     "short rows": (box((700, 3), "f4"), [LeafPlan(axis=0)]),
     "several large": (
         spaces.Dict(far=box((4, 36, 36), "u1"), near=box((50, 50), "u2"), z=box((), "?")),
@@ -118,8 +123,6 @@ def test_hindsight_goes_the_same_way() -> None:
 @pytest.mark.parametrize("name", ["frames first", "camera", "several large", "short rows"])
 def test_a_mirror_follows_a_memory_that_grows_and_evicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments open, close, are sealed and go; regions are used again; what was drawn before stays right."""
-    from holdall.experience import segment
-
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
     space, plans = SPACES[name]
     streams = [Stream(space, spaces.Discrete(3), 2, plans=plans) for _ in range(2)]
@@ -152,21 +155,98 @@ def test_a_loaded_memory_is_mirrored_too() -> None:
 
 def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of four and the next one are five frames, not eight; frames that rows share are sent once."""
-    sent: list[int] = []
-    send = Passage.send
+    brought: list[int] = []
+    bring = SliceNamer.bring
 
-    def noted(self: Passage, first: int, end: int) -> None:
-        sent.append(end - first)
-        send(self, first, end)
+    def noted(self: SliceNamer, places: Places, field: int, out: Bytes, way: Way) -> int:
+        brought.append(out.nbytes)
+        return bring(self, places, field, out, way)
 
-    monkeypatch.setattr(Passage, "send", noted)
+    monkeypatch.setattr(SliceNamer, "bring", noted)
+    monkeypatch.setattr(PinnedArenas, "brought_up_to_date", lambda *_: None)
     memory = fed("frames first", device="cpu", lanes=1)
     frames = memory.report().fields[0].slice_bytes // (36 * 36)
-    ids = np.repeat(np.arange(memory.first_id, memory.next_id), 3)
-    sent.clear()
-    memory.gather(ids)
-    names = 2 * 4 * 4 * len(ids)
-    assert sum(sent) - names <= frames * 36 * 36 + 64
+    memory.gather(np.repeat(np.arange(memory.first_id, memory.next_id), 3))
+    assert 0 < sum(brought) <= frames * 36 * 36
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let small batches go in many pieces, by several hands, in more waves than there may be, and have some sealed."""
+    monkeypatch.setenv("HOLDALL_THREADS", "4")
+    monkeypatch.setattr(PinnedArenas, "brought_up_to_date", lambda *_: None)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
+    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_HAND", 1), ("_WAVE_BYTES", 2_000)):
+        monkeypatch.setattr(native_unique, name, nbytes)
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("name", ["frames first", "colour frames last", "several large", "changing its mind"])
+@pytest.mark.parametrize("budget", ["auto", None])
+def test_hands_and_waves_change_no_bit(name: str, budget: str | None) -> None:
+    """Whoever brings a slice, and with whichever wave it goes."""
+    with fed(name, budget=budget) as arrays, fed(name, budget=budget, device="cpu") as there:
+        for memory in (arrays, there):
+            memory.drain()
+        for count in (1, 2, 90, 120) * 5:
+            assert_same_bits(there.sample(count), arrays.sample(count))
+
+
+def sealed(**options: Any) -> ReplayMemory:
+    """Hold plain pictures with a number each, compressed but for the newest ones."""
+    memory = ReplayMemory(box((80, 80), "u1"), spaces.Discrete(3), 600, budget=None, prefer="memory", seed=3, **options)
+    pictures = np.zeros((601, 1, 80, 80), np.uint8)
+    pictures.reshape(601, 6400)[:, 100:108] = np.arange(601).view(np.uint8).reshape(601, 8)
+    flags = np.zeros((600, 1), bool)
+    memory.extend(pictures[:-1], np.ones((600, 1), np.int64), np.ones((600, 1)), pictures[1:], flags, flags)
+    memory.drain()
+    return memory
+
+
+def coded(memory: ReplayMemory) -> list[NDArray[np.uint8]]:
+    """Return the bytes of all sealed blocks."""
+    assert memory._store is not None
+    blocks = [closed.parts[0].block for closed in memory._store.large_segments._closed]
+    found = [block.sealed.coded.data for block in blocks if block.sealed is not None]
+    return [data for data in found if isinstance(data, np.ndarray)]
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_sealed_slices_are_decoded_by_every_hand(where: str) -> None:
+    """Compressed and raw in one batch."""
+    with sealed() as arrays, sealed(**on(where)) as there:
+        assert len(coded(there)) > 5
+        for count in (1, 300, 599):
+            assert_same_bits(there.sample(count), arrays.sample(count))
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_damaged_slice_fails_its_batch_alone() -> None:
+    """No hand goes on, nothing of the batch is returned, and the next batch is right."""
+    with sealed(device="cpu") as memory:
+        ids = np.arange(0, 500, 3)
+        expected = memory.gather(ids)
+        sound = [data.copy() for data in coded(memory)]
+        for data in coded(memory):
+            data[:] = 255
+        with pytest.raises(DamageError, match="nothing of the batch is returned"):
+            memory.gather(ids)
+        for data, before in zip(coded(memory), sound, strict=True):
+            data[:] = before
+        assert_same_bits(memory.gather(ids), expected)
+
+
+def test_layouts_of_ever_new_batches_do_not_pile_up() -> None:
+    """Pinned memory is kept for a few sizes of batches, not for every one there was."""
+    with fed("vector", device="cpu") as memory:
+        for count in range(1, 12):
+            memory.sample(count)
+        most = memory.report().staging_bytes
+        for _ in range(3):
+            for count in range(1, 12):
+                memory.sample(count)
+                assert memory.report().staging_bytes <= most
 
 
 def test_batches_belong_to_the_caller() -> None:
@@ -209,3 +289,85 @@ def test_store_and_batches_are_on_one_device() -> None:
     """Two different ones are refused."""
     with pytest.raises(ArgumentError, match=r"^store_device \(cpu\) and device \(cuda\) differ"):
         fed("vector", device="cuda", store_device="cpu")
+
+
+class Watched(HostLine):
+    """Notes what is pinned."""
+
+    pinned: ClassVar[dict[int, int]] = {}
+    most = 0
+    refuses = False
+
+    def pin(self, start: int, nbytes: int) -> bool:
+        assert start not in self.pinned, "pinned twice"
+        if self.refuses:
+            return False
+        self.pinned[start] = nbytes
+        Watched.most = max(self.most, len(self.pinned))
+        return True
+
+    def unpin(self, start: int) -> None:
+        del self.pinned[start]
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
+    """Let memories use a line that notes what is pinned."""
+    Watched.pinned.clear()
+    monkeypatch.setattr(Watched, "most", 0)
+    monkeypatch.setattr(batches, "HostLine", Watched)
+    monkeypatch.setattr("holdall.experience.segment.SEGMENT_BYTES", 30_000)
+    return Watched
+
+
+def test_raw_slices_are_read_where_they_lie(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread gathers them; arenas of evicted segments are let go of, and all of them when the memory is closed."""
+    monkeypatch.setattr(SliceNamer, "bring", None)
+    with fed("frames first", ticks=20, device="cpu") as there, fed("frames first", ticks=20) as arrays:
+        streams = [Stream(there_space, spaces.Discrete(3), 2) for there_space in [SPACES["frames first"][0]] * 2]
+        for _ in range(60):
+            for memory, stream in zip((there, arrays), streams, strict=True):
+                steps = stream.ticks(5).arguments()
+                memory.extend(**steps, extras={"log_prob": np.zeros((5, 2, 2), np.float32)})
+            assert_same_bits(there.sample(40), arrays.sample(40))
+            assert 0 < len(watched.pinned) <= there.report().segments + 1
+        assert watched.most > 3
+    assert not watched.pinned
+
+
+def test_what_a_batch_under_way_reads_stays_pinned(watched: type[Watched]) -> None:
+    """Until it is handed out, whatever is evicted in the meantime."""
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    stream = Stream(SPACES["camera"][0], spaces.Discrete(3), 2)
+    loader = there.loader(50, prefetch=3)
+    expected = [arrays.sample(50) for _ in range(4)]
+    assert_same_bits(next(loader), expected[0])
+    before = set(watched.pinned)
+    there.extend(**stream.ticks(150).arguments(), extras={"log_prob": np.zeros((150, 2, 2), np.float32)})
+    there.gather([there.next_id - 1])
+    assert before & set(watched.pinned)
+    for batch in expected[1:]:
+        assert_same_bits(next(loader), batch)
+    loader.close()
+    there.close()
+    assert not watched.pinned
+
+
+def test_memory_that_cannot_be_pinned_goes_through_staging(
+    watched: type[Watched], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A limit on locked memory costs speed, and nothing else."""
+    monkeypatch.setattr(watched, "refuses", True)
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    assert_same_bits(there.sample(60), arrays.sample(60))
+    assert not watched.pinned
+
+
+def test_a_memory_that_is_forgotten_is_unpinned(watched: type[Watched]) -> None:
+    """Nobody has to close it: its pages must not go while a device may read them."""
+    memory = fed("camera", device="cpu")
+    memory.sample(10)
+    assert watched.pinned
+    del memory
+    gc.collect()
+    assert not watched.pinned

@@ -124,6 +124,14 @@ def test_a_checkpoint_that_the_disk_does_not_hold_does_not_fit() -> None:
     assert known.verdict(spec.but(saves_buffer=False), holdall=False) is Verdict.FITS
 
 
+def test_shared_observations_are_held_against_the_shared_memory_that_is_left() -> None:
+    spec = _ppo(num_envs=64, n_steps=16, vec_env="shared", start_method="fork")
+    known = _known(spec, 50 * GB, shared_memory=Limit("/dev/shm", 64 * 144 * 160 * 12 - 1, 10**9))
+    assert known.verdict(spec, holdall=False) is Verdict.DOES_NOT_FIT
+    assert known.verdict(spec.but(num_envs=63), holdall=False) is Verdict.FITS
+    assert known.verdict(spec.but(vec_env="subproc"), holdall=False) is Verdict.FITS
+
+
 def test_note_000_table_names_both_units_and_the_size_that_really_fits() -> None:
     spec = _spec(capacity=1_000_000)
     known = _known(spec, int(9.21 * GB), HOLDALL)
@@ -182,6 +190,7 @@ def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
         (_spec(capacity=1_000_000), 20 * GB, None, "a capacity of"),
         (_ppo(sb3="2.7.0"), 12 * GB, None, "upgrade"),
         (_ppo(), 8 * GB, None, "rollouts of"),
+        (_ppo(), 8 * GB, Experience(276_500.0, None, 0, 0, {}), "holdall's buffer"),
         (_spec(capacity=10_000, num_envs=16, vec_env="subproc"), 2 * GB, None, "fork server"),
     ],
 )

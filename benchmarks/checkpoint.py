@@ -1,0 +1,187 @@
+"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--folder DIR]`.
+
+Out: one JSON line a measurement, with the bar that it is held to; the exit status is 1 if one is not met. Linux only.
+
+memory       the most that the process's USS grows while it saves, in a fresh process per size, reading every 2 ms
+incremental  bytes written after 1 % new data, over those of the first save
+pause        how long `save` keeps the training thread, 3,000 segments and a million priorities
+load         from nothing to the first batch of 256, 3,000 segments
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from process import commit, emit, held_bytes, machine, versions
+
+import holdall
+from holdall.experience import segment
+
+GB = 10**9
+MB = 10**6
+FRAME = (84, 84)
+SEGMENTS = 3_000
+PRIORITIES = 1_000_000
+BATCH = 256
+SAVES = 100
+
+
+def new_memory(capacity: int, **settings: Any) -> holdall.ReplayMemory:
+    """Make a memory of frame stacks."""
+    stack = spaces.Box(0, 255, (4, *FRAME), np.uint8)
+    return holdall.ReplayMemory(stack, spaces.Discrete(6), capacity, seed=0, **settings)
+
+
+class Player:
+    """Plays noise: nothing of it is shared but the stacks, and nothing shrinks."""
+
+    def __init__(self, memory: holdall.ReplayMemory) -> None:
+        self._memory = memory
+        self._generator = np.random.default_rng(0)
+        self._stack = self._generator.integers(0, 256, (1, 4, *FRAME), np.uint8)
+        self._number = 0
+
+    def play(self, steps: int) -> None:
+        """Add some transitions."""
+        flag, reward, action = np.zeros(1, np.bool_), np.ones(1, np.float32), np.zeros(1, np.int64)
+        for _ in range(steps):
+            following = np.roll(self._stack, -1, axis=1)
+            following[0, -1] = self._generator.integers(0, 256, FRAME, np.uint8)
+            self._memory.add(self._stack, action, reward, following, flag, flag)
+            self._stack = following
+
+
+class Watch:
+    """Reads this process's USS until it is told to stop."""
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._stop.wait(0.002):
+            self.most = max(self.most, held_bytes().unique)
+
+    def stop(self) -> int:
+        """Return the most that was read."""
+        self._stop.set()
+        self._thread.join()
+        return self.most
+
+
+def memory_and_increment(gigabytes: float, folder: Path) -> list[dict[str, Any]]:
+    """Fill a memory, save it, add 1 % and save again."""
+    steps = int(gigabytes * GB / (FRAME[0] * FRAME[1]))
+    with new_memory(2 * steps, budget=None) as memory:
+        player = Player(memory)
+        player.play(steps)
+        memory.drain()
+        time.sleep(0.2)
+        before = held_bytes().unique
+        watch = Watch()
+        first = memory.save(folder).result()
+        grown = watch.stop() - before
+        player.play(steps // 100)
+        memory.drain()
+        second = memory.save(folder).result()
+    allowed = 0.012 * first.bytes_written + MB
+    return [
+        {
+            "what": "memory",
+            "gigabytes": gigabytes,
+            "bytes": first.bytes_written,
+            "grown_bytes": grown,
+            "seconds": first.seconds,
+            "is_met": grown <= 64 * MB,
+        },
+        {
+            "what": "incremental",
+            "gigabytes": gigabytes,
+            "first_bytes": first.bytes_written,
+            "second_bytes": second.bytes_written,
+            "allowed_bytes": allowed,
+            "is_met": second.bytes_written <= allowed,
+        },
+    ]
+
+
+def pause_and_load(folder: Path) -> list[dict[str, Any]]:
+    """Save often from a memory of many segments, and load it."""
+    segment.SEGMENT_BYTES = 2**16  # few frames a segment: their number is what counts here
+    sampler = holdall.Prioritized()
+    with new_memory(PRIORITIES, budget=None, sampler=sampler) as memory:
+        player = Player(memory)
+        while memory.report().segments < SEGMENTS:
+            player.play(1_000)
+        memory.sample(BATCH)
+        memory.save(folder).result()
+        pauses = []
+        for _ in range(SAVES):
+            player.play(20)
+            batch = memory.sample(BATCH)
+            memory.update_priorities(batch.ids, np.ones(BATCH))
+            began = time.perf_counter()
+            handle = memory.save(folder)
+            pauses.append(1e3 * (time.perf_counter() - began))
+            handle.result()
+        segments = memory.report().segments
+    began = time.perf_counter()
+    with holdall.ReplayMemory.load(folder, sampler=holdall.Prioritized()) as loaded:
+        loaded.sample(BATCH)
+        took = time.perf_counter() - began
+    p50, p99 = np.percentile(pauses, [50, 99]).tolist()
+    pause = {"what": "pause", "segments": segments, "p50_ms": p50, "p99_ms": p99, "most_ms": max(pauses)}
+    load = {"what": "load", "segments": segments, "seconds": took, "is_met": took < 1}
+    return [pause | {"is_met": p99 <= 5}, load]
+
+
+def main() -> None:
+    """Run every measurement in a process of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gigabytes", type=float, nargs="*", default=[1.0, 8.0])
+    parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
+    parser.add_argument("--json", type=Path, help="append results to this file")
+    parser.add_argument("--only", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.only is not None:
+        for result in (
+            pause_and_load(arguments.folder)
+            if arguments.only == "pause"
+            else memory_and_increment(float(arguments.only), arguments.folder)
+        ):
+            emit(result)
+        return
+    all_met = True
+    for only in [*map(str, arguments.gigabytes), "pause"]:
+        folder = Path(tempfile.mkdtemp(dir=arguments.folder))
+        try:
+            program = [sys.executable, __file__, "--only", only, "--folder", str(folder)]
+            done = subprocess.run(program, capture_output=True, text=True, check=True)
+        finally:
+            shutil.rmtree(folder)
+        for line in done.stdout.splitlines():
+            result = json.loads(line)
+            all_met &= result["is_met"]
+            emit(result)
+            if arguments.json is not None:
+                entry = result | {"machine": machine(), "versions": versions(), "commit": commit()}
+                with arguments.json.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(entry) + "\n")
+    sys.exit(0 if all_met else 1)
+
+
+if __name__ == "__main__":
+    main()

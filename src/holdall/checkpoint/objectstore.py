@@ -1,0 +1,294 @@
+"""Places in object stores: s3://, gs:// and az:// through obstore, with the same commit as on a disk.
+
+In:  files of records, first spooled to a local file, then put in one request each.  Out: objects; a manifest is
+created only if nothing has its number.
+Invariant: a checkpoint is acknowledged only if the manifest that stands in the store is this writer's own. Whether a
+put succeeded whose answer was lost is found out by reading it back. A server that is away costs time alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import mmap
+import os
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdall.checkpoint.filesystem import Buffer
+from holdall.checkpoint.manifest import (
+    DATA_NAME,
+    MANIFEST_NAME,
+    MOST_MANIFEST_BYTES,
+    Manifest,
+    decode,
+    encode,
+    manifest_name,
+)
+from holdall.checkpoint.place import MOST_FORMAT_BYTES, data_name, format_text, new_epoch, require_format
+from holdall.errors import CheckpointError, DamageError, FencedError, MissingPackageError
+
+SCHEMES = ("s3://", "gs://", "az://")
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
+_FETCH_BYTES = 8 * 2**20
+_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
+"""Of a single request; beyond that, the loop here tries for as long as it takes."""
+
+_LOG = logging.getLogger("holdall")
+_T = TypeVar("_T")
+
+
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a url names a prefix of an object store."""
+    return isinstance(url, str) and url.startswith(SCHEMES)
+
+
+class Objects:
+    """The objects below a url; every call goes on until the store answers, or somebody stops it."""
+
+    def __init__(self, url: str) -> None:
+        try:
+            import obstore  # noqa: PLC0415  an extra
+            import obstore.exceptions  # noqa: PLC0415
+            import obstore.store  # noqa: PLC0415
+        except ImportError as error:
+            raise MissingPackageError(f"{url} needs obstore; run \"pip install 'holdall[cloud]'\"") from error
+        self.url = url.rstrip("/")
+        self.stopped = threading.Event()
+        self._obstore: Any = obstore
+        self._errors: Any = obstore.exceptions
+        try:
+            self._store: Any = obstore.store.from_url(self.url, retry_config=_RETRIES)
+        except Exception as error:
+            raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
+
+    def create(self, key: str, content: Buffer) -> bool:
+        """Put an object where none is; say whether it was done, as far as the answer tells."""
+        try:
+            self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
+        except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
+            return False
+        return True
+
+    def put(self, key: str, content: Buffer) -> None:
+        """Put an object, over one of the same name if there is one."""
+        self._patiently(lambda: self._obstore.put(self._store, key, content, use_multipart=False))
+
+    def get(self, key: str, most_bytes: int) -> bytes | None:
+        """Return an object; None if it is not there."""
+        try:
+            answer = self._patiently(lambda: self._obstore.get(self._store, key))
+        except (self._errors.NotFoundError, FileNotFoundError):
+            return None
+        if answer.meta["size"] > most_bytes:
+            raise DamageError(f"{self.url}/{key} has more than {most_bytes} bytes, which none of holdall's has")
+        return bytes(self._patiently(answer.bytes))
+
+    def fetch(self, key: str, nbytes: int, write: Callable[[bytes], object]) -> None:
+        """Read an object of a known size, piece by piece."""
+        for start in range(0, nbytes, _FETCH_BYTES):
+            length = min(_FETCH_BYTES, nbytes - start)
+            piece = self._patiently(partial(self._obstore.get_range, self._store, key, start=start, length=length))
+            write(bytes(piece))
+
+    def sizes(self, folder: str) -> dict[str, int]:
+        """Return the bytes of the objects in a folder, by name."""
+        listed = self._patiently(lambda: self._obstore.list(self._store, folder).collect())
+        return {entry["path"].rpartition("/")[2]: int(entry["size"]) for entry in listed}
+
+    def delete(self, keys: list[str]) -> None:
+        """Remove objects; those that are gone already are no matter."""
+        for key in keys:
+            with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
+                self._patiently(partial(self._obstore.delete, self._store, key))
+
+    def _patiently(self, call: Callable[[], _T]) -> _T:
+        """Do something until it is answered; a server that restarts is waited for."""
+        wait, told = _FIRST_WAIT_S, False
+        while True:
+            try:
+                return call()
+            except (
+                self._errors.AlreadyExistsError,
+                self._errors.PreconditionError,
+                self._errors.NotFoundError,
+                FileNotFoundError,
+            ):
+                raise
+            except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
+                raise CheckpointError(f"{self.url} refuses access ({_short(error)}); check the credentials") from error
+            except Exception as error:
+                if not told:
+                    _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
+                told = True
+            if self.stopped.wait(wait):
+                raise CheckpointError(f"{self.url} did not answer before the save was cancelled")
+            wait = min(2 * wait, _LONGEST_WAIT_S)
+
+
+class RemoteLibrary:
+    """Checkpoints in an object store, to be read."""
+
+    def __init__(self, objects: Objects) -> None:
+        self.url = objects.url
+        self._objects = objects
+
+    def require(self) -> None:
+        """Refuse a prefix that holds no checkpoints."""
+        raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
+        if raw is None:
+            raise CheckpointError(f"{self.url} holds no checkpoints: there is no FORMAT object in it; check the url")
+        require_format(raw, self.url)
+
+    def numbers(self) -> list[int]:
+        """Return the numbers of the manifests that are there, newest first."""
+        names = self._objects.sizes("manifests")
+        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+
+    def manifest(self, number: int) -> Manifest:
+        """Read a manifest."""
+        key = f"manifests/{manifest_name(number)}"
+        raw = self._objects.get(key, MOST_MANIFEST_BYTES)
+        if raw is None:
+            raise CheckpointError(f"{self.url} has no checkpoint {number}")
+        manifest = decode(raw, f"{self.url}/{key}")
+        if manifest.number != number:
+            raise DamageError(f"manifest {self.url}/{key} says that it is number {manifest.number}")
+        return manifest
+
+    def file_sizes(self) -> dict[str, int]:
+        """Return the bytes of every file of records that is there, by name."""
+        sizes = self._objects.sizes("segments")
+        return {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
+
+    def open(self, name: str) -> tuple[int, Path, int]:
+        """Fetch a file of records and open it; it goes with its descriptor."""
+        nbytes = self.file_sizes().get(name)
+        if nbytes is None:
+            raise CheckpointError(f"{self.url}/segments/{name} is not there")
+        file = tempfile.TemporaryFile(prefix="holdall-")  # noqa: SIM115  its descriptor outlives this call
+        with file:
+            self._objects.fetch(f"segments/{name}", nbytes, file.write)
+            file.flush()
+            return os.dup(file.fileno()), Path(f"{self.url}/segments/{name}"), nbytes
+
+
+class RemoteFile:
+    """A file of records that is spooled to a disk, and put when it is finished."""
+
+    def __init__(self, objects: Objects, name: str) -> None:
+        self.name = name
+        self.nbytes = 0
+        self._objects = objects
+        self._file: Any = tempfile.TemporaryFile(prefix="holdall-", buffering=0)  # noqa: SIM115  until it is finished
+
+    def write(self, data: Buffer) -> None:
+        """Add bytes at its end."""
+        left = memoryview(data).cast("B")
+        self.nbytes += left.nbytes
+        while left.nbytes:
+            left = left[self._file.write(left) :]
+
+    def finish(self) -> None:
+        """Put it into the store."""
+        put_file(self._objects, f"segments/{self.name}", self._file.fileno(), self.nbytes)
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Throw the spooled bytes away."""
+        self._file.close()
+
+
+def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
+    """Put a file in one request; it is mapped, so that it takes no memory of its own."""
+    if nbytes == 0:
+        objects.put(key, b"")
+        return
+    with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ) as mapped:
+        view = memoryview(mapped)
+        try:
+            objects.put(key, view)
+        finally:
+            view.release()
+
+
+class RemotePlace:
+    """A prefix of an object store that this writer holds, as far as the store lets it."""
+
+    def __init__(self, url: str, objects: Objects | None = None) -> None:
+        self._objects = objects or Objects(url)
+        self.url = self._objects.url
+        self.epoch = new_epoch()
+        self.library = RemoteLibrary(self._objects)
+        self._sequence = 0
+        if not self._objects.create("FORMAT", format_text()):
+            self.library.require()
+        self.is_fenced = self._honours_conditions()
+        if not self.is_fenced:
+            _LOG.warning(
+                "%s ignores conditions: two writers would not notice each other there. See that only one saves to it",
+                self.url,
+            )
+
+    def new_file(self) -> RemoteFile:
+        """Begin a file of records."""
+        self._sequence += 1
+        return RemoteFile(self._objects, data_name(self.epoch, self._sequence))
+
+    def upload(self, name: str, path: Path) -> None:
+        """Put a finished file of another place."""
+        with path.open("rb") as file:
+            put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
+        key = f"manifests/{manifest_name(manifest.number)}"
+        content = encode(manifest)
+        if not self.is_fenced:
+            self._objects.put(key, content)
+            return
+        while not self._objects.create(key, content):
+            standing = self._objects.get(key, MOST_MANIFEST_BYTES)
+            if standing == content:
+                return  # our own: the answer to an earlier try was lost
+            if standing is not None:
+                raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
+
+    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+        """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names."""
+        kept, stale, named = 0, [], set(in_use)
+        for number in self.library.numbers():
+            if kept >= keep:
+                stale.append(f"manifests/{manifest_name(number)}")
+                continue
+            named.update(self.library.manifest(number).files)
+            kept += 1
+        self._objects.delete(stale)
+        unnamed = {name: n for name, n in self.library.file_sizes().items() if name not in named}
+        self._objects.delete([f"segments/{name}" for name in unnamed])
+        return sum(unnamed.values())
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+    def interrupt(self) -> None:
+        """Give up waiting for the store."""
+        self._objects.stopped.set()
+
+    def _honours_conditions(self) -> bool:
+        """Whether creating an object twice fails the second time."""
+        key = f"probe/{self.epoch}"
+        try:
+            self._objects.create(key, b"first")
+            return not self._objects.create(key, b"second")
+        finally:
+            self._objects.delete([key])
+
+
+def _short(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0][:200]

@@ -1,0 +1,172 @@
+"""`holdall checkpoint`: what checkpoints are there, whether they are whole, and moving buffers in.
+
+Exit codes: 0 all is well, 1 an error that holdall raised, 2 a mistake on the command line, 3 something is damaged.
+"""
+
+import datetime
+import json as json_
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.table import Table
+
+from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.place import Library, require_files
+from holdall.checkpoint.source import library_at, open_place
+from holdall.checkpoint.verify import damages
+from holdall.cli.verbosity import OneLineErrors, Verbose
+from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.experience.kernels import chosen_kernels
+from holdall.units import format_bytes
+
+DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
+
+checkpoint = typer.Typer(
+    cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="List, check, clean up and import checkpoints.",
+)  # fmt: skip
+
+Url = Annotated[str, typer.Argument(help="A directory, or a prefix of an object store: s3://, gs://, az://.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+@checkpoint.command()
+def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
+    """List checkpoints, newest first."""
+    library = library_at(url)
+    library.require()
+    sizes = library.file_sizes()
+    entries = [_described(library, number, sizes) for number in library.numbers()]
+    if json:
+        typer.echo(json_.dumps({"url": library.url, "checkpoints": entries}))
+        return
+    table = Table("number", "saved", "transitions", "lanes", "segments", "bytes", "files", "state")
+    for entry in entries:
+        table.add_row(*(str(entry[name]) for name in ("number", "saved", "transitions", "num_envs", "segments")),
+                      format_bytes(entry["bytes"]), ", ".join(entry["attached"]) or "-", entry["state"])  # fmt: skip
+    Console().print(table)
+
+
+def _described(library: Library, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+    entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
+    entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
+    try:
+        manifest = library.manifest(number)
+        entry |= _facts(manifest)
+        require_files(manifest, sizes)
+    except (DamageError, CheckpointError) as error:
+        entry["state"] = str(error)
+    return entry
+
+
+def _facts(manifest: Manifest) -> dict[str, Any]:
+    lanes = int(manifest.schema.get("num_envs", 1))
+    saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
+    return {
+        "saved": saved.isoformat(sep=" ", timespec="seconds"),
+        "transitions": (manifest.next_tick - manifest.first_tick) * lanes,
+        "num_envs": lanes,
+        "segments": len(manifest.segments),
+        "bytes": sum(manifest.files.values()),
+        "attached": sorted(manifest.attached),
+    }
+
+
+@checkpoint.command()
+def verify(
+    url: Url,
+    number: Annotated[int | None, typer.Option(help="Only this checkpoint; all of them otherwise.")] = None,
+    json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Read every byte of the checkpoints and hold it against its checksum."""
+    library = library_at(url)
+    library.require()
+    numbers = library.numbers() if number is None else [number]
+    if not numbers:
+        raise CheckpointError(f"{library.url} holds no checkpoint")
+    coder = chosen_kernels().coder
+    results = []
+    with _bar() as bar:
+        for each in numbers:
+            try:
+                manifest = library.manifest(each)
+            except DamageError as error:
+                results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
+                continue
+            task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
+            found = damages(library, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
+            told = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
+            results.append({"number": each, "damages": told})
+    if json:
+        typer.echo(json_.dumps({"url": library.url, "checkpoints": results}))
+    else:
+        for result in results:
+            for damage in result["damages"]:  # type: ignore[attr-defined]
+                typer.echo(f"checkpoint {result['number']}: {damage['reason']}")
+            if not result["damages"]:
+                typer.echo(f"checkpoint {result['number']} is whole")
+    if any(result["damages"] for result in results):
+        raise typer.Exit(DAMAGED)
+
+
+@checkpoint.command()
+def gc(
+    url: Url,
+    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay.")] = 3,
+    json: AsJson = False,
+    verbose: Verbose = False,
+) -> None:
+    """Remove all but the newest checkpoints, and every file that none of them names."""
+    library_at(url).require()
+    place = open_place(url)
+    try:
+        freed = place.collect(keep, ())
+        left = place.library.numbers()
+    finally:
+        place.close()
+    words = {"url": place.url, "freed_bytes": freed, "left": left}
+    typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {len(left)} checkpoints left")
+
+
+@checkpoint.command("import")
+def import_(
+    file: Annotated[Path, typer.Argument(help="A replay buffer that Stable-Baselines3 saved: buffer.pkl.")],
+    url: Url,
+    trust: Annotated[
+        bool,
+        typer.Option("--trust", help="Unpickle it, which runs the code that it holds: only for your own files."),
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Turn a pickled buffer of Stable-Baselines3 into a checkpoint that holds no pickle."""
+    if not file.is_file():
+        raise ArgumentError(f"file ({str(file)!r}) is no file; name a buffer that model.save_replay_buffer wrote")
+    if not trust:
+        raise ArgumentError(
+            f"file ({str(file)!r}) is a pickle, which runs whatever code it holds when it is read; if it is your own, "
+            "pass --trust"
+        )
+    typer.echo(f"warning: unpickling {file} in a process of its own; it runs the code that it holds", err=True)
+    with tempfile.TemporaryDirectory(prefix="holdall-") as folder:
+        program = [sys.executable, "-m", "holdall.sb3.unpickle", str(file), folder]
+        done = subprocess.run(program, check=False, capture_output=True, text=True)
+        if done.returncode:
+            reason = done.stderr.strip().rpartition("\n")[2]
+            raise ArgumentError(f"file ({str(file)!r}) could not be read as a replay buffer ({reason})")
+        from holdall.sb3.imported import memory_of  # noqa: PLC0415  torch is loaded with it
+
+        with memory_of(Path(folder)) as memory:
+            saved = memory.save(url).result()
+    typer.echo(f"checkpoint {saved.number} of {saved.transitions} transitions, {format_bytes(saved.bytes_written)}")
+
+
+def _bar() -> Progress:
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
+    return Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True))

@@ -1,0 +1,147 @@
+"""Checkpoints in a real S3 server: saved, resumed, fenced, and through the server's death."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium import spaces
+
+from holdall import CheckpointError, FencedError, ReplayMemory
+from holdall.checkpoint.manifest import Manifest, Ref
+from holdall.checkpoint.objectstore import Objects, RemotePlace
+
+from .nursery import LANES, SPACE, add, require_right
+from .servers import Weed
+
+
+def new_memory() -> ReplayMemory:
+    return ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1)
+
+
+def grow(memory: ReplayMemory, ticks: int) -> None:
+    for _ in range(ticks):
+        add(memory, memory.next_id // LANES)
+
+
+def manifest_of(place: RemotePlace, number: int, commit: str) -> Manifest:
+    file = place.new_file()
+    file.write(b"record")
+    file.finish()
+    ref = Ref(file.name, 0, 6, "0" * 32)
+    return Manifest(number, commit, place.epoch, 0.0, 0, 0, 1, {}, {file.name: 6}, ref)
+
+
+def test_a_memory_is_saved_and_loaded(url: str) -> None:
+    """Incrementally, and with what nothing names removed."""
+    with new_memory() as memory:
+        for _ in range(5):
+            grow(memory, 90)
+            memory.save(url, keep=2, attach={"agent": b"weights"}).result()
+        with ReplayMemory.load(url) as loaded:
+            assert loaded.next_id == memory.next_id
+            require_right(loaded)
+            assert loaded.attached["agent"] == b"weights"
+            assert loaded.sample(20).ids.tolist() == memory.sample(20).ids.tolist()
+            grow(loaded, 5)
+            assert loaded.save(url).result().number == 6
+    place = RemotePlace(url)
+    library = place.library
+    named = {name for number in library.numbers() for name in library.manifest(number).files}
+    assert set(library.file_sizes()) == named
+    assert place.is_fenced
+
+
+@pytest.mark.nightly
+def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
+    """The others are told."""
+    places = [RemotePlace(url) for _ in range(12)]
+    for number in range(1, 6):
+        outcomes: list[str] = []
+        gate = threading.Barrier(len(places))
+
+        def commit(place: RemotePlace, number: int = number, outcomes: Any = outcomes, gate: Any = gate) -> None:
+            manifest = manifest_of(place, number, place.epoch * 2)
+            gate.wait()
+            try:
+                place.commit(manifest)
+                outcomes.append(place.epoch)
+            except FencedError:
+                outcomes.append("")
+
+        threads = [threading.Thread(target=commit, args=(place,)) for place in places]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        winners = [epoch for epoch in outcomes if epoch]
+        assert len(outcomes) == 12
+        assert len(winners) == 1
+        assert places[0].library.manifest(number).epoch == winners[0]
+
+
+def test_an_answer_that_was_lost_is_found_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The manifest stands, the client was told otherwise: it reads it back and knows it for its own."""
+    place = RemotePlace(url)
+    create = Objects.create
+    monkeypatch.setattr(Objects, "create", lambda own, key, content: create(own, key, content) and False)
+    place.commit(manifest_of(place, 1, "a" * 32))
+    monkeypatch.undo()
+    assert place.library.numbers() == [1]
+    with pytest.raises(FencedError):
+        place.commit(manifest_of(place, 1, "b" * 32))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_a_save_outlasts_the_servers_death(url: str, weed: Weed) -> None:
+    """Killed in the middle, started again: the checkpoint is there, once."""
+    with new_memory() as memory:
+        grow(memory, 60)
+        memory.save(url).result()
+        weed.kill()
+        grow(memory, 60)
+        handle = memory.save(url)
+        time.sleep(1.5)
+        assert not handle.done()
+        weed.restart()
+        assert handle.result(timeout=120).number == 2
+        with ReplayMemory.load(url) as loaded:
+            assert loaded.next_id == memory.next_id
+            require_right(loaded)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_waiting_for_a_dead_server_can_be_given_up(url: str, weed: Weed) -> None:
+    """The memory goes on."""
+    with new_memory() as memory:
+        grow(memory, 10)
+        memory.save(url).result()
+        weed.kill()
+        try:
+            handle = memory.save(url)
+            time.sleep(0.5)
+            handle.cancel()
+            with pytest.raises(CheckpointError, match="cancelled"):
+                handle.result(timeout=100)
+            assert len(memory.sample(4)) == 4
+        finally:
+            weed.restart()
+
+
+def test_a_local_checkpoint_is_acknowledged_first_and_mirrored_later(url: str, tmp_path: Path) -> None:
+    """Both places hold the same then."""
+    with new_memory() as memory:
+        for _ in range(4):
+            grow(memory, 70)
+            handle = memory.save(tmp_path / "run", keep=2, mirror=url)
+            assert handle.result().url == str(tmp_path / "run")
+        handle.mirrored(timeout=60)
+        for place in (url, tmp_path / "run"):
+            with ReplayMemory.load(place) as loaded:
+                assert loaded.next_id == memory.next_id
+                require_right(loaded)

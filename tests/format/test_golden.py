@@ -1,0 +1,60 @@
+"""Checkpoints of every version that was released can be read, and say what they said."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdall import ReplayMemory
+from holdall.checkpoint.local import LocalLibrary
+from holdall.checkpoint.restore import Shelf
+from holdall.testing import OracleMemory, assert_same_bits
+
+HERE = Path(__file__).parent
+VERSIONS = sorted(path.name for path in HERE.iterdir() if path.is_dir() and path.name.startswith("v"))
+
+
+def writer() -> Any:
+    spec = importlib.util.spec_from_file_location("write_golden", HERE / "write_golden.py")
+    if spec is None or spec.loader is None:
+        raise ImportError("write_golden.py is not there")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["write_golden"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -> None:
+    """Every transition, the attached file, and the batches that are drawn next."""
+    golden = writer()
+    shutil.copytree(HERE / version, tmp_path / "run")
+    oracle = OracleMemory(golden.CAPACITY_TICKS * golden.LANES, golden.LANES)
+    for tick in range(golden.TICKS):
+        oracle.add(**golden.tick_arguments(tick))
+    with ReplayMemory.load(tmp_path / "run") as memory:
+        assert (len(memory), memory.next_id) == (len(oracle), oracle.next_id)
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+        assert memory.attached["agents/agent_0.pth"] == golden.ATTACHED
+        expected = np.random.default_rng(7).integers(oracle.first_id, oracle.next_id, size=5)
+        drawn = memory.sample(5).ids
+        valid = np.isin(expected, oracle.ids)
+        assert drawn[valid].tolist() == expected[valid].tolist()
+        tick = golden.tick_arguments(golden.TICKS)
+        memory.add(**tick)
+        oracle.add(**tick)
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+
+
+def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
+    """So that none of them changes unnoticed."""
+    library = LocalLibrary(HERE / "v1")
+    shelf = Shelf(library)
+    kinds = {shelf.record(ref)[0].kind for ref in library.manifest(1).refs}
+    assert kinds >= {"rows", "logs", "slices", "piece", "state", "file"}

@@ -1,0 +1,76 @@
+"""Writes the golden checkpoint of the format's version: `python tests/format/write_golden.py`.
+
+It is written once for every version that was released, and never again: later versions have to read it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from holdall import ReplayMemory
+from holdall.experience import segment
+
+HERE = Path(__file__).parent
+TICKS, LANES, CAPACITY_TICKS = 150, 2, 120
+SPACE = spaces.Dict(
+    {
+        "history": spaces.Box(-np.inf, np.inf, (70, 2), np.float32),
+        "image": spaces.Box(0, 255, (2, 12, 36), np.uint8),
+        "state": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+    }
+)
+ACTION = spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float64)))
+ATTACHED = b"weights of an agent"
+
+
+def observation(tick: int) -> dict[str, Any]:
+    """Return both lanes' observation at a tick; a frame stack, a sliding window, and numbers."""
+    lanes = np.arange(LANES).reshape(-1, 1, 1)
+    pixels = np.arange(12 * 36).reshape(12, 36)
+    frames = [(pixels * (1 + (tick - back) % 7) // 5 + 11 * (tick - back) + 3 * lanes) % 251 for back in (1, 0)]
+    days = np.arange(tick, tick + 70).reshape(1, -1, 1)
+    history = np.concatenate([(days * 37 + lanes) % 101 / 8, (days * days + lanes) % 89 / 16], axis=2)
+    state = np.full((LANES, 3), tick, np.float32) / np.array([[3], [7]], np.float32)
+    return {
+        "history": history.astype(np.float32),
+        "image": np.stack(frames, axis=1).astype(np.uint8),
+        "state": state,
+    }
+
+
+def tick_arguments(tick: int) -> dict[str, Any]:
+    """Return what is added at a tick."""
+    ended = np.array([tick % 29 == 28, tick % 41 == 40])
+    return {
+        "obs": observation(tick),
+        "action": (np.array([tick % 4, 1]), np.full((LANES, 2), 1 / (1 + tick))),
+        "reward": np.array([tick, -tick], np.float32),
+        "next_obs": observation(1000 + tick if ended.any() else tick + 1),
+        "terminated": ended,
+        "truncated": ended[::-1] & ~ended,
+        "extras": {"log_prob": np.full((LANES, 1), -tick, np.float16)},
+        "valid": np.array([tick % 13 != 0, True]),
+    }
+
+
+def main() -> None:
+    """Write the checkpoint."""
+    folder = HERE / "v1"
+    shutil.rmtree(folder, ignore_errors=True)
+    segment.SEGMENT_BYTES = 2**14
+    extras = {"log_prob": spaces.Box(-np.inf, np.inf, (1,), np.float16)}
+    with ReplayMemory(SPACE, ACTION, CAPACITY_TICKS * LANES, LANES, budget=None, seed=7, extras=extras) as memory:
+        for tick in range(TICKS):
+            memory.add(**tick_arguments(tick))
+        memory.drain()
+        memory.save(folder, attach={"agents/agent_0.pth": ATTACHED}).result()
+    (folder / "LOCK").unlink()
+
+
+if __name__ == "__main__":
+    main()

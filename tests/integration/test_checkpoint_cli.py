@@ -1,0 +1,136 @@
+"""`holdall checkpoint`: run as a program would run it, on real checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
+from stable_baselines3.common.save_util import save_to_pkl
+from typer.testing import CliRunner
+
+from holdall import ReplayMemory
+from holdall.cli import app
+
+VECTOR = spaces.Box(-1, 1, (4,), np.float32)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """Three checkpoints, of which the newest has a file attached."""
+    generator = np.random.default_rng(0)
+    flag = np.zeros(1, np.bool_)
+    with ReplayMemory(VECTOR, spaces.Discrete(2), 100) as memory:
+        for number in range(3):
+            for _ in range(10):
+                obs = generator.random((2, 1, 4), np.float32)
+                memory.add(obs[0], np.zeros(1, np.int64), np.ones(1), obs[1], flag, flag)
+            memory.save(tmp_path / "run", attach={"agent": b"w"} if number == 2 else None).result()
+    return tmp_path / "run"
+
+
+def called(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["checkpoint", *map(str, arguments)])
+
+
+def test_ls_names_the_checkpoints(run: Path) -> None:
+    """As a table and as JSON."""
+    found = json.loads(called("ls", run, "--json").stdout)["checkpoints"]
+    assert [entry["number"] for entry in found] == [3, 2, 1]
+    assert [entry["transitions"] for entry in found] == [30, 20, 10]
+    assert found[0]["attached"] == ["agent"]
+    assert {entry["state"] for entry in found} == {"whole"}
+    assert called("ls", run).exit_code == 0
+
+
+def test_verify_finds_one_spoilt_byte(run: Path) -> None:
+    """And says in which file; everything else is whole."""
+    assert called("verify", run).exit_code == 0
+    victim = max((run / "segments").iterdir())
+    raw = bytearray(victim.read_bytes())
+    raw[-20] ^= 1
+    victim.write_bytes(raw)
+    told = called("verify", run, "--json")
+    assert told.exit_code == 3
+    found = {entry["number"]: entry["damages"] for entry in json.loads(told.stdout)["checkpoints"]}
+    assert [number for number, damages in found.items() if damages] == [3]
+    assert found[3][0]["file"] == victim.name
+    assert called("verify", run, "--number", 2).exit_code == 0
+
+
+def test_gc_leaves_the_newest(run: Path) -> None:
+    """They can still be loaded."""
+    told = json.loads(called("gc", run, "--keep", 1, "--json").stdout)
+    assert told["left"] == [3]
+    assert told["freed_bytes"] > 0
+    with ReplayMemory.load(run) as memory:
+        assert len(memory) == 30
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "gc"])
+def test_a_place_without_checkpoints_is_told_in_one_line(command: str, tmp_path: Path) -> None:
+    """And nothing is made there."""
+    told = called(command, tmp_path / "nowhere")
+    assert told.exit_code == 1
+    assert "no FORMAT file" in told.output
+    assert not (tmp_path / "nowhere").exists()
+
+
+@pytest.mark.parametrize(
+    "kind", ["dict", *(pytest.param(kind, marks=pytest.mark.nightly) for kind in ("plain", "full"))]
+)
+def test_a_pickled_buffer_is_imported(kind: str, tmp_path: Path) -> None:
+    """Every transition of it, oldest first."""
+    space: Any = spaces.Dict({"a": VECTOR, "b": spaces.Box(0, 255, (3, 8, 8), np.uint8)})
+    if kind == "dict":
+        buffer: Any = DictReplayBuffer(40, space, spaces.Discrete(3), "cpu", 2)
+    else:
+        space = VECTOR
+        buffer = PlainReplayBuffer(40, space, spaces.Discrete(3), "cpu", 2)
+    generator = np.random.default_rng(1)
+    added = []
+    for step in range(33 if kind == "full" else 12):
+        obs, following = ([space.sample() for _ in range(2)] for _ in range(2))
+        both: list[Any] = [
+            {key: np.stack([one[key] for one in rows]) for key in one_of(rows)} if kind == "dict" else np.stack(rows)
+            for rows in (obs, following)
+        ]
+        done = generator.random(2) < 0.3
+        infos = [{"TimeLimit.truncated": bool(done[lane] and step % 2)} for lane in range(2)]
+        reward = generator.random(2).astype(np.float32)
+        buffer.add(both[0], both[1], np.array([[step % 3], [1]]), reward, done, infos)
+        added.append((both, reward, done, [bool(info["TimeLimit.truncated"]) for info in infos]))
+    save_to_pkl(tmp_path / "buffer.pkl", buffer)
+    assert called("import", tmp_path / "buffer.pkl", tmp_path / "run").exit_code == 1
+    told = called("import", tmp_path / "buffer.pkl", tmp_path / "run", "--trust")
+    assert told.exit_code == 0, told.output
+    with ReplayMemory.load(tmp_path / "run") as memory:
+        kept = added[-20:]
+        assert len(memory) == 2 * len(kept)
+        batch = memory.gather(np.arange(len(memory)))
+        for step, (both, reward, done, cut) in enumerate(kept):
+            rows = slice(2 * step, 2 * step + 2)
+            for mine, theirs in ((batch.obs, both[0]), (batch.next_obs, both[1])):
+                for key in theirs if kind == "dict" else [None]:
+                    one, two = (mine, theirs) if key is None else (mine[key], theirs[key])
+                    assert np.array_equal(one[rows], two)
+            assert np.array_equal(batch.reward[rows], reward)
+            assert (batch.terminated[rows] | batch.truncated[rows]).tolist() == done.tolist()
+            assert batch.truncated[rows].tolist() == cut
+
+
+def one_of(rows: list[Any]) -> Any:
+    return rows[0]
+
+
+def test_a_file_that_is_no_buffer_is_told(tmp_path: Path) -> None:
+    """In one line."""
+    (tmp_path / "x.pkl").write_bytes(b"no pickle")
+    told = called("import", tmp_path / "x.pkl", tmp_path / "run", "--trust")
+    assert told.exit_code == 1
+    assert "could not be read" in told.output
