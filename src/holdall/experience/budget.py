@@ -8,12 +8,10 @@ aside first: rings, the open segment, those being sealed and spilled, staging.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-
-import psutil
 
 from holdall.errors import ArgumentError
 from holdall.experience.choice import COST_CAPS
+from holdall.limits import memory_limits
 from holdall.units import format_bytes, parse_bytes
 
 _SHARE_OF_AVAILABLE = 4
@@ -26,14 +24,6 @@ SEGMENTS_ON_THE_WAY = 6
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
 _NO_LIMIT = 1 << 62
-_CGROUP_LIMITS = (
-    Path("/sys/fs/cgroup/memory.max"),
-    Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"),
-)
-_CGROUP_USES = (
-    Path("/sys/fs/cgroup/memory.current"),
-    Path("/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,12 +91,5 @@ class Budget:
 
 
 def available_bytes() -> int:
-    """Return the memory that is free for this process: the machine's, or its container's if less."""
-    available = int(psutil.virtual_memory().available)
-    for limit_file, use_file in zip(_CGROUP_LIMITS, _CGROUP_USES, strict=True):
-        try:
-            limit, use = int(limit_file.read_text()), int(use_file.read_text())
-        except (OSError, ValueError):  # no such control group, or "max": no limit
-            continue
-        available = min(available, max(limit - use, 0))
-    return available
+    """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
+    return memory_limits()[0].free_bytes

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
+from holdall.limits import control_groups, disk, shared_memory
 from holdall.plan.buffers import Version, installed_version
-from holdall.plan.limits import control_groups, disk, shared_memory
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from holdall.limits import Limit
 from holdall.plan.buffers import ROLLOUTS_KEEP_DTYPES, installed_version
 from holdall.plan.experience import Experience
-from holdall.plan.limits import Limit
 from holdall.plan.phases import Measured, host_phases
 from holdall.plan.spec import Spec
 from holdall.plan.verdict import Room, Verdict, verdict_of

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from holdall.limits import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.plan import answers
 from holdall.plan.answers import Change, Known, Profile, Row
 from holdall.plan.ask import ask
 from holdall.plan.experience import Experience, from_spaces
-from holdall.plan.limits import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.plan.phases import Measured, Phase, Traced, host_phases, vram_phases
 from holdall.plan.spec import Spec
 from holdall.plan.verdict import Check, Room, Verdict, checks, largest

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -15,71 +13,37 @@ from holdall.errors import ArgumentError, HoldallError
 from holdall.experience import budget
 from holdall.experience.budget import Budget, available_bytes
 from holdall.experience.choice import COST_CAPS
+from holdall.limits import Limit
 
 GIB = 1 << 30
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """A machine with 8 GiB free; control groups are files in the folder that is returned."""
-
-    class Memory:
-        available = 8 * GIB
-
-    monkeypatch.setattr(psutil, "virtual_memory", Memory)
-    for name in ("_CGROUP_LIMITS", "_CGROUP_USES"):
-        monkeypatch.setattr(budget, name, tuple(tmp_path / path.name for path in getattr(budget, name)))
-    return tmp_path
+def machine(monkeypatch: pytest.MonkeyPatch) -> list[Limit]:
+    """A machine with 8 GiB free; control groups are put into the list that is returned."""
+    limits = [Limit("machine", 8 * GIB, 16 * GIB)]
+    monkeypatch.setattr(budget, "memory_limits", lambda: sorted(limits, key=lambda limit: limit.free_bytes))
+    return limits
 
 
-def write_group(folder: Path, version: int, limit: str, use: str) -> None:
-    names = ("memory.max", "memory.current") if version == 2 else ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    for name, text in zip(names, (limit, use), strict=True):
-        (folder / name).write_text(text + "\n")
-
-
-def test_without_a_control_group_the_machine_counts() -> None:
-    """What the system says is available."""
+def test_the_smallest_limit_is_what_is_available(machine: list[Limit]) -> None:
+    """The machine's memory, or a control group's if that is less."""
     assert available_bytes() == 8 * GIB
+    machine.append(Limit("group", 2 * GIB, 3 * GIB))
+    assert available_bytes() == 2 * GIB
 
 
-@pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize(
-    ("limit", "use", "available"),
-    [
-        (3 * GIB, GIB, 2 * GIB),
-        (100 * GIB, GIB, 8 * GIB),
-        (GIB, GIB, 0),
-        (GIB, 2 * GIB, 0),
-        (9223372036854771712, GIB, 8 * GIB),  # version 1's way of saying that there is no limit
-    ],
-)
-def test_a_control_groups_limit_counts_as_the_machines_memory(
-    machine: Path, version: int, limit: int, use: int, available: int
-) -> None:
-    """Less what the group uses already; never below nothing, and never more than the machine has."""
-    write_group(machine, version, str(limit), str(use))
-    assert available_bytes() == available
-
-
-@pytest.mark.parametrize(("limit", "use"), [("max", "5"), ("", "5"), ("5", "what?")])
-def test_a_control_group_that_says_no_number_sets_no_limit(machine: Path, limit: str, use: str) -> None:
-    """`max` is the usual one."""
-    write_group(machine, 2, limit, use)
-    assert available_bytes() == 8 * GIB
-
-
-def test_auto_keeps_a_quarter_of_what_is_available_raw(machine: Path) -> None:
+def test_auto_keeps_a_quarter_of_what_is_available_raw(machine: list[Limit]) -> None:
     """Of the control group's, if that is less."""
     assert Budget.of("auto", "balanced", 2).raw_bytes == 2 * GIB
-    write_group(machine, 2, str(3 * GIB), str(GIB))
+    machine.append(Limit("group", 2 * GIB, 3 * GIB))
     assert Budget.of("auto", "balanced", 2).raw_bytes == GIB // 2
 
 
-def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(machine: Path) -> None:
+def test_auto_spills_only_what_half_of_what_is_available_does_not_hold(machine: list[Limit]) -> None:
     """Without a disk tier nothing is bounded: the user named no limit."""
     assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == 4 * GIB
-    write_group(machine, 2, str(3 * GIB), str(GIB))
+    machine.append(Limit("group", 2 * GIB, 3 * GIB))
     assert Budget.of("auto", "balanced", 2, spills=True).closed_bytes == GIB
     assert Budget.of("auto", "balanced", 2).closed_bytes > 2**60
 

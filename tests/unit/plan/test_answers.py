@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from holdall.limits import Limit
 from holdall.plan import answers
 from holdall.plan.answers import Known
 from holdall.plan.experience import Experience
-from holdall.plan.limits import Limit
 from holdall.plan.page import page
 from holdall.plan.phases import Measured, Traced, host_phases, process_bytes, vram_phases
 from holdall.plan.planned import Plan, assemble
