@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import signal
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import gymnasium as gym
@@ -21,6 +22,12 @@ from holdall.testing import assert_same_bits
 SPACE = spaces.Dict({"screen": spaces.Box(0, 255, (4, 40, 40), np.uint8), "speed": spaces.Box(-9, 9, (3,), np.float64)})
 BUTTONS = spaces.Discrete(2)
 LANES, STEPS = 2, 60
+
+
+@pytest.fixture(autouse=True)
+def importable(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is spawned imports this very module by its name, from the path of the one that spawns it."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 class Film(gym.Env[Any, Any]):
