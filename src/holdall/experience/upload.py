@@ -192,7 +192,8 @@ class DeviceBuilder:
             return
         out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
         sender, stream = self.line.sender(self._namer.send_here)
-        sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
+        with self.line.sending():
+            sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
         body.send(sent * slice_bytes, count * slice_bytes)
 
     def _read_from_host(self, job: _DeviceJob, named: _NamedSlices, body: Passage) -> torch.Tensor:
@@ -278,6 +279,8 @@ class _DeviceJob:
         self._draw = draw
         self.reading = reading
         self.ready: Any = None
+        is_at_hand = reading.mirrored is not None or (reading.pinned is not None and reading.pinned.is_whole)
+        self.is_quick = builder.line.works_alone and (is_at_hand or not reading.rows.large)
         rows = reading.rows
         last = reading.last or rows
         self.large = rows.large
