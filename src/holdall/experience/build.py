@@ -45,6 +45,9 @@ class Reading(NamedTuple):
 class Job(Protocol):
     """A batch that was drawn, looked up, and is still to be put together."""
 
+    is_quick: bool
+    """Whether `work` only asks a device for something, which takes less time than to wake a thread for it."""
+
     def work(self) -> None:
         """Do what takes long, in any thread."""
 
@@ -61,6 +64,8 @@ class Builder(Protocol):
 
 class _HostJob:
     """A batch in arrays, or in tensors that share their memory."""
+
+    is_quick = False
 
     def __init__(self, builder: BatchBuilder, draw: Draw, reading: Reading) -> None:
         self._arguments = (builder, draw, reading)

@@ -12,7 +12,7 @@ The head is pinned, and sent in one go; places only tell of slices that the devi
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -42,6 +42,7 @@ class Span:
     strides: tuple[int, ...]  # in elements
     offset: int  # in elements
     dtype: np.dtype[Any]
+    kind: torch.dtype  # the same, as torch calls it
 
 
 class Move(NamedTuple):
@@ -64,15 +65,22 @@ class BatchLayout:
     """The layout of batches with the same fields, shapes and dtypes.
 
     Args:
-        rows: Ids of a batch, as they are shaped.
+        kind_of: Returns torch's name of a dtype.
+        rows: The shape of a batch's ids.
         large: The leaves that lie in segments, by their position, and how each is cut; None for one that is not.
         small: All other fields.
     """
 
     def __init__(
-        self, line: Line, rows: tuple[int, ...], large: dict[int, tuple[Leaf, Cut | None]], small: Sequence[Shown]
+        self,
+        line: Line,
+        kind_of: Callable[[np.dtype[Any]], torch.dtype],
+        rows: tuple[int, ...],
+        large: dict[int, tuple[Leaf, Cut | None]],
+        small: Sequence[Shown],
     ) -> None:
         self.nbytes = 0
+        self._kind_of = kind_of
         self.large = {
             position: (self._add((*rows, *leaf.shape), leaf.dtype), self._add((*rows, *leaf.shape), leaf.dtype))
             for position, (leaf, _) in large.items()
@@ -95,7 +103,7 @@ class BatchLayout:
         strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
         first = self.nbytes
         self.nbytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return Span(first, first + nbytes, shape, strides, first // dtype.itemsize, dtype)
+        return Span(first, first + nbytes, shape, strides, first // dtype.itemsize, dtype, self._kind_of(dtype))
 
 
 class Head:

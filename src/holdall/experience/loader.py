@@ -2,7 +2,8 @@
 
 In:  a way to start a batch.  Out: batches, for ever.
 Invariant: what a batch holds depends on the calls of the consumer alone, never on how quick a thread is:
-it is drawn and looked up by the consumer's own call, and only put together in the background.
+it is drawn and looked up by the consumer's own call, and only put together in the background: by a thread, or by the
+device alone where there is nothing to do for the host.
 A batch is drawn `prefetch` batches before it is handed out; with `prefetch=0` when it is.
 """
 
@@ -51,7 +52,7 @@ class Loader:
             return job.receive()
         while len(self._under_way) <= self._prefetch:
             job = self._start()
-            self._under_way.append((job, self._worker.submit(job.work)))
+            self._under_way.append((job, _done(job) if job.is_quick else self._worker.submit(job.work)))
         job, done = self._under_way.popleft()
         done.result()
         return job.receive()
@@ -77,3 +78,14 @@ class Loader:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def _done(job: Job) -> Future[None]:
+    """Do a job at once; what it raises is raised in its turn."""
+    future: Future[None] = Future()
+    try:
+        job.work()
+        future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+    return future

@@ -75,6 +75,9 @@ class SliceNamer:
             pointer, ctypes.c_uint64, pointer, pointer,
         ]  # fmt: skip
         self._bring.restype = number
+        self._locate = library.holdall_locate
+        self._locate.argtypes = [pointer, pointer, number, number, pointer]
+        self._locate.restype = number
         self._coder = coder
         self._readings: list[Any] = []
         self.hands = Hands(library, most_hands)
@@ -104,9 +107,9 @@ class SliceNamer:
         slots = 1 << (2 * most).bit_length()
         if self._memory is None or len(self._memory[0]) < most or len(self._memory[2]) < slots:
             self._memory = (np.empty(most, np.int32), np.empty(most, np.int32), np.empty(slots, np.uint32))
-        part, number, table = self._memory
-        table[:slots] = 0
-        self._struct = _Names(address(part), address(number), address(table), slots - 1, most, 0)
+            self._struct = _Names(*(address(array) for array in self._memory))
+        self._memory[2][:slots] = 0
+        self._struct.mask, self._struct.room, self._struct.count = slots - 1, most, 0
 
     def name(
         self,
@@ -141,16 +144,8 @@ class SliceNamer:
             starts: By segment, the byte at which its slices begin, or -1.
             out: One place a name, or more.
         """
-        if self._memory is None:
-            return False
-        count = int(self._struct.count)
-        of_part, number = starts.take(self._memory[0][:count]), self._memory[1][:count]
-        if count and of_part.min() < 0:
-            return False
-        of_part //= unit
-        np.multiply(number, slice_bytes // unit, out=out[:count])
-        out[:count] += of_part
-        return True
+        found = self._locate(ctypes.addressof(self._struct), address(starts), slice_bytes, unit, address(out))
+        return int(found) < 0
 
     def bring(self, places: Places, field: int, out: Bytes, way: Way) -> int:
         """Bring all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.

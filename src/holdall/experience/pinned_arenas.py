@@ -30,6 +30,7 @@ class Pinned(NamedTuple):
     span: torch.Tensor  # bytes, from the lowest arena to the end of the highest
     starts: dict[int, NDArray[np.int64]]  # by field, and by segment: the byte of `span` its slices begin with, or -1
     held: tuple[_PinnedArena, ...]
+    is_whole: bool  # whether no segment's are left out
 
 
 class _PinnedArena:
@@ -118,7 +119,8 @@ class PinnedArenas:
         for field, parts in parts_by_field.items():
             pinned = [self._by_block.get(id(part.block)) for part in parts]
             starts[field] = np.array([-1 if entry is None else entry[1].start - first for entry in pinned], np.int64)
-        return Pinned(self._line.span(first, end - first), starts, tuple(arenas))
+        is_whole = all((of_field >= 0).all() for of_field in starts.values())
+        return Pinned(self._line.span(first, end - first), starts, tuple(arenas), is_whole)
 
 
 def _raw(part: OpenPart | ClosedPart) -> SliceBlock | None:

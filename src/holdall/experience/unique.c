@@ -65,6 +65,17 @@ EXPORT int64_t holdall_name(const part *parts, int64_t part_count, const int32_t
     return -1;
 }
 
+/* Write down where the slices named begin, in units of so many bytes, given where those of each part do.
+ * Returns -1, or the first one of a part whose start is not known: less than 0. */
+EXPORT int64_t holdall_locate(const names *n, const int64_t *starts, int64_t slice_bytes, int64_t unit, int64_t *out) {
+    for (int64_t i = 0; i < n->count; i++) {
+        const int64_t start = starts[n->part[i]];
+        if (start < 0) return i;
+        out[i] = (start + n->number[i] * slice_bytes) / unit;
+    }
+    return -1;
+}
+
 enum { MOST_WAVES = 16 };
 
 /* Starts a copy to a device and returns 0: the signature of cuMemcpyHtoDAsync. */
@@ -92,28 +103,6 @@ typedef struct {
     _Atomic int64_t done[MOST_WAVES];
 } bringing;
 
-/* Copy past the caches: nobody here reads it again, and lines need not be fetched to be overwritten. */
-static void copy_out(uint8_t *to, const uint8_t *from, int64_t nbytes) {
-#ifdef HAVE_X86
-    if (((uintptr_t)to & 15) == 0 && nbytes >= 256) {
-        int64_t at = 0;
-        for (; at + 64 <= nbytes; at += 64) {
-            const __m128i a = _mm_loadu_si128((const __m128i *)(from + at));
-            const __m128i b = _mm_loadu_si128((const __m128i *)(from + at + 16));
-            const __m128i c = _mm_loadu_si128((const __m128i *)(from + at + 32));
-            const __m128i d = _mm_loadu_si128((const __m128i *)(from + at + 48));
-            _mm_stream_si128((__m128i *)(to + at), a);
-            _mm_stream_si128((__m128i *)(to + at + 16), b);
-            _mm_stream_si128((__m128i *)(to + at + 32), c);
-            _mm_stream_si128((__m128i *)(to + at + 48), d);
-        }
-        memcpy(to + at, from + at, (size_t)(nbytes - at));
-        return;
-    }
-#endif
-    memcpy(to, from, (size_t)nbytes);
-}
-
 /* Copy or decode the slices named [from, to) to their places; returns -1, or the first that cannot be decoded. */
 static int64_t bring(const bringing *b, int64_t from, int64_t to, decoder *d) {
     const int64_t slice_bytes = b->slice_bytes;
@@ -121,15 +110,12 @@ static int64_t bring(const bringing *b, int64_t from, int64_t to, decoder *d) {
         const part *const p = &b->parts[b->n->part[i]];
         uint8_t *const here = b->out + i * slice_bytes;
         if (p->sealed == 0) {
-            copy_out(here, (const uint8_t *)(intptr_t)p->slices + b->n->number[i] * slice_bytes, slice_bytes);
+            memcpy(here, (const uint8_t *)(intptr_t)p->slices + b->n->number[i] * slice_bytes, (size_t)slice_bytes);
             continue;
         }
         const sealed_block *const block = (const sealed_block *)(intptr_t)p->sealed;
         if (!d || block->form.slice_bytes != slice_bytes || !decode_slice(d, block, b->n->number[i], here)) return i;
     }
-#ifdef HAVE_X86
-    _mm_sfence(); /* before anybody is told that they are there */
-#endif
     return -1;
 }
 

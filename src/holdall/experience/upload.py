@@ -73,7 +73,6 @@ class DeviceBuilder:
         self._lock = threading.Lock()
         self._layouts: dict[Any, BatchLayout] = {}
         self._layouts_lock = threading.Lock()
-        self._dtypes: dict[np.dtype[Any], Any] = {}
 
     def start(self, draw: Draw, reading: Reading) -> Job:
         """See `Builder`; the block is chosen here, behind all that the consumer asked the device for so far."""
@@ -96,7 +95,7 @@ class DeviceBuilder:
             if layout is None:
                 leaves = self.schema.observation.leaves
                 large = {position: (leaves[position], cut) for position, cut in cuts.items()}
-                layout = BatchLayout(self.line, rows, large, small)
+                layout = BatchLayout(self.line, self._kind_of, rows, large, small)
             self._layouts[key] = layout
             if len(self._layouts) > _KEPT_LAYOUTS:
                 del self._layouts[next(iter(self._layouts))]  # the kind not asked for the longest
@@ -192,7 +191,8 @@ class DeviceBuilder:
             return
         out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
         sender, stream = self.line.sender(self._namer.send_here)
-        sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
+        with self.line.sending():
+            sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
         body.send(sent * slice_bytes, count * slice_bytes)
 
     def _read_from_host(self, job: _DeviceJob, named: _NamedSlices, body: Passage) -> torch.Tensor:
@@ -262,12 +262,9 @@ class DeviceBuilder:
         words = (torch.complex128, torch.int64, torch.int32, torch.int16)
         return next((word for word in words if nbytes % word.itemsize == 0), torch.uint8)
 
-    def torch_dtype(self, dtype: np.dtype[Any]) -> Any:
-        """Return torch's name of a dtype."""
-        known = self._dtypes.get(dtype)
-        if known is None:
-            known = self._dtypes[dtype] = self.torch.from_numpy(np.empty(0, dtype)).dtype
-        return known
+    def _kind_of(self, dtype: np.dtype[Any]) -> torch.dtype:
+        kind: torch.dtype = self.torch.from_numpy(np.empty(0, dtype)).dtype
+        return kind
 
 
 class _DeviceJob:
@@ -278,6 +275,8 @@ class _DeviceJob:
         self._draw = draw
         self.reading = reading
         self.ready: Any = None
+        is_at_hand = reading.mirrored is not None or (reading.pinned is not None and reading.pinned.is_whole)
+        self.is_quick = builder.line.works_alone and (is_at_hand or not reading.rows.large)
         rows = reading.rows
         last = reading.last or rows
         self.large = rows.large
@@ -337,5 +336,4 @@ class _DeviceJob:
         return [leaves[leaf] for leaf in range(len(leaves))]
 
     def _see(self, span: Span) -> torch.Tensor:
-        whole = self.seen_as(self._builder.torch_dtype(span.dtype))
-        return whole.as_strided(span.shape, span.strides, span.offset)
+        return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)

@@ -19,6 +19,7 @@ from holdall.experience.native import native_kernels
 from holdall.experience.native_unique import SliceNamer, Way
 from holdall.experience.part import Places
 from holdall.experience.pinned_arenas import PinnedArenas
+from holdall.experience.upload import DeviceBuilder
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
@@ -371,3 +372,19 @@ def test_a_memory_that_is_forgotten_is_unpinned(watched: type[Watched]) -> None:
     del memory
     gc.collect()
     assert not watched.pinned
+
+
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_a_loader_that_has_nothing_to_do_on_the_host_has_the_same_batches(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    """They are asked for in the consumer's own call; an error is raised in its batch's turn all the same."""
+    monkeypatch.setattr(HostLine, "works_alone", True)
+    with fed("camera") as arrays, fed("camera", **on(where)) as there, there.loader(30, prefetch=2) as loader:
+        for _ in range(5):
+            assert_same_bits(next(loader), arrays.sample(30))
+        monkeypatch.setattr(DeviceBuilder, "fill", None)
+        for _ in range(2):
+            assert_same_bits(next(loader), arrays.sample(30))
+        with pytest.raises(TypeError):
+            next(loader)
