@@ -128,6 +128,7 @@ def one_of(rows: list[Any]) -> Any:
     return rows[0]
 
 
+@pytest.mark.nightly
 def test_a_file_that_is_no_buffer_is_told(tmp_path: Path) -> None:
     """In one line."""
     (tmp_path / "x.pkl").write_bytes(b"no pickle")

@@ -126,7 +126,7 @@ def limits(draw: st.DrawFn) -> list[tuple[object, str, int]]:
     ]
 
 
-@settings(max_examples=(settings.default or settings()).max_examples // 4)  # each writes and syncs dozens of files
+@settings(max_examples=(settings.default or settings()).max_examples // 8)  # each writes and syncs dozens of files
 @given(streams(), st.sampled_from([3, 20, 75, 200]), st.sampled_from(BUDGETS), limits(), steps)
 def test_a_loaded_memory_is_the_one_that_was_saved(
     stream: Stream,

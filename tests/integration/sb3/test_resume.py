@@ -100,7 +100,7 @@ class _Until(CheckpointCallback):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(2_000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("state", ["reset", "state"])
+@pytest.mark.parametrize("state", ["state", pytest.param("reset", marks=pytest.mark.nightly)])
 def test_a_training_that_was_killed_goes_on(tmp_path: Path, steps: int, state: str) -> None:
     """In another process, with everything of the first one gone."""
     killed("SAC", tmp_path, steps, state)

@@ -136,8 +136,8 @@ def test_frequent_saves_do_not_leave_ever_more_files(
     monkeypatch.setattr(merge, "MOST_FILES", 12)
     monkeypatch.setattr(merge, "_FILES_LEFT", 4)
     monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 300)
-    for _ in range(40):
-        trainer.add(20)
+    for _ in range(20):
+        trainer.add(30)
         trainer.memory.save(tmp_path, keep=1).result()
     assert len(list((tmp_path / "segments").iterdir())) <= 12 + 3
     with ReplayMemory.load(tmp_path) as loaded:
