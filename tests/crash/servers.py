@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -15,7 +16,9 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.parse
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -127,3 +130,85 @@ def seaweed(folder: Path) -> Iterator[Weed]:
         yield server
     finally:
         server.kill()
+
+
+class Forgetful(ThreadingHTTPServer):
+    """A server that speaks enough S3 to be saved to, and silently ignores conditions, as some do."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _ForgetfulHandler)
+        self.objects: dict[str, bytes] = {}
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What obstore needs to know."""
+        return {
+            "AWS_ENDPOINT": f"http://127.0.0.1:{self.server_address[1]}",
+            "AWS_ACCESS_KEY_ID": KEY,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+        }
+
+
+class _ForgetfulHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Forgetful
+
+    def do_PUT(self) -> None:
+        key = urllib.parse.urlsplit(self.path).path
+        self.server.objects[key] = self.rfile.read(int(self.headers["Content-Length"]))
+        self._answer(200, b"", {"ETag": '"1"'})
+
+    def do_GET(self) -> None:
+        url = urllib.parse.urlsplit(self.path)
+        query = urllib.parse.parse_qs(url.query)
+        if "list-type" in query:
+            self._list(url.path.strip("/"), query.get("prefix", [""])[0])
+            return
+        content = self.server.objects.get(url.path)
+        if content is None:
+            self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
+            return
+        named = {"ETag": '"1"', "Last-Modified": "Mon, 02 Nov 2026 00:00:00 GMT"}
+        wanted = self.headers.get("Range")
+        if wanted is None:
+            self._answer(200, content, named)
+            return
+        first, last = (int(end) for end in wanted.removeprefix("bytes=").split("-"))
+        piece = content[first : last + 1]
+        named["Content-Range"] = f"bytes {first}-{first + len(piece) - 1}/{len(content)}"
+        self._answer(206, piece, named)
+
+    def do_POST(self) -> None:
+        bucket = urllib.parse.urlsplit(self.path).path.strip("/")
+        asked = self.rfile.read(int(self.headers["Content-Length"])).decode()
+        keys = re.findall("<Key>(.*?)</Key>", asked)
+        for key in keys:
+            self.server.objects.pop(f"/{bucket}/{key}", None)
+        told = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+        self._answer(200, f"<DeleteResult>{told}</DeleteResult>".encode(), {"Content-Type": "application/xml"})
+
+    def _list(self, bucket: str, prefix: str) -> None:
+        start = f"/{bucket}/"
+        entries = "".join(
+            f"<Contents><Key>{key.removeprefix(start)}</Key><Size>{len(content)}</Size><ETag>1</ETag>"
+            "<LastModified>2026-11-02T00:00:00.000Z</LastModified></Contents>"
+            for key, content in sorted(self.server.objects.items())
+            if key.startswith(start + prefix)
+        )
+        body = f"<ListBucketResult><Name>{bucket}</Name><IsTruncated>false</IsTruncated>{entries}</ListBucketResult>"
+        self._answer(200, body.encode(), {"Content-Type": "application/xml"})
+
+    def _answer(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""

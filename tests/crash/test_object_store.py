@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from pathlib import Path
@@ -15,7 +16,7 @@ from holdall.checkpoint.manifest import Manifest, Ref
 from holdall.checkpoint.objectstore import Objects, RemotePlace
 
 from .nursery import LANES, SPACE, add, require_right
-from .servers import Weed
+from .servers import Forgetful, Weed
 
 
 def new_memory() -> ReplayMemory:
@@ -53,6 +54,27 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
     named = {name for number in library.numbers() for name in library.manifest(number).files}
     assert set(library.file_sizes()) == named
     assert place.is_fenced
+
+
+def test_a_store_that_ignores_conditions_is_found_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said so, and it can be saved to by one writer all the same."""
+    pytest.importorskip("obstore", reason="needs the extra [cloud]")
+    with Forgetful() as server, new_memory() as memory:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        grow(memory, 30)
+        with caplog.at_level(logging.WARNING, "holdall"):
+            for _ in range(3):
+                grow(memory, 5)
+                memory.save("s3://runs/forgetful", keep=1).result()
+        assert "ignores conditions" in caplog.text
+        with ReplayMemory.load("s3://runs/forgetful") as loaded:
+            assert loaded.next_id == memory.next_id
+            require_right(loaded)
+        server.shutdown()
 
 
 @pytest.mark.nightly

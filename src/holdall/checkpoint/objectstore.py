@@ -12,6 +12,7 @@ import contextlib
 import logging
 import mmap
 import os
+import re
 import tempfile
 import threading
 from collections.abc import Callable, Iterable
@@ -36,6 +37,8 @@ from holdall.errors import CheckpointError, DamageError, FencedError, MissingPac
 SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _FETCH_BYTES = 8 * 2**20
+_FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
+"""Answers that stay the same however often one asks; the rest is waited out."""
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 """Of a single request; beyond that, the loop here tries for as long as it takes."""
 
@@ -123,6 +126,8 @@ class Objects:
             except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
                 raise CheckpointError(f"{self.url} refuses access ({_short(error)}); check the credentials") from error
             except Exception as error:
+                if _FINAL.search(str(error)):
+                    raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
                 if not told:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
                 told = True
