@@ -603,6 +603,9 @@ class ReplayMemory:
         self._sampler = Uniform() if sampler is None else sampler
         if type(self._sampler).__name__ == saved["kind"]:
             self._sampler.restore(saved["state"])
+            for one in (self._sampler, getattr(self._sampler, "by", None)):
+                if isinstance(one, Prioritized):
+                    one.resize(self.capacity, store.first_tick * self._lanes)
         elif sampler is None:
             raise ArgumentError(
                 f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "

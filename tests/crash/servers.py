@@ -5,7 +5,12 @@ A server that is not installed, or does not start, raises `MissingServerError`.
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import email.utils
+import hashlib
+import hmac
+import http.client
 import json
 import os
 import re
@@ -41,6 +46,7 @@ def free_ports(count: int) -> list[int]:
 
 def _is_free(port: int) -> bool:
     with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:
@@ -132,14 +138,76 @@ def seaweed(folder: Path) -> Iterator[Weed]:
         server.kill()
 
 
+AZURITE_PORT = 10_000
+_AZURITE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+"""The key that every emulator has; it is published with it."""
+
+
+@contextlib.contextmanager
+def azurite(folder: Path, container: str) -> Iterator[dict[str, str]]:
+    """Run Azure's emulator, with one container; it has one port, since its clients know no other."""
+    if not _is_free(AZURITE_PORT):
+        raise MissingServerError(f"port {AZURITE_PORT} is taken")
+    arguments = [
+        program("azurite-blob"), "--blobHost", "127.0.0.1", "--blobPort", str(AZURITE_PORT), "--location", str(folder),
+        "--disableTelemetry", "--silent", "--skipApiVersionCheck",
+    ]  # fmt: skip
+    process = subprocess.Popen(arguments, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        wait_for(AZURITE_PORT, process)
+        _make_container(container)
+        yield {"AZURE_STORAGE_USE_EMULATOR": "true"}
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _make_container(name: str) -> None:
+    date, version = email.utils.formatdate(usegmt=True), "2021-08-06"
+    account = "devstoreaccount1"
+    signed = (
+        "PUT" + "\n" * 12 + f"x-ms-date:{date}\nx-ms-version:{version}\n/{account}/{account}/{name}\nrestype:container"
+    )
+    digest = hmac.new(base64.b64decode(_AZURITE_KEY), signed.encode(), hashlib.sha256).digest()
+    connection = http.client.HTTPConnection("127.0.0.1", AZURITE_PORT)
+    headers = {
+        "x-ms-date": date,
+        "x-ms-version": version,
+        "Authorization": f"SharedKey {account}:{base64.b64encode(digest).decode()}",
+        "Content-Length": "0",
+    }
+    connection.request("PUT", f"/{account}/{name}?restype=container", headers=headers)
+    answer = connection.getresponse()
+    connection.close()
+    if answer.status != 201:
+        raise MissingServerError(f"no container could be made: {answer.status}")
+
+
 class Forgetful(ThreadingHTTPServer):
-    """A server that speaks enough S3 to be saved to, and silently ignores conditions, as some do."""
+    """A server that speaks enough S3 and Google's dialect of it to be saved to.
+
+    Args:
+        honours: Whether it keeps to conditions; some servers silently do not.
+    """
 
     daemon_threads = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, honours: bool = False) -> None:
         super().__init__(("127.0.0.1", 0), _ForgetfulHandler)
+        self.honours = honours
         self.objects: dict[str, bytes] = {}
+
+    @property
+    def google_environment(self) -> dict[str, str]:
+        """The same for Google's client, without keys."""
+        account = {
+            "gcs_base_url": f"http://127.0.0.1:{self.server_address[1]}",
+            "disable_oauth": True,
+            "client_email": "",
+            "private_key": "",
+            "private_key_id": "",
+        }
+        return {"GOOGLE_SERVICE_ACCOUNT_KEY": json.dumps(account), "GOOGLE_ALLOW_HTTP": "true"}
 
     @property
     def environment(self) -> dict[str, str]:
@@ -153,14 +221,29 @@ class Forgetful(ThreadingHTTPServer):
         }
 
 
+_NAMED = {"ETag": '"1"', "Last-Modified": "Mon, 02 Nov 2026 00:00:00 GMT", "x-goog-generation": "1"}
+
+
 class _ForgetfulHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: Forgetful
 
     def do_PUT(self) -> None:
-        key = urllib.parse.urlsplit(self.path).path
-        self.server.objects[key] = self.rfile.read(int(self.headers["Content-Length"]))
-        self._answer(200, b"", {"ETag": '"1"'})
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        is_new_only = self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
+        if self.server.honours and is_new_only and self._key in self.server.objects:
+            self._answer(412, b"<Error><Code>PreconditionFailed</Code></Error>", {})
+            return
+        self.server.objects[self._key] = content
+        self._answer(200, b"", _NAMED)
+
+    def do_DELETE(self) -> None:
+        self.server.objects.pop(self._key, None)
+        self._answer(204, b"", {})
+
+    @property
+    def _key(self) -> str:
+        return urllib.parse.unquote(urllib.parse.urlsplit(self.path).path)
 
     def do_GET(self) -> None:
         url = urllib.parse.urlsplit(self.path)
@@ -168,19 +251,18 @@ class _ForgetfulHandler(BaseHTTPRequestHandler):
         if "list-type" in query:
             self._list(url.path.strip("/"), query.get("prefix", [""])[0])
             return
-        content = self.server.objects.get(url.path)
+        content = self.server.objects.get(self._key)
         if content is None:
             self._answer(404, b"<Error><Code>NoSuchKey</Code></Error>", {})
             return
-        named = {"ETag": '"1"', "Last-Modified": "Mon, 02 Nov 2026 00:00:00 GMT"}
         wanted = self.headers.get("Range")
         if wanted is None:
-            self._answer(200, content, named)
+            self._answer(200, content, _NAMED)
             return
         first, last = (int(end) for end in wanted.removeprefix("bytes=").split("-"))
         piece = content[first : last + 1]
-        named["Content-Range"] = f"bytes {first}-{first + len(piece) - 1}/{len(content)}"
-        self._answer(206, piece, named)
+        span = {"Content-Range": f"bytes {first}-{first + len(piece) - 1}/{len(content)}"}
+        self._answer(206, piece, _NAMED | span)
 
     def do_POST(self) -> None:
         bucket = urllib.parse.urlsplit(self.path).path.strip("/")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -16,7 +17,7 @@ from holdall.checkpoint.manifest import Manifest, Ref
 from holdall.checkpoint.objectstore import Objects, RemotePlace
 
 from .nursery import LANES, SPACE, add, require_right
-from .servers import Forgetful, Weed
+from .servers import Forgetful, MissingServerError, Weed, azurite
 
 
 def new_memory() -> ReplayMemory:
@@ -54,6 +55,51 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
     named = {name for number in library.numbers() for name in library.manifest(number).files}
     assert set(library.file_sizes()) == named
     assert place.is_fenced
+
+
+def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its emulator keeps to conditions as the service does."""
+    pytest.importorskip("obstore", reason="needs the extra [cloud]")
+    with contextlib.ExitStack() as stack:
+        try:
+            environment = stack.enter_context(azurite(tmp_path, "runs"))
+        except MissingServerError as error:
+            pytest.skip(f"needs Azurite (npm install azurite): {error}")
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        memory = stack.enter_context(new_memory())
+        for _ in range(4):
+            grow(memory, 60)
+            memory.save("az://runs/one", keep=2).result()
+        loaded = stack.enter_context(ReplayMemory.load("az://runs/one"))
+        assert loaded.next_id == memory.next_id
+        require_right(loaded)
+        place = RemotePlace("az://runs/one")
+        assert place.is_fenced
+        assert place.library.numbers() == [4, 3]
+        with pytest.raises(FencedError):
+            place.commit(manifest_of(place, 4, "b" * 32))
+
+
+def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a small server that keeps to generations as the service says that it does."""
+    pytest.importorskip("obstore", reason="needs the extra [cloud]")
+    with Forgetful(honours=True) as server, new_memory() as memory:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        for name, value in server.google_environment.items():
+            monkeypatch.setenv(name, value)
+        for _ in range(3):
+            grow(memory, 30)
+            memory.save("gs://runs/one", keep=2).result()
+        with ReplayMemory.load("gs://runs/one") as loaded:
+            assert loaded.next_id == memory.next_id
+            require_right(loaded)
+        place = RemotePlace("gs://runs/one")
+        assert place.is_fenced
+        assert place.library.numbers() == [3, 2]
+        with pytest.raises(FencedError):
+            place.commit(manifest_of(place, 3, "b" * 32))
+        server.shutdown()
 
 
 def test_a_store_that_ignores_conditions_is_found_out(

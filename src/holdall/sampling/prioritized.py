@@ -133,6 +133,15 @@ class Prioritized:
         rounds, slot = divmod(next_id, self._capacity)
         return slots + self._capacity * (rounds - (slots >= slot))
 
+    def resize(self, capacity: int, first_id: int) -> None:
+        """Belong to a memory of another capacity, which holds the ids from `first_id` on."""
+        if self._tree is None or capacity == self._capacity:
+            return
+        ids = np.arange(max(first_id, self._next_id - min(capacity, self._capacity)), self._next_id)
+        leaves = self._tree.values(ids % self._capacity)
+        self._tree, self._capacity = SumTree(capacity), capacity
+        self._tree.put(ids % capacity, leaves)
+
     def _caught_up(self, held: Held) -> SumTree:
         """Give transitions that were added since the last call their first priority; take it from those that left."""
         if self._tree is None:

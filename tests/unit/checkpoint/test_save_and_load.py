@@ -91,6 +91,26 @@ def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
             assert (anew.sample(10).weights == 1).all()
 
 
+@pytest.mark.parametrize("capacity", [100, 604, 5000])
+def test_priorities_fit_another_capacity(tmp_path: Path, capacity: int) -> None:
+    """Every transition that is kept has the priority that it had."""
+    trainer = Trainer(capacity=1000, sampler=Prioritized(alpha=1.0))
+    with trainer.memory as memory:
+        trainer.add(800)
+        memory.sample(1)
+        ids = np.arange(memory.first_id, memory.next_id)
+        memory.update_priorities(ids, ids % 17 + 1.0)
+        memory.save(tmp_path).result()
+    sampler = Prioritized(alpha=1.0)
+    with ReplayMemory.load(tmp_path, capacity=capacity, sampler=sampler) as loaded:
+        drawn = loaded.sample(64).ids
+        assert sampler._tree is not None
+        assert np.allclose(sampler._tree.values(drawn % loaded.capacity), drawn % 17 + 1.0)
+        tick = trainer.stream.tick().arguments()
+        loaded.add(**tick)
+        loaded.sample(64)
+
+
 def test_saving_again_writes_only_what_is_new(tmp_path: Path, trainer: Trainer) -> None:
     """Nothing new: nothing but the open segment's pieces, the newest rows and the manifest."""
     trainer.add(500)
