@@ -307,8 +307,8 @@ class ReplayMemory:
             priorities: Numbers of at least 0, one a row of the batch.
         """
         told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
-        wanted = np.asarray(ids)
-        wanted = _as_ids(wanted.reshape(-1)).reshape(wanted.shape)
+        given = np.asarray(ids)
+        wanted = _as_ids(given) if given.ndim == 1 else _as_ids(given.reshape(-1)).reshape(given.shape)
         update = getattr(self._sampler, "update_priorities", None)
         if update is None:
             raise ArgumentError(

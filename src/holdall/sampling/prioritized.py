@@ -21,7 +21,6 @@ from holdall.sampling.sumtree import SumTree
 
 _MOST = 1e280
 """Scaled priorities up to this can be added up for any memory."""
-_FLOATS = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Prioritized:
@@ -41,8 +40,11 @@ class Prioritized:
         self._alpha = require_number("alpha", alpha, 0.0)
         self.beta = beta
         self._floor = require_number("floor", floor, 1e-30)
-        self._most = _MOST ** (1 / max(self._alpha, 1.0))
-        self._highest = 1.0
+        self._highest = (1.0 + self._floor) ** self._alpha  # of all told so far, scaled
+        if not 0 < self._floor**self._alpha < _MOST:
+            raise ArgumentError(
+                f"floor ({floor!r}) to the power of alpha ({alpha!r}) is no number above 0; raise floor"
+            )
         self._tree: SumTree | None = None
         self._capacity = 0
         self._first_id = 0  # of the first transition that may have one
@@ -68,9 +70,8 @@ class Prioritized:
         tree = self._caught_up(held)
         if tree.total <= 0:
             raise ArgumentError("none of the transitions held may be drawn by this sampler; add more first")
-        slots, scaled = tree.find(generator.random(count))
-        weights = (scaled.min() / scaled).astype(np.float32) ** np.float32(self._beta)
-        return Draw(self._ids(slots, held.next_id), weights)
+        slots, shares = tree.find(generator.random(count))
+        return Draw(self._ids(slots, held.next_id), shares ** np.float32(self._beta))
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Set the priorities of transitions; of equal ids the last one counts."""
@@ -81,21 +82,36 @@ class Prioritized:
             )
         if priorities.dtype.kind not in "iuf":
             raise ArgumentError(f"priorities has dtype {priorities.dtype}; pass integers or floating point numbers")
-        given = priorities if priorities.dtype in _FLOATS else priorities.astype(np.float64)
-        if given.size and not (given.min() >= 0 and float(given.max()) <= self._most):
-            wrong = given[~((given >= 0) & (given <= self._most))]
-            raise ArgumentError(f"priorities holds {wrong[0]}; pass numbers from 0 to {self._most:g}")
-        scaled = (given + given.dtype.type(self._floor)) ** given.dtype.type(self._alpha)
-        if ids.size and ids.max() >= held.next_id:
-            raise TransitionIdError(f"ids holds {ids.max()}, but nothing from {held.next_id} on was added yet")
-        if ids.size and ids.min() < held.first_id:
-            kept = ids >= held.first_id
-            ids, given, scaled = ids[kept], given[kept], scaled[kept]
-        if not held.fields.all_valid and not (valid := held.fields.are_valid(ids)).all():
-            raise TransitionIdError(f"ids holds {ids[~valid][0]}, which was added with valid=False; leave it out")
-        if ids.size:
-            tree.put(ids if held.next_id <= self._capacity else ids % self._capacity, scaled)
-            self._highest = max(self._highest, float(given.max()))
+        if not held.fields.all_valid:
+            self._require_valid(held, ids)
+        if priorities.size and priorities.min() < 0:
+            raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
+        scaled = self._scaled(priorities)
+        told = tree.tell(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
+        if told is None:
+            raise self._refusal(held, ids, priorities, scaled)
+        self._highest = max(self._highest, told)
+
+    def _scaled(self, priorities: NDArray[Any]) -> NDArray[np.float64]:
+        """Add the floor, and raise to alpha; in float32 if that is what was given and is precise enough."""
+        if priorities.dtype == np.float32 and self._alpha <= 1:
+            powers = (priorities + np.float32(self._floor)) ** np.float32(self._alpha)
+            return np.asarray(powers, np.float64)
+        with np.errstate(over="ignore"):  # beyond the largest number is beyond the largest priority, too
+            return np.asarray((priorities + self._floor) ** self._alpha, np.float64)
+
+    @staticmethod
+    def _require_valid(held: Held, ids: Ids) -> None:
+        known = ids[(ids >= held.first_id) & (ids < held.next_id)]
+        if not (valid := held.fields.are_valid(known)).all():
+            raise TransitionIdError(f"ids holds {known[~valid][0]}, which was added with valid=False; leave it out")
+
+    @staticmethod
+    def _refusal(held: Held, ids: Ids, priorities: NDArray[Any], scaled: NDArray[np.float64]) -> Exception:
+        if ids.max() >= held.next_id:
+            return TransitionIdError(f"ids holds {ids.max()}, but nothing from {held.next_id} on was added yet")
+        wrong = priorities[~((scaled > 0) & (scaled <= _MOST))][0]
+        return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
 
     def state(self) -> State:
         """Return the scaled priorities by slot, and the numbers that new ones depend on."""
@@ -154,8 +170,9 @@ class Prioritized:
         first = max(self._next_id, held.first_id)
         if first < held.next_id:
             ids = np.arange(first, held.next_id)
-            scaled = (self._highest + self._floor) ** self._alpha
-            self._tree.put(ids % self._capacity, scaled if held.allows_all else np.where(held.allows(ids), scaled, 0.0))
+            first_told = self._highest
+            given = first_told if held.allows_all else np.where(held.allows(ids), first_told, 0.0)
+            self._tree.put(ids % self._capacity, given)
             self._next_id = held.next_id
         left_early = np.arange(max(self._first_id, held.next_id - self._capacity), held.first_id)
         if left_early.size:  # before others took their slots: a budget in bytes may hold less than the capacity

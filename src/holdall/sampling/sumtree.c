@@ -1,11 +1,18 @@
 /* Sums over a binary tree of doubles: node 1 is the root, the children of i are 2 i and 2 i + 1,
  * and the leaves stand last. Mirrored, to the last bit, by sumtree.py. */
+#include <math.h>
 #include <stdint.h>
 
 #ifdef _WIN32
 #define EXPORT __declspec(dllexport)
 #else
 #define EXPORT __attribute__((visibility("default")))
+#endif
+
+#if defined(__GNUC__) || defined(__clang__)
+#define FETCH_SOON(where) __builtin_prefetch(where)
+#else
+#define FETCH_SOON(where) ((void)0)
 #endif
 
 enum { AT_ONCE = 128 }; /* walks side by side: each waits for memory at every level */
@@ -22,9 +29,35 @@ EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots
         }
 }
 
-/* Find the slots that points of [0, 1) times the root fall on, and what they hold. */
+/* Put numbers under ids, which stand in slots modulo `capacity`; ids below `first_id` are passed over, and of equal
+ * ones the last counts. Returns -1 and the largest number put, or, with nothing changed, the first entry whose id is
+ * not below `next_id` or whose number is not above 0 and at most `most`. */
+EXPORT int64_t holdall_tree_tell(double *nodes, int64_t leaves, const int64_t *ids, const double *values, int64_t count,
+                                 int64_t first_id, int64_t next_id, int64_t capacity, double most, double *largest) {
+    for (int64_t i = 0; i < count; i++)
+        if (ids[i] >= next_id || !(values[i] > 0 && values[i] <= most)) return i;
+    for (int64_t begin = 0; begin < count; begin += AT_ONCE) {
+        const int64_t end = begin + AT_ONCE < count ? begin + AT_ONCE : count;
+        int64_t node[AT_ONCE], some = 0;
+        for (int64_t i = begin; i < end; i++) {
+            if (ids[i] < first_id) continue;
+            node[some] = leaves + (next_id <= capacity ? ids[i] : ids[i] % capacity);
+            nodes[node[some++]] = values[i];
+            if (values[i] > *largest) *largest = values[i];
+        }
+        for (int64_t level = leaves; level > 1; level /= 2)
+            for (int64_t i = 0; i < some; i++) {
+                node[i] /= 2;
+                nodes[node[i]] = nodes[2 * node[i]] + nodes[2 * node[i] + 1];
+            }
+    }
+    return -1;
+}
+
+/* Find the slots that points of [0, 1) times the root fall on, and for each the lowest number found over its own. */
 EXPORT void holdall_tree_find(const double *nodes, int64_t leaves, const double *points, int64_t count, int64_t *slots,
-                              double *values) {
+                              float *shares) {
+    double lowest = INFINITY;
     for (int64_t begin = 0; begin < count; begin += AT_ONCE) {
         const int64_t some = begin + AT_ONCE < count ? AT_ONCE : count - begin;
         int64_t node[AT_ONCE];
@@ -37,10 +70,12 @@ EXPORT void holdall_tree_find(const double *nodes, int64_t leaves, const double 
                 const int64_t right = ((left_over[i] >= in_left) & (in_right > 0)) | (in_left == 0);
                 left_over[i] -= (double)right * in_left; /* no branch: half of them would be foretold wrongly */
                 node[i] = 2 * node[i] + right;
+                FETCH_SOON(nodes + (2 * level < leaves ? 2 * node[i] : 1));
             }
         for (int64_t i = 0; i < some; i++) {
             slots[begin + i] = node[i] - leaves;
-            values[begin + i] = nodes[node[i]];
+            lowest = nodes[node[i]] < lowest ? nodes[node[i]] : lowest;
         }
     }
+    for (int64_t i = 0; i < count; i++) shares[i] = (float)(lowest / nodes[leaves + slots[i]]);
 }

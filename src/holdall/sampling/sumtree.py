@@ -75,16 +75,44 @@ class SumTree:
                 self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
         self._add_up_above(above)
 
-    def find(self, points: Numbers) -> tuple[Slots, Numbers]:
-        """Return the slots that points of [0, 1) fall on, and their numbers; never a slot that holds 0."""
+    def tell(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
+        """Set the numbers of ids, which stand in slots modulo the capacity; of equal ids the last one counts.
+
+        Return the largest number set, or None, with nothing changed, if an id was not added yet or a number is not
+        above 0 and at most `most`.
+
+        Args:
+            held: First id held, next id to come, and the capacity; older ids are passed over.
+        """
+        first, end, capacity = held
+        if self._compiled is None:
+            if ids.size and not (ids.max() < end and values.min() > 0 and values.max() <= most):
+                return None
+            kept = ids >= first
+            self.put(ids[kept] % capacity, values[kept])
+            return float(values[kept].max(initial=0.0))
+        largest = ctypes.c_double(0.0)
+        named, numbers = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(values, np.float64)
+        failed = self._compiled.tell(
+            _start(self._nodes), self._leaves, _start(named), _start(numbers), len(named),
+            first, end, capacity, most, ctypes.addressof(largest),
+        )  # fmt: skip
+        return largest.value if failed < 0 else None
+
+    def find(self, points: Numbers) -> tuple[Slots, NDArray[np.float32]]:
+        """Return the slots that points of [0, 1) fall on, and for each the lowest number found over its own.
+
+        A slot that holds 0 is never found.
+        """
         if self._compiled is None:
             slots = self._find(points * self._nodes[1])
-            return slots, self.values(slots)
-        place, values = np.empty(len(points), np.int64), np.empty(len(points), np.float64)
+            found = self.values(slots)
+            return slots, (found.min(initial=np.inf) / found).astype(np.float32)
+        place, shares = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
         self._compiled.find(
-            _start(self._nodes), self._leaves, _start(points), len(points), _start(place), _start(values)
+            _start(self._nodes), self._leaves, _start(points), len(points), _start(place), _start(shares)
         )
-        return place, values
+        return place, shares
 
     def _find(self, left_over: Numbers) -> Slots:
         nodes, node = self._nodes, np.ones(len(left_over), np.int64)
@@ -122,6 +150,9 @@ class _Compiled:
         self.put = library.holdall_tree_put
         self.put.argtypes = [pointer, number, pointer, pointer, number, number]
         self.put.restype = None
+        self.tell = library.holdall_tree_tell
+        self.tell.argtypes = [pointer, number, pointer, pointer, *[number] * 4, ctypes.c_double, pointer]
+        self.tell.restype = number
         self.find = library.holdall_tree_find
         self.find.argtypes = [pointer, number, pointer, number, pointer, pointer]
         self.find.restype = None

@@ -29,9 +29,9 @@ def test_a_point_falls_on_the_slot_whose_numbers_it_lies_between(slots: int) -> 
     assert tree.total == numbers.sum()
     points = np.arange(0, numbers.sum(), 0.5)
     expected = np.searchsorted(np.cumsum(numbers), points, side="right")
-    found, values = tree.find((points + 0.25) / numbers.sum())
+    found, shares = tree.find((points + 0.25) / numbers.sum())
     assert found.tolist() == expected.tolist()
-    assert values.tolist() == numbers[expected].tolist()
+    assert shares.tolist() == (numbers[expected].min() / numbers[expected]).astype(np.float32).tolist()
 
 
 @pytest.mark.parametrize("changes", [1, 30, 900])
@@ -53,8 +53,8 @@ def test_nothing_is_found_that_holds_nothing() -> None:
     tree = SumTree(100)
     tree.put(np.arange(0, 90, 3), np.random.default_rng(0).random(30) * 1e-3)
     points = np.append(np.random.default_rng(1).random(1000), [0.0, 1.0, np.nextafter(1.0, 2.0)])
-    found, values = tree.find(points)
-    assert (values > 0).all()
+    found, _ = tree.find(points)
+    assert (tree.values(found) > 0).all()
     assert (found % 3 == 0).all()
 
 
@@ -83,5 +83,20 @@ def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         for tree in (compiled, portable):
             tree.put(slots, values)
         assert compiled._nodes.tobytes() == portable._nodes.tobytes()
-        for one, other in zip(compiled.find(points), portable.find(points), strict=True):
-            assert one.tobytes() == other.tobytes()
+        slots_found, shares = compiled.find(points)
+        expected_slots, expected_shares = portable.find(points)
+        assert slots_found.tolist() == expected_slots.tolist()
+        assert shares.tobytes() == expected_shares.tobytes()
+        told = (slots, np.atleast_1d(values).repeat(1 if count % 2 else count), (0, 3000, 3000), 10.0)
+        assert compiled.tell(*told) == portable.tell(*told)
+        assert compiled._nodes.tobytes() == portable._nodes.tobytes()
+
+
+def test_numbers_are_told_by_id_and_evicted_ids_are_passed_over() -> None:
+    """Slots are ids modulo the capacity; what cannot be told changes nothing."""
+    tree = SumTree(10)
+    assert tree.tell(np.array([12, 3, 12]), np.array([1.0, 7.0, 4.0]), (8, 18, 10), 9.0) == 4.0
+    assert tree.values(np.arange(10)).tolist() == [0, 0, 4.0, 0, 0, 0, 0, 0, 0, 0]
+    for ids, values in (([13, 18], [1.0, 1.0]), ([13, 14], [1.0, 0.0]), ([13, 14], [1.0, np.nan]), ([13], [9.5])):
+        assert tree.tell(np.array(ids), np.array(values), (8, 18, 10), 9.0) is None
+    assert tree.total == 4.0
