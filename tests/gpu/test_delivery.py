@@ -17,7 +17,7 @@ pytestmark = pytest.mark.gpu
 OBSERVATIONS = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "vector": spaces.Box(-1, 1, (9,))})
 
 
-def filled(device: str | None, budget: str | None = "auto", **how: Any) -> holdall.ReplayMemory:
+def filled(device: str | None, budget: str | int | None = "auto", **how: Any) -> holdall.ReplayMemory:
     """Fill a memory with frame stacks and vectors, always the same ones."""
     memory = holdall.ReplayMemory(
         OBSERVATIONS, spaces.Discrete(3), capacity=2_000, num_envs=2, device=device, budget=budget, seed=0, **how
@@ -134,3 +134,14 @@ def test_a_consumer_on_a_stream_of_its_own_is_served() -> None:
     with filled("cuda") as memory, filled(None) as here, torch.cuda.stream(own):
         for _ in range(10):
             assert_same_bits(memory.sample(128), here.sample(128))
+
+
+@pytest.mark.parametrize("budget", ["auto", 200_000_000])
+def test_batches_outlive_a_memory_that_is_forgotten(budget: Any) -> None:
+    """Whatever was still under way when the last reference went: pinned arenas, and pinned staging."""
+    there, here = filled("cuda", budget), filled(None)
+    batches = [there.sample(1_500) for _ in range(8)]
+    del there
+    torch.empty(64 << 20, dtype=torch.uint8, pin_memory=True).fill_(7)  # takes what was freed too early
+    for batch in batches:
+        assert_same_bits(batch, here.sample(1_500))

@@ -6,7 +6,8 @@ Invariant: spans do not overlap, and each begins where any dtype may.
     block:  large observations, one field after another | small fields | names of slices | places of slices
     head:                                                 small fields | names of slices | places of slices
 
-The head is pinned, and sent in one go; places only tell of slices that the device reads on the host by itself.
+The head is pinned. Names and places are sent first, so that the bus is busy while small fields are packed; places
+only tell of slices that the device reads on the host by itself.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ class BatchLayout:
         }
         self.head_first = self.nbytes
         self.small = [self._add(shown.shape, shown.array.dtype) for shown in small]
+        self.names_first = self.nbytes
         count = math.prod(rows)
         cuts = {position: cut for position, (_, cut) in large.items() if cut is not None}
         self.names = {
@@ -111,6 +113,8 @@ class Head:
 
     def __init__(self, line: Line, layout: BatchLayout, shapes: list[tuple[int, ...]]) -> None:
         self.host: torch.Tensor = line.host_bytes(layout.nbytes - layout.head_first)
+        small_bytes = layout.names_first - layout.head_first
+        self.fields, self.named = self.host[:small_bytes], self.host[small_bytes:]
         self.left: Any = None  # a mark behind the copy from here
         array = self.host.numpy()
 

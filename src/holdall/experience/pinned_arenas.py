@@ -7,6 +7,7 @@ pinned, or is compressed, is said to lie nowhere, and goes the way through stagi
 
 from __future__ import annotations
 
+import os
 import sys
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
@@ -55,7 +56,7 @@ class PinnedArenas:
         self._pinned: Pinned | None = None
         self._registered: dict[int, Bytes] = {}
         # Memory must not be unmapped while a device may read it, even if nobody closes the store.
-        self._release = weakref.finalize(self, _unpin_all, line, self._registered)
+        self._release = weakref.finalize(self, _unpin_all, line, self._registered, os.getpid())
 
     def brought_up_to_date(self, store: Store) -> Pinned | None:
         """Pin what is new, let go of what nobody reads any more, and say where everything is."""
@@ -131,7 +132,9 @@ def _raw(part: OpenPart | ClosedPart) -> SliceBlock | None:
     return block
 
 
-def _unpin_all(line: Line, registered: dict[int, Bytes]) -> None:
-    for start in registered:
-        line.unpin(start)
+def _unpin_all(line: Line, registered: dict[int, Bytes], process: int) -> None:
+    if registered and process == os.getpid():  # a forked child has no part in the device
+        line.wait(line.mark())  # batches that were handed out may still be read from here
+        for start in registered:
+            line.unpin(start)
     registered.clear()

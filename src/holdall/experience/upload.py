@@ -109,27 +109,15 @@ class DeviceBuilder:
 
     def fill(self, job: _DeviceJob) -> None:
         """Bring all fields of a batch to its block."""
-        layout = job.layout
         with self._lock, self.line.at_work():
-            head, passages = layout.heads[self._turn], self._passages[self._turn]
+            head, passages = job.layout.heads[self._turn], self._passages[self._turn]
             self._turn = (self._turn + 1) % _PASSAGES
             self.line.hold(job.free)
             if head.left is not None:
                 self.line.wait(head.left)
             self._forget_passed()
             try:
-                slices = [
-                    self._send_slices(job, leaf, cut, head, passages)
-                    for leaf, cut in job.cuts.items()
-                    if cut is not None and job.count
-                ]
-                for leaf, cut in job.cuts.items():
-                    if cut is None:
-                        self._send_whole(job, leaf, passages)
-                head.pack(job.small)
-                job.block[layout.head_first :].copy_(head.host, non_blocking=True)
-                for named in slices:
-                    self._stack(job, named, passages)
+                self._send(job, head, passages)
             except BaseException:
                 self.line.wait(self.line.mark())  # copies that C started may still read what is about to go
                 raise
@@ -139,6 +127,26 @@ class DeviceBuilder:
                     passages[leaf].left = job.ready
             if job.reading.pinned is not None:
                 self._under_way.append((job.ready, job.reading))
+
+    def _send(self, job: _DeviceJob, head: Head, passages: dict[int, Passage]) -> None:
+        """Send everything, the slowest first, and stack what is there."""
+        layout = job.layout
+        slices = [
+            self._send_slices(job, leaf, cut, head, passages)
+            for leaf, cut in job.cuts.items()
+            if cut is not None and job.count
+        ]
+        for leaf, cut in job.cuts.items():
+            if cut is None:
+                self._send_whole(job, leaf, passages)
+        if slices:
+            job.block[layout.names_first :].copy_(head.named, non_blocking=True)
+            slices = [self._at_hand(job, named, passages) for named in slices]
+        head.pack(job.small)
+        job.block[layout.head_first : layout.names_first].copy_(head.fields, non_blocking=True)
+        for named in slices:
+            for move in layout.moves[named.leaf]:
+                self._move(job, named, move)
 
     def _passage(self, leaf: int, passages: dict[int, Passage]) -> Passage:
         if leaf not in passages:
@@ -195,17 +203,18 @@ class DeviceBuilder:
             sent = self._namer.bring(places, field, out, Way(sender, body.device.data_ptr(), stream))
         body.send(sent * slice_bytes, count * slice_bytes)
 
-    def _read_from_host(self, job: _DeviceJob, named: _NamedSlices, body: Passage) -> torch.Tensor:
-        """Let the device read slices where they lie on the host, and return them as rows."""
-        word, words = named.word, named.words
-        span: Any = named.on_host
+    def _at_hand(self, job: _DeviceJob, named: _NamedSlices, passages: dict[int, Passage]) -> _NamedSlices:
+        """Let the device read slices where they lie on the host, if it has not got them."""
+        word, words, span = named.word, named.words, named.on_host
+        if span is None:
+            return named
         whole = span[: span.numel() // word.itemsize * word.itemsize].view(word)
         # A row begins with every word, so that one may begin wherever a slice does.
         rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
         places = job.seen_as(self.torch.int64).as_strided((named.unique,), (1,), job.layout.places[named.leaf].offset)
-        slices = body.rows(word, words)
+        slices = passages[named.leaf].rows(word, words)
         self.torch.index_select(rows, 0, places, out=slices[: named.unique])
-        return slices
+        return named._replace(source=slices)
 
     def _forget_passed(self) -> None:
         """Let go of what the device has read."""
@@ -230,18 +239,13 @@ class DeviceBuilder:
             body.array[first : first + nbytes] = array.reshape(-1).view(np.uint8)
             job.block[span.first : span.end].copy_(body.host[first : first + nbytes], non_blocking=True)
 
-    def _stack(self, job: _DeviceJob, named: _NamedSlices, passages: dict[int, Passage]) -> None:
+    def _move(self, job: _DeviceJob, named: _NamedSlices, move: Move) -> None:
         """Put named slices side by side in the block, as windows."""
-        source = named.source
+        (outer, run_bytes, window), source = named.cut, named.source
         if source is None:
-            source = self._read_from_host(job, named, passages[named.leaf])
-        for move in job.layout.moves[named.leaf]:
-            self._move(job, source, move, named.cut)
-
-    def _move(self, job: _DeviceJob, source: torch.Tensor, move: Move, cut: Cut) -> None:
-        outer, run_bytes, window = cut
+            raise DamageError("slices were to be stacked before they were there; report this")
         names = job.seen_as(self.torch.int32).as_strided((move.names,), (1,), move.names_offset)
-        word, words = source.dtype, source.shape[1]
+        word, words = named.word, named.words
         if outer == 1 or window == 1:
             place = move.first // word.itemsize
             out = job.seen_as(word).as_strided((move.names, words), (words, 1), place)
