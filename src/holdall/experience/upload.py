@@ -69,6 +69,7 @@ class DeviceBuilder:
         self._passages: list[dict[int, Passage]] = [{} for _ in range(_PASSAGES)]
         self._turn = 0
         self._under_way: deque[tuple[Any, Reading]] = deque()  # batches that the device reads from the host
+        self._rows_on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by leaf: a span of arenas, and its rows
         self._scratch = line.device_bytes(0)
         self._lock = threading.Lock()
         self._layouts: dict[Any, BatchLayout] = {}
@@ -208,9 +209,12 @@ class DeviceBuilder:
         word, words, span = named.word, named.words, named.on_host
         if span is None:
             return named
-        whole = span[: span.numel() // word.itemsize * word.itemsize].view(word)
-        # A row begins with every word, so that one may begin wherever a slice does.
-        rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
+        known, rows = self._rows_on_host.get(named.leaf, (None, None))
+        if known is not span:
+            whole = span[: span.numel() // word.itemsize * word.itemsize].view(word)
+            # A row begins with every word, so that one may begin wherever a slice does.
+            rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
+            self._rows_on_host[named.leaf] = (span, rows)
         places = job.seen_as(self.torch.int64).as_strided((named.unique,), (1,), job.layout.places[named.leaf].offset)
         slices = passages[named.leaf].rows(word, words)
         self.torch.index_select(rows, 0, places, out=slices[: named.unique])
