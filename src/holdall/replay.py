@@ -479,6 +479,17 @@ class ReplayMemory:
         return newest(library, build)
 
     @property
+    def schema(self) -> Schema:
+        """What a transition consists of."""
+        return self._schema
+
+    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
+        """Tell which of some held ids are transitions: lanes added with valid=False made none."""
+        wanted = _as_ids(ids)
+        with self._lock:
+            return self._open().are_valid(wanted)
+
+    @property
     def sampler(self) -> Sampler:
         """How `sample` draws."""
         return self._sampler

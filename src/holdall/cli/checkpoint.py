@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from rich.table import Table
 
+from holdall.checkpoint.handle import Checkpoint
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.place import Library, require_files
 from holdall.checkpoint.source import library_at, open_place
@@ -23,9 +24,17 @@ from holdall.checkpoint.verify import damages
 from holdall.cli.verbosity import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.experience.kernels import chosen_kernels
+from holdall.replay import ReplayMemory
+from holdall.sampling.uniform import Uniform
 from holdall.units import format_bytes
 
+_MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
+
+
+class NoDraws(Uniform):
+    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
+
 
 checkpoint = typer.Typer(
     cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -135,9 +144,23 @@ def gc(
     typer.echo(json_.dumps(words) if json else f"{format_bytes(freed)} freed, {len(left)} checkpoints left")
 
 
+@checkpoint.command()
+def export(
+    url: Url,
+    dataset: Annotated[str, typer.Argument(help="The Minari dataset to make: robots/dog-v0.")],
+    verbose: Verbose = False,
+) -> None:
+    """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
+    from holdall.datasets import export_minari  # noqa: PLC0415  not for every command
+
+    with ReplayMemory.load(url, sampler=NoDraws()) as memory:
+        episodes, transitions = export_minari(memory, dataset), len(memory)
+    typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
+
+
 @checkpoint.command("import")
 def import_(
-    file: Annotated[Path, typer.Argument(help="A replay buffer that Stable-Baselines3 saved: buffer.pkl.")],
+    source: Annotated[str, typer.Argument(help="Stable-Baselines3's buffer.pkl, or minari:robots/dog-v0.")],
     url: Url,
     trust: Annotated[
         bool,
@@ -145,12 +168,19 @@ def import_(
     ] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Turn a pickled buffer of Stable-Baselines3 into a checkpoint that holds no pickle."""
+    """Turn a pickled buffer of Stable-Baselines3, or a local Minari dataset, into a checkpoint."""
+    if source.startswith(_MINARI):
+        from holdall.datasets import import_minari  # noqa: PLC0415  not for every command
+
+        with import_minari(source.removeprefix(_MINARI)) as memory:
+            _tell_saved(memory.save(url).result())
+        return
+    file = Path(source)
     if not file.is_file():
-        raise ArgumentError(f"file ({str(file)!r}) is no file; name a buffer that model.save_replay_buffer wrote")
+        raise ArgumentError(f"source ({source!r}) is no file; name a buffer that model.save_replay_buffer wrote")
     if not trust:
         raise ArgumentError(
-            f"file ({str(file)!r}) is a pickle, which runs whatever code it holds when it is read; if it is your own, "
+            f"source ({source!r}) is a pickle, which runs whatever code it holds when it is read; if it is your own, "
             "pass --trust"
         )
     typer.echo(f"warning: unpickling {file} in a process of its own; it runs the code that it holds", err=True)
@@ -159,11 +189,14 @@ def import_(
         done = subprocess.run(program, check=False, capture_output=True, text=True)
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2]
-            raise ArgumentError(f"file ({str(file)!r}) could not be read as a replay buffer ({reason})")
+            raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.sb3.imported import memory_of  # noqa: PLC0415  torch is loaded with it
 
         with memory_of(Path(folder)) as memory:
-            saved = memory.save(url).result()
+            _tell_saved(memory.save(url).result())
+
+
+def _tell_saved(saved: Checkpoint) -> None:
     typer.echo(f"checkpoint {saved.number} of {saved.transitions} transitions, {format_bytes(saved.bytes_written)}")
 
 

@@ -1,0 +1,192 @@
+"""Minari datasets: checkpoints moved out to episodes that other people's tools read, and episodes moved in.
+
+In:  a memory, or the name of a dataset.  Out: the other, every number as it was.
+Invariant: an episode holds transitions whose observations follow each other; where one does not begin with what the one
+before ended with, a new episode begins. Images are stored without loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.replay import ReplayMemory
+from holdall.schema import Leaf, Structure, Tree
+
+_FLUSH_BYTES = 64 * 2**20
+_STEPS_AT_ONCE = 256
+
+
+def export_minari(memory: ReplayMemory, dataset_id: str) -> int:
+    """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
+    minari = _minari()
+    schema = memory.schema
+    settings = {
+        "observation_space": _space_of(schema.observation),
+        "action_space": _space_of(schema.action),
+        "jpeg_encoding": False,  # it would lose bits
+    }
+    dataset: Any = None
+    count, held, buffers = 0, 0, []
+    for episode in _episodes(memory):
+        buffers.append(_buffer(minari, episode))
+        count, held = count + 1, held + sum(array.nbytes for array in _arrays(episode))
+        if held >= _FLUSH_BYTES:
+            dataset, held, buffers = _flushed(minari, dataset, dataset_id, buffers, settings), 0, []
+    if buffers:
+        _flushed(minari, dataset, dataset_id, buffers, settings)
+    if count == 0:
+        raise ArgumentError("the memory holds no transitions, so there is nothing to export; add some first")
+    return count
+
+
+def import_minari(dataset_id: str) -> ReplayMemory:
+    """Return a memory of one lane with all transitions of a local Minari dataset."""
+    dataset = _minari().load_dataset(dataset_id)
+    memory = ReplayMemory(dataset.observation_space, dataset.action_space, max(1, int(dataset.total_steps)))
+    for episode in dataset.iterate_episodes():
+        steps = len(episode.rewards)
+        rows = {
+            "obs": _map(lambda rows, n=steps: rows[:n], episode.observations),
+            "next_obs": _map(lambda rows, n=steps: rows[1 : n + 1], episode.observations),
+            "action": _map(lambda rows, n=steps: rows[:n], episode.actions),
+            "reward": np.asarray(episode.rewards),
+            "terminated": np.asarray(episode.terminations, np.bool_),
+            "truncated": np.asarray(episode.truncations, np.bool_),
+        }
+        for start in range(0, steps, _STEPS_AT_ONCE):
+            piece = {
+                name: _map(lambda rows, s=start: np.asarray(rows)[s : s + _STEPS_AT_ONCE, None], value)
+                for name, value in rows.items()
+            }
+            memory.extend(**piece)
+    return memory
+
+
+def _episodes(memory: ReplayMemory) -> Iterator[dict[str, Any]]:
+    """Yield runs of one lane's transitions that follow each other."""
+    lanes = memory.num_envs
+    for lane in range(lanes):
+        parts: list[Any] = []
+        for start in range(memory.first_id + lane, memory.next_id, lanes * _STEPS_AT_ONCE):
+            ids = np.arange(start, min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
+            valid = memory.are_valid(ids)
+            batch = memory.gather(ids[valid])
+            cuts = _cuts(batch, ids[valid], lanes)
+            for first, end in zip([0, *cuts], [*cuts, len(batch)], strict=True):
+                piece = {name: _map(lambda a, f=first, e=end: a[f:e], getattr(batch, name)) for name in _FIELDS}
+                if parts and not _follows(parts[-1], piece):
+                    yield _joined(parts)
+                    parts = []
+                if end > first:
+                    parts.append(piece)
+        if parts:
+            yield _joined(parts)
+
+
+_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
+
+
+def _cuts(batch: Any, ids: NDArray[np.int64], lanes: int) -> list[int]:
+    """Name the rows of a batch that do not go on from the row before."""
+    ends = batch.terminated[:-1] | batch.truncated[:-1] | (np.diff(ids) != lanes)
+    for before, after in zip(_leaves(batch.next_obs), _leaves(batch.obs), strict=True):
+        old, new = (rows.reshape(len(rows), -1) for rows in (before[:-1], after[1:]))
+        ends |= (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).any(axis=1)
+    return (np.flatnonzero(ends) + 1).tolist()
+
+
+def _follows(before: dict[str, Any], after: dict[str, Any]) -> bool:
+    if not len(after["reward"]) or before["terminated"][-1] or before["truncated"][-1]:
+        return False
+    pairs = zip(_leaves(before["next_obs"]), _leaves(after["obs"]), strict=True)
+    return all(old[-1].tobytes() == new[0].tobytes() for old, new in pairs)
+
+
+def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
+    return {name: _join([part[name] for part in parts]) for name in _FIELDS}
+
+
+def _join(values: list[Any]) -> Any:
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: _join([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(_join([value[i] for value in values]) for i in range(len(first)))
+    return np.concatenate(values)
+
+
+def _buffer(minari: Any, episode: dict[str, Any]) -> Any:
+    final = _map(lambda rows: rows[-1:], episode["next_obs"])
+    return minari.data_collector.EpisodeBuffer(
+        observations=_join([episode["obs"], final]),
+        actions=episode["action"],
+        rewards=episode["reward"],
+        terminations=episode["terminated"],
+        truncations=episode["truncated"],
+    )
+
+
+def _flushed(minari: Any, dataset: Any, name: str, buffers: list[Any], settings: dict[str, Any]) -> Any:
+    if dataset is None:
+        return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
+    dataset.update_dataset_from_buffer(buffers)
+    return dataset
+
+
+def _space_of(tree: Tree) -> spaces.Space[Any]:
+    def build(structure: Structure) -> spaces.Space[Any]:
+        if isinstance(structure, int):
+            return _box(tree.leaves[structure])
+        if isinstance(structure, tuple):
+            return spaces.Tuple([build(child) for child in structure])
+        return spaces.Dict({key: build(child) for key, child in structure.items()})
+
+    return build(tree.structure)
+
+
+def _box(leaf: Leaf) -> spaces.Space[Any]:
+    """Describe a leaf; its bounds were never known."""
+    if leaf.dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, leaf.shape, leaf.dtype.type)
+    if leaf.dtype.kind == "b":
+        return spaces.Box(0, 1, leaf.shape, leaf.dtype.type)
+    limits = np.iinfo(leaf.dtype)
+    return spaces.Box(int(limits.min), int(limits.max), leaf.shape, leaf.dtype.type)
+
+
+def _map(change: Any, value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _map(change, child) for key, child in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_map(change, child) for child in value)
+    return change(value)
+
+
+def _leaves(value: Any) -> Iterator[NDArray[Any]]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, tuple):
+        for child in value:
+            yield from _leaves(child)
+    else:
+        yield value
+
+
+def _arrays(episode: dict[str, Any]) -> Iterator[NDArray[Any]]:
+    for value in episode.values():
+        yield from _leaves(value)
+
+
+def _minari() -> Any:
+    try:
+        import minari  # noqa: PLC0415  an extra
+        import minari.data_collector  # noqa: PLC0415
+    except ImportError as error:
+        raise MissingPackageError("Minari datasets need minari; run \"pip install 'holdall[minari]'\"") from error
+    return minari
