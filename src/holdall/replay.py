@@ -21,6 +21,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch, Draw
 from holdall.checkpoint.attach import checked_attachments
 from holdall.checkpoint.autosave import Autosave
@@ -33,7 +34,7 @@ from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.schema_words import schema_words
 from holdall.checkpoint.source import library_at, newest, place_of
-from holdall.errors import ArgumentError, ClosedError, HoldallError, TransitionIdError
+from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.batches import Batches
 from holdall.experience.budget import Budget
@@ -44,7 +45,7 @@ from holdall.experience.loader import Loader
 from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Held, Sampler, require_number
+from holdall.sampling.draw import Held, Sampler, as_ids, require_number
 from holdall.sampling.hindsight import Hindsight
 from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
@@ -98,11 +99,11 @@ class ReplayMemory:
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        _require_count("num_envs", num_envs, 1)
-        _require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
+        require_count("num_envs", num_envs, 1)
+        require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         self._set_up(schema, capacity // num_envs, device, budget, prefer, spill_dir, store_device)
-        self._generator = _generator_of(seed)
+        self._generator = generator_of(seed)
         self._sampler: Sampler = Uniform() if sampler is None else sampler
 
     def _set_up(
@@ -239,7 +240,7 @@ class ReplayMemory:
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
-        _require_count("batch_size", batch_size, 1)
+        require_count("batch_size", batch_size, 1)
         with self._lock:
             store = self._open()
             draw = self._draw(store, self._require_enough(store, batch_size))
@@ -248,7 +249,7 @@ class ReplayMemory:
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
-        return self.follow(of_ids(_as_ids(ids)))
+        return self.follow(of_ids(as_ids(ids)))
 
     def loader(self, batch_size: int, prefetch: int = 2, device: str | None = None) -> Loader:
         """Return an endless iterator over batches of `batch_size`, made ahead in the background.
@@ -261,8 +262,8 @@ class ReplayMemory:
             prefetch: Batches under way besides the one asked for; each takes the memory of a batch.
             device: Where batches are wanted; the memory's own device by default.
         """
-        _require_count("batch_size", batch_size, 1)
-        _require_count("prefetch", prefetch, 0)
+        require_count("batch_size", batch_size, 1)
+        require_count("prefetch", prefetch, 0)
         batches = self._batches
         if device is not None and device != self._device:
             delivery = Delivery(device, self._schema.leaves)
@@ -280,7 +281,7 @@ class ReplayMemory:
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
-        _require_count("batch_size", batch_size, 1)
+        require_count("batch_size", batch_size, 1)
         with self._lock:
             return self._draw(self._open(), batch_size)
 
@@ -288,7 +289,7 @@ class ReplayMemory:
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            self._require_drawn(store, draw)
+            self._held(store).require_drawn(draw)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -296,7 +297,7 @@ class ReplayMemory:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._lock:
             store = self._open()
-            self._require_held(store, ids.reshape(-1))
+            self._held(store).require(ids)
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -308,7 +309,7 @@ class ReplayMemory:
         """
         told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
         given = np.asarray(ids)
-        wanted = _as_ids(given) if given.ndim == 1 else _as_ids(given.reshape(-1)).reshape(given.shape)
+        wanted = as_ids(given) if given.ndim == 1 else as_ids(given.reshape(-1)).reshape(given.shape)
         update = getattr(self._sampler, "update_priorities", None)
         if update is None:
             raise ArgumentError(
@@ -320,12 +321,12 @@ class ReplayMemory:
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Say anew how transitions ended: some frameworks cut the last episode afterwards."""
-        wanted = _as_ids(ids)
+        wanted = as_ids(ids)
         ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._lock:
             store = self._open()
-            self._require_held(store, wanted)
+            self._held(store).require(wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
@@ -391,7 +392,7 @@ class ReplayMemory:
                 handle's `mirrored()` waits for that.
             progress: Is told, in the background, of what is written and of the bytes so far.
         """
-        _require_count("keep", keep, 1)
+        require_count("keep", keep, 1)
         files = checked_attachments(attach)
         saver = self._savers.to(place_of(url))
         with self._lock:
@@ -416,7 +417,7 @@ class ReplayMemory:
         Each save writes what is new since the last one. Calling it again replaces what was said before.
         """
         pause = require_number("seconds", seconds, 0.01)
-        _require_count("keep", keep, 1)
+        require_count("keep", keep, 1)
         self._open()
         if self._autosave is not None:
             self._autosave.stop()
@@ -458,7 +459,7 @@ class ReplayMemory:
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
             lanes = max(1, int(manifest.schema.get("num_envs", 1)))
             if capacity is not None:
-                _require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
+                require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
             losses = Losses() if recover else None
             found = restored(manifest, library, ticks, losses)
@@ -591,15 +592,11 @@ class ReplayMemory:
     def _draw(self, store: Store, count: int) -> Draw:
         if store.transitions == 0:
             raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
-        draw = self._sampler.draw(self._held(store), count, self._generator)
+        held = self._held(store)
+        draw = self._sampler.draw(held, count, self._generator)
         if type(self._sampler) not in _OWN_SAMPLERS:
-            self._require_drawn(store, draw)
+            held.require_drawn(draw)
         return draw
-
-    def _require_drawn(self, store: Store, draw: Draw) -> None:
-        for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
-            if ids is not None:
-                self._require_held(store, ids.reshape(-1))
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
@@ -632,20 +629,6 @@ class ReplayMemory:
         first, end = store.first_tick * self._lanes, store.next_tick * self._lanes
         return Held(first, end, self._lanes, self._capacity_ticks * self._lanes, store)
 
-    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
-        held = self._held(store)
-        if ids.size and not held.first_id <= ids.min() <= ids.max() < held.next_id:
-            outside = (ids < held.first_id) | (ids >= held.next_id)
-            raise TransitionIdError(
-                f"ids holds {int(ids[outside][0])}, but only ids from first_id ({held.first_id}) up to, and without, "
-                f"next_id ({held.next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
-            )
-        if not store.all_valid and not (valid := store.are_valid(ids)).all():
-            raise TransitionIdError(
-                f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
-                "made no transition in that tick; leave it out"
-            )
-
 
 class _Unchanged:
     """Refuses to be pickled once its store was added to: what was written before is torn then."""
@@ -663,33 +646,8 @@ class _Unchanged:
         return bool, ()
 
 
-def _require_count(argument: str, value: Any, least: int, reason: str = "") -> None:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
-
-
-def _generator_of(seed: Any) -> np.random.Generator:
-    try:
-        return np.random.default_rng(seed)
-    except (TypeError, ValueError) as error:
-        raise ArgumentError(
-            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
-        ) from error
-
-
 def _length_of(reward: Any) -> int:
     shape = as_array(reward, "reward").shape
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])
-
-
-def _as_ids(ids: Any) -> NDArray[np.int64]:
-    array = as_array(ids, "ids")
-    if array.shape == (0,):
-        return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
-    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
-        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
-    return array.astype(np.int64)

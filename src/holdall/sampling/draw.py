@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw
-from holdall.errors import ArgumentError, DamageError
+from holdall.errors import ArgumentError, DamageError, TransitionIdError
+from holdall.schema import as_array
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -73,6 +74,26 @@ class Held:
         valid = self.fields.are_valid(ids)
         return valid if self.only is None else valid & self.only(self, ids)
 
+    def require(self, ids: Ids) -> None:
+        """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+        if ids.size and not self.first_id <= ids.min() <= ids.max() < self.next_id:
+            outside = (ids < self.first_id) | (ids >= self.next_id)
+            raise TransitionIdError(
+                f"ids holds {int(ids[outside][0])}, but only ids from first_id ({self.first_id}) up to, and without, "
+                f"next_id ({self.next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
+            )
+        if not self.fields.all_valid and not (valid := self.fields.are_valid(ids)).all():
+            raise TransitionIdError(
+                f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
+                "made no transition in that tick; leave it out"
+            )
+
+    def require_drawn(self, draw: Draw) -> None:
+        """Refuse a recipe that names something else than what is held."""
+        for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
+            if ids is not None:
+                self.require(ids)
+
 
 class Sampler(Protocol):
     """Draws batches. Called under the memory's lock, so it must not call back into it.
@@ -100,6 +121,18 @@ class PrioritySampler(Sampler, Protocol):
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Set priorities; ids that are no longer held are passed over."""
+
+
+def as_ids(ids: Any) -> Ids:
+    """Return `ids` as a flat array of them, or say why it is none."""
+    array = as_array(ids, "ids")
+    if array.shape == (0,):
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
+    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
+        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
+    return array.astype(np.int64)
 
 
 class Stateless:
