@@ -486,7 +486,7 @@ class ReplayMemory:
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
-        wanted = _as_ids(ids)
+        wanted = as_ids(ids)
         with self._lock:
             return self._open().are_valid(wanted)
 
