@@ -71,7 +71,7 @@ def train(url: str, folder: Path, seed: int) -> None:
     try:
         memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill")
     except OSError as error:
-        if "no FORMAT file" not in str(error) and "no checkpoint that is whole;" not in str(error):
+        if "there is no FORMAT" not in str(error) and "no checkpoint that is whole;" not in str(error):
             raise
         memory = new_memory(folder)
     require_right(memory)

@@ -85,6 +85,25 @@ def nursery() -> Iterator[Nursery]:
     found.close()
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_no_kill_during_an_upload_loses_what_was_acknowledged(
+    tmp_path: Path, url: str, request: pytest.FixtureRequest
+) -> None:
+    """Objects that a dead writer left are named by nothing, and go with the next collection."""
+    nursery: Nursery = request.getfixturevalue("nursery")  # after the server, whose address it inherits
+    generator = random.Random(1)
+    acknowledged = 0
+    for number in range(60):
+        loaded, saved = nursery.life(url, tmp_path, number, generator.randrange(3), generator.uniform(0, 0.1))
+        assert loaded >= acknowledged, f"life {number} began at tick {loaded}; {acknowledged} was acknowledged"
+        acknowledged = max(acknowledged, loaded, saved)
+    assert acknowledged > 0
+    with ReplayMemory.load(url) as memory:
+        assert memory.next_id // LANES >= acknowledged
+        require_right(memory)
+
+
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("kills", [50, pytest.param(500, marks=pytest.mark.nightly)])
 def test_no_kill_loses_what_was_acknowledged(nursery: Nursery, tmp_path: Path, kills: int) -> None:

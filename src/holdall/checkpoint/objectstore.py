@@ -1,7 +1,7 @@
 """Places in object stores: s3://, gs:// and az:// through obstore, with the same commit as on a disk.
 
-In:  files of records, first spooled to a local file, then put in one request each.  Out: objects; a manifest is
-created only if nothing has its number.
+In:  files of records, first spooled to a local file, then put in parts.  Out: objects; a manifest is created only if
+nothing has its number.
 Invariant: a checkpoint is acknowledged only if the manifest that stands in the store is this writer's own. Whether a
 put succeeded whose answer was lost is found out by reading it back. A server that is away costs time alone.
 """
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import mmap
 import os
 import re
 import tempfile
@@ -37,6 +36,7 @@ from holdall.errors import CheckpointError, DamageError, FencedError, MissingPac
 SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _FETCH_BYTES = 8 * 2**20
+_PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
 """Answers that stay the same however often one asks; the rest is waited out."""
 _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
@@ -81,6 +81,18 @@ class Objects:
     def put(self, key: str, content: Buffer) -> None:
         """Put an object, over one of the same name if there is one."""
         self._patiently(lambda: self._obstore.put(self._store, key, content, use_multipart=False))
+
+    def put_in_parts(self, key: str, descriptor: int) -> None:
+        """Put a large object in parts; it appears when the last of them was taken."""
+
+        def put() -> None:
+            with os.fdopen(os.dup(descriptor), "rb") as file:
+                file.seek(0)
+                self._obstore.put(
+                    self._store, key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
+                )
+
+        self._patiently(put)
 
     def get(self, key: str, most_bytes: int) -> bytes | None:
         """Return an object; None if it is not there."""
@@ -210,16 +222,13 @@ class RemoteFile:
 
 
 def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
-    """Put a file in one request; it is mapped, so that it takes no memory of its own."""
-    if nbytes == 0:
-        objects.put(key, b"")
-        return
-    with mmap.mmap(descriptor, nbytes, access=mmap.ACCESS_READ) as mapped:
-        view = memoryview(mapped)
-        try:
-            objects.put(key, view)
-        finally:
-            view.release()
+    """Put a file, a few pieces of it at a time, so that it takes little memory whatever its size."""
+    if nbytes <= _PART_BYTES:
+        with os.fdopen(os.dup(descriptor), "rb") as file:
+            file.seek(0)
+            objects.put(key, file.read())
+    else:
+        objects.put_in_parts(key, descriptor)
 
 
 class RemotePlace:
