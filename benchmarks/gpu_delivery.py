@@ -5,8 +5,8 @@ In:  noise, since nothing here depends on what is in a frame.  Out: the bits com
 
 All ways of one row take turns, batch by batch. A time is that of one batch: from asking for it until the consumer's
 stream has it. Medians and minima over all turns; nothing is dropped but the first turns, which allocate. After the two
-ways of others torch's idle threads spin for some milliseconds and take cores from whoever comes next, so holdall is timed
-by itself as well: "alone".
+ways of others torch's idle threads spin for some milliseconds and take cores from whoever comes next, so holdall is
+timed by itself as well: "alone".
 """
 
 from __future__ import annotations
