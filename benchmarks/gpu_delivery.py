@@ -223,6 +223,10 @@ def measure_camera(rig: Rig) -> dict[str, Any]:
             with host_store.loader(rows, prefetch=2) as loader:
                 found[name]["holdall, prefetch"] = flow(rig, loader)
         here.sample(8)
+    with camera_memory(rig, images, device=rig.device, budget="16GiB") as staged:  # a limit in bytes: nothing is pinned
+        found["4096"]["holdall, staged, alone"] = take_turns(rig, {"": lambda: staged.sample(rig.large)})[""]
+        with staged.loader(rig.large, prefetch=2) as loader:
+            found["4096"]["holdall, staged, prefetch"] = flow(rig, loader)
     with camera_memory(rig, images) as here, camera_memory(rig, images, store_device=rig.device, budget=None) as store:
         found["rows_compared_store"] = same_bits(rig, store, here, 500 if rig.held > 5_000 else 100)
         found["store"] = take_turns(rig, {"holdall, store on the device": lambda: store.sample(rig.large)})
@@ -263,6 +267,8 @@ def table(found: dict[str, Any]) -> str:
         ("4,096 frames, prefetch", large["holdall, prefetch"]["mean_ms"], "1.25 x bus", 1.25 * bus_ms),
         ("4,096 frames, no prefetch, alone", large["holdall, alone"]["median_ms"], "3.0", 3.0),
         ("4,096 frames, no prefetch, in turns", large["holdall, no prefetch"]["median_ms"], "3.0", 3.0),
+        ("4,096 frames, through staging, prefetch", large["holdall, staged, prefetch"]["mean_ms"], "", np.inf),
+        ("4,096 frames, through staging, alone", large["holdall, staged, alone"]["median_ms"], "", np.inf),
         ("256 frames, as SB3 does", small["NumPy and .to(device), as SB3"]["median_ms"], "", np.inf),
         ("256 frames, gathered by hand", small["gather into pinned memory, copy"]["median_ms"], "", np.inf),
         ("256 frames, no prefetch, alone", small["holdall, alone"]["median_ms"], "0.25", 0.25),

@@ -29,10 +29,10 @@ from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.recover import Losses
-from holdall.checkpoint.restore import Attached, Restored, restored
+from holdall.checkpoint.restore import Attached, Restored, restored, sensible
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
-from holdall.checkpoint.schema_words import schema_words
+from holdall.checkpoint.schema_words import schema_of, schema_words
 from holdall.checkpoint.source import library_at, newest, place_of
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.experience.assemble import Delivery, ObservationAssembler
@@ -457,7 +457,8 @@ class ReplayMemory:
         library = library_at(url)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
-            lanes = max(1, int(manifest.schema.get("num_envs", 1)))
+            with sensible(f"checkpoint {manifest.number} of {library.url}"):
+                lanes = schema_of(manifest.schema).num_envs
             if capacity is not None:
                 require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
@@ -466,7 +467,8 @@ class ReplayMemory:
             memory = cls.__new__(cls)
             memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
-                memory._take_over(found, sampler)
+                with sensible(f"checkpoint {manifest.number} of {library.url}"):
+                    memory._take_over(found, sampler)
             except BaseException:
                 memory.close()
                 raise

@@ -30,7 +30,7 @@ from holdall.checkpoint.records import (
 )
 from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.checkpoint.schema_words import schema_of
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.experience.arena import reserve
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
@@ -195,7 +195,7 @@ def sensible(what: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, DamageError):
+        if isinstance(error, HoldallError):
             raise
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
 

@@ -19,6 +19,7 @@ from rich.table import Table
 from holdall.checkpoint.handle import Checkpoint
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.place import Library, require_files
+from holdall.checkpoint.schema_words import schema_of
 from holdall.checkpoint.source import library_at, open_place
 from holdall.checkpoint.verify import damages
 from holdall.cli.verbosity import OneLineErrors, Verbose
@@ -75,7 +76,7 @@ def _described(library: Library, number: int, sizes: dict[str, int]) -> dict[str
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    lanes = int(manifest.schema.get("num_envs", 1))
+    lanes = schema_of(manifest.schema).num_envs
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
         "saved": saved.isoformat(sep=" ", timespec="seconds"),
