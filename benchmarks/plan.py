@@ -135,9 +135,9 @@ def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     for tick, step in enumerate(itertools.chain([first], itertools.islice(steps, spec.capacity // spec.num_envs - 1))):
         memory.add(*step)
         if tick * spec.num_envs % _PAUSE == 0:
-            settled(memory)  # training is slower than this loop, and the worker is not behind in it
             memory.sample(min(spec.batch, len(memory)))
-            most = max(most, held_bytes().anonymous - before)
+            most = max(most, held_bytes().anonymous - before)  # before the wait: what is being sealed counts
+            settled(memory)  # training is slower than this loop, and the worker is not behind in it
     return {"measured_bytes": most}
 
 

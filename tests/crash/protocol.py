@@ -8,7 +8,8 @@ from pathlib import Path
 
 from holdall.checkpoint.local import LocalLibrary, LocalPlace
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref
-from holdall.checkpoint.place import newest_whole, require_files
+from holdall.checkpoint.place import require_files
+from holdall.checkpoint.source import newest
 from holdall.errors import CheckpointError, DamageError
 
 from .simulated import ROOT, Call, SimulatedDisk
@@ -31,7 +32,7 @@ class Run:
         numbers = self.place.library.numbers()
         self._number = numbers[0] if numbers else 0
         if numbers:
-            last, _ = newest_whole(self.place.library)
+            last = newest(self.place.library, lambda manifest: manifest)
             self._files, self._refs = dict(last.files), [chunk.ref for chunk in last.rows]
 
     def save(self) -> None:
@@ -81,11 +82,11 @@ def violation(disk: SimulatedDisk, promised: list[int]) -> str:
     library = LocalLibrary(RUN, disk)
     if promised:
         try:
-            newest, _ = newest_whole(library)
+            found = newest(library, lambda manifest: manifest)
         except (CheckpointError, DamageError) as error:
             return f"checkpoint {promised[-1]} was acknowledged, and nothing is left: {error}"
-        if newest.number < promised[-1]:
-            return f"checkpoint {promised[-1]} was acknowledged, and {newest.number} is the newest"
+        if found.number < promised[-1]:
+            return f"checkpoint {promised[-1]} was acknowledged, and {found.number} is the newest"
     sizes = library.file_sizes()
     whole = set()
     for number in library.numbers():

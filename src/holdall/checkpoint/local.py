@@ -167,13 +167,6 @@ class LocalPlace:
         self._sequence += 1
         return LocalFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
 
-    def link_file(self, path: Path) -> str:
-        """Take a finished, synced file of records over without copying it; OSError on another disk."""
-        self._sequence += 1
-        name = data_name(self.epoch, self._sequence)
-        self._disk.link(path, self._segments / name)
-        return name
-
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; when this returns, it survives a power cut."""
         name = manifest_name(manifest.number)

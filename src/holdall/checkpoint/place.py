@@ -118,22 +118,6 @@ def require_format(raw: bytes, url: str) -> None:
         raise DamageError(f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it")
 
 
-def newest_whole(library: Library) -> tuple[Manifest, list[str]]:
-    """Return the newest manifest that is whole, and why newer ones are not."""
-    sizes = library.file_sizes()
-    passed_over = []
-    for number in library.numbers():
-        try:
-            manifest = library.manifest(number)
-            require_files(manifest, sizes)
-        except (DamageError, CheckpointError) as error:
-            passed_over.append(str(error))
-            continue
-        return manifest, passed_over
-    why = f" ({passed_over[0]})" if passed_over else ""
-    raise CheckpointError(f"{library.url} holds no checkpoint that is whole{why}; check the path, or start anew")
-
-
 def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
     """Refuse a manifest whose files are not all there, in full."""
     for name, nbytes in manifest.files.items():
