@@ -29,6 +29,8 @@ from holdall.schema import Leaf
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
 one being sealed and the open one."""
+_WAIT_WHILE_CHOOSING_FROM = 4
+"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
@@ -124,7 +126,8 @@ class Sealer:
     @property
     def is_crowded(self) -> bool:
         """Whether so many blocks are queued that no more should come."""
-        return len(self._queue.jobs) >= _WAIT_FROM
+        most = _WAIT_WHILE_CHOOSING_FROM if self._work.is_choosing else _WAIT_FROM
+        return len(self._queue.jobs) >= most
 
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued; not to be called under the memory's lock."""
@@ -175,6 +178,7 @@ class _Work:
         self._cap = cap
         self._hands = hands
         self._habits: dict[tuple[int, Window], _Habit] = {}
+        self.is_choosing = False
 
     def do(self, job: _Job, hurry: bool) -> SealedSlices | None:
         """Give a block its next form; None if it stays as it is."""
@@ -213,7 +217,11 @@ class _Work:
         return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
-        return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+        self.is_choosing = True
+        try:
+            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+        finally:
+            self.is_choosing = False
 
 
 def _run(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:

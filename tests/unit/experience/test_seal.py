@@ -222,6 +222,28 @@ def test_whoever_adds_waits_while_too_many_blocks_are_queued(bench: Bench) -> No
     assert not waiting.is_alive()
 
 
+def test_a_few_more_may_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice takes long and comes seldom; what is raw is bounded all the same."""
+    chosen = threading.Event()
+
+    def choose_slowly(*_: Any) -> Codec:
+        assert chosen.wait(PATIENCE_S)
+        return CODEC
+
+    monkeypatch.setattr(seal, "choose", choose_slowly)
+    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
+    bench.submit(frozen_block())
+    wait_until(lambda: bench.sealer._work.is_choosing)
+    bench.submit(*[frozen_block() for _ in range(seal._WAIT_WHILE_CHOOSING_FROM - 1)])
+    assert not bench.sealer.is_crowded
+    bench.submit(frozen_block())
+    assert bench.sealer.is_crowded
+    chosen.set()
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    assert not bench.sealer._work.is_choosing
+    assert bench.sealer.is_crowded
+
+
 def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
     """For room, or for the last block."""
     bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM + 2)])
