@@ -15,7 +15,7 @@ from holdall import RolloutBatch, RolloutMemory
 from holdall.elegantrl import TrajectoryBuffer
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning")]
 
 FRAMES = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "vector": spaces.Box(-1, 1, (9,))})
 STEPS, LANES = 96, 3

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import logging
 import sys
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from holdall.schema import Array
 _VERSION = 8
 """What holdall_kernels_version must answer; raised with every change of a signature."""
 
+_LOG = logging.getLogger("holdall")
 _SEALED = RECORD_FIELDS.index("sealed")
 _MOST_DIMENSIONS = 8
 _MOST_LAYOUTS = 8
@@ -323,4 +325,9 @@ def native_kernels() -> NativeKernels | None:
         current = library.holdall_kernels_version() == _VERSION
     except (OSError, AttributeError):
         return None
-    return NativeKernels(library) if current else None
+    if not current:
+        _LOG.warning(
+            "the compiled loops are of another version of holdall; NumPy does their work until it is reinstalled"
+        )
+        return None
+    return NativeKernels(library)
