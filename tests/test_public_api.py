@@ -4,6 +4,8 @@ import importlib.metadata
 import subprocess
 import sys
 
+import pytest
+
 import holdall
 
 PUBLIC = [
@@ -49,6 +51,18 @@ def test_import_holdall_imports_nothing_heavy() -> None:
     program = f"import holdall, sys; print(*[name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+@pytest.mark.parametrize("use", ["plan.model", "lint.model", "sb3.ReplayBuffer", "elegantrl.TrajectoryBuffer"])
+def test_a_module_is_imported_when_it_is_first_asked_for(use: str) -> None:
+    program = f"import holdall; print(callable(holdall.{use}))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True"]
+
+
+def test_a_name_that_is_none_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        holdall.nothing  # type: ignore[attr-defined]  # noqa: B018  that is the point
 
 
 def test_the_version_is_the_installed_one() -> None:

@@ -35,7 +35,8 @@ _TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
 _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them."""
 _TOGETHER_PAYS = 1.25
-"""Neighbours together must shrink this much more than the best codec for one: each is decoded with the others."""
+"""Neighbours together must shrink this much more than the best codec for one: each is decoded with the others. And they
+must keep the cap on one core: right after a trainer's own step its idle threads still spin on the others."""
 _LEADING = 3
 """Codecs for single slices that are also tried on groups."""
 _MOST_UNIT_BYTES = 4 * 2**20
@@ -74,7 +75,7 @@ def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, 
     together = [
         m
         for m in measure_together(coder, leading, window, slices, lanes)
-        if m.decode_us <= allowed_us and m.ratio >= _TOGETHER_PAYS * leading[-1].ratio
+        if m.decode_us <= cap * raw_us and m.ratio >= _TOGETHER_PAYS * leading[-1].ratio
     ]
     best = max(leading[-1:] + together, key=lambda m: m.ratio, default=None)
     if best is None or best.ratio < (_WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE):
