@@ -56,11 +56,12 @@ class PortableKernels:
             start = (cursors[rows] & ~NEXT_IS_WHOLE).astype(np.int64)
             whole = (cursors[rows] & NEXT_IS_WHOLE) != 0
             after = start + np.where(whole, record["window"], record["shift"])
-            content = sealed.get(record["sealed"])
-            if obs is not None:
-                obs[rows] = _windows(record, start, lane, places.lanes, rows, content)
-            if next_obs is not None:
-                next_obs[rows] = _windows(record, after, lane, places.lanes, rows, content)
+            wanted = [(out, first) for out, first in ((obs, start), (next_obs, after)) if out is not None]
+            numbers = np.stack([_numbers(record, first, lane, places.lanes, rows) for _, first in wanted])
+            # What an observation and the next one share is decoded once.
+            windows = _windows(record, numbers, sealed.get(record["sealed"]))
+            for (out, _), copied in zip(wanted, windows, strict=True):
+                out[rows] = copied
 
     def namer(self) -> SliceNamer | None:
         """See `Kernels.namer`."""
@@ -186,34 +187,37 @@ class PortablePart(OpenPart):
         self._pushed += count * lanes.size
 
 
-def _windows(
+def _numbers(
     record: dict[str, int],
     start: NDArray[np.int64],
     lane: NDArray[np.int32],
     lanes: int,
     rows: NDArray[np.int64],
-    sealed: SealedSlices | None,
-) -> Bytes:
-    """Copy the observations that begin at `start` of their lanes' logs."""
+) -> NDArray[np.int64]:
+    """Return the slices of the observations that begin at `start` of their lanes' logs, (rows, window)."""
     if start.min() < 0 or start.max() + record["window"] > record["log_rows"]:
         raise _outside(rows)
-    entry = (start[:, None] + np.arange(record["window"])) * lanes + lane[:, None]
-    number = entry
+    number: NDArray[np.int64] = (start[:, None] + np.arange(record["window"])) * lanes + lane[:, None]
     if record["log"]:
         log = _memory(record["log"], record["log_rows"] * lanes * record["log_width"])
-        number = log.view(f"u{record['log_width']}")[entry].astype(np.int64)
+        number = log.view(f"u{record['log_width']}")[number].astype(np.int64)
     if number.max() >= record["slice_count"]:
         raise _outside(rows)
+    return number
+
+
+def _windows(record: dict[str, int], numbers: NDArray[np.int64], sealed: SealedSlices | None) -> Bytes:
+    """Copy observations of given slices, (sides, rows, window), as (sides, rows, bytes)."""
     outer, run_bytes = record["outer"], record["run_bytes"]
     if sealed is None:
         slices = _memory(record["slices"], record["slice_count"] * outer * run_bytes)
     else:
-        wanted, number = np.unique(number, return_inverse=True)
+        wanted, inverse = np.unique(numbers, return_inverse=True)
         slices = np.empty((len(wanted), outer * run_bytes), np.uint8)
         PortableCoder().decode(sealed, wanted, slices)
-        number = number.reshape(entry.shape)
-    cut = slices.reshape(-1, outer, run_bytes)[number]  # (rows, window, outer, run_bytes)
-    return np.asarray(cut.transpose(0, 2, 1, 3).reshape(len(start), -1), np.uint8)
+        numbers = inverse.reshape(numbers.shape)
+    cut = slices.reshape(-1, outer, run_bytes)[numbers]  # (sides, rows, window, outer, run_bytes)
+    return np.asarray(cut.transpose(0, 1, 3, 2, 4).reshape(*numbers.shape[:2], -1), np.uint8)
 
 
 def _memory(start: int, nbytes: int) -> Bytes:

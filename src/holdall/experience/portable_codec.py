@@ -97,11 +97,13 @@ class PortableCoder:
         if outside.size:
             raise DamageError(f"slice {int(outside[0])} is not in its block; nothing of it is returned")
         unit, within = np.divmod(numbers, sealed.codec.group)
-        staged = np.empty((len(numbers), transform.coded_bytes), np.uint8)
+        units, position = np.unique(unit, return_inverse=True)
+        whole = np.empty((len(units), sealed.codec.group, transform.coded_bytes), np.uint8)
         decompress = _decompressor(sealed.codec)
-        for number in np.unique(unit).tolist():
-            rows = np.flatnonzero(unit == number)
-            staged[rows] = _unit_rows(sealed.coded, number, decompress)[within[rows]]
+        for place, number in enumerate(units.tolist()):
+            rows = _unit_rows(sealed.coded, number, decompress)
+            whole[place, : len(rows)] = rows
+        staged = whole[position, within]
         values = _sums(_unshuffled(staged, transform), transform)
         if transform.word_bytes:
             words = sealed.coded.palette.view(f"u{transform.word_bytes}")[values]

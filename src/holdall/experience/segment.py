@@ -397,11 +397,14 @@ class Segments:
             if evicting or block.used_bytes >= self._limit_bytes:
                 block = None
         if block is None and part.block is not None:
-            part.block.freeze()
-            if self._tiers is not None:
-                leaf = self._leaves[field]
-                self._tiers.keep(FrozenBlock(field, leaf, part.window, part.block, self._lanes))
+            self._freeze(field, part.window, part.block)
         return self._new_part(field, block)
+
+    def _freeze(self, field: int, window: Window, block: SliceBlock) -> None:
+        """Close a block: it may be sealed from now on."""
+        block.freeze()
+        if self._tiers is not None:
+            self._tiers.keep(FrozenBlock(field, self._leaves[field], window, block, self._lanes))
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
@@ -460,6 +463,10 @@ class Segments:
         for past in range(max(self._open.first_tick, held_from), tick + 1):
             self.replay(field, past, *self._read_back(field, old, past))
         self._index.update(field, -1, self._open.parts[field])
+        # The segments before may have begun the block that is left here.
+        if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):
+            self._freeze(field, old.window, old.block)
+            self._settle(self.evict_oldest)
 
     def _read_back(self, field: int, part: OpenPart, tick: int) -> tuple[Bytes, Bytes]:
         """Read one tick of one field out of a part that is being replaced."""
