@@ -373,3 +373,22 @@ def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPa
             shared += len(names) > len({id(block) for block in names})
             assert closed_blocks <= tiers.known
     assert shared > 20, "the segments of this test have to share blocks"
+
+
+@pytest.mark.parametrize("still_ticks", range(74, 84))
+def test_a_block_that_a_new_window_leaves_behind_is_counted(still_ticks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments before may name it, too: it must not stay raw, and uncounted, until the last of them goes."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
+    monkeypatch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", 4)
+    monkeypatch.setattr(segment, "_REPLAYED_TICKS", 4)
+    tiers = Counting()
+    leaf = Leaf("", (4, 36, 36), np.dtype("u1"))
+    segments = Segments(chosen_kernels(), [leaf], 1, 17, tiers, Budget.of("auto", "speed", 1))
+    film = np.random.default_rng(0).integers(0, 256, (205, 36, 36), np.uint8)
+    film[:still_ticks] = 0  # a still picture at first, whose window is found only when it begins to move
+    for tick in range(200):
+        segments.append(tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
+        segments.evict_before(tick - 16)
+        open_block = segments._open.parts[0].block
+        closed = {id(each.parts[0].block) for each in segments._closed if each.parts[0].block is not open_block}
+        assert closed <= tiers.known
