@@ -23,10 +23,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
-from process import commit, emit, held_bytes, machine, versions
+from process import commit, emit, machine, versions
 
 import holdall
 from holdall.experience import segment
+from holdall.footprint import held_bytes
 
 GB = 10**9
 MB = 10**6

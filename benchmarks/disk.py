@@ -22,11 +22,12 @@ from typing import Any
 
 import numpy as np
 from cases import BATCH
-from process import commit, held_bytes, machine, versions
+from process import commit, machine, versions
 from streams import Step, Stream, camera
 from streams.looped import looped
 
 from holdall import ReplayMemory
+from holdall.footprint import held_bytes
 from holdall.units import format_bytes, parse_bytes
 
 LAP = 5_000

@@ -17,7 +17,9 @@ from typing import Any
 import numpy as np
 import torch  # noqa: F401  both sides need it, so it is here before memory is counted
 from cases import CASES, SIDES, Side, libraries_of
-from process import Held, emit, held_bytes
+from process import emit
+
+from holdall.footprint import Held, held_bytes
 
 _WARM_UP = 1_000  # steps of the source before memory is counted
 _SAME = 0.01  # two slopes are the same up to this share

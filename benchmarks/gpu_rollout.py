@@ -21,10 +21,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from gymnasium import spaces
-from process import commit, held_bytes, machine, versions
+from process import commit, machine, versions
 
 from holdall import RolloutMemory
 from holdall.elegantrl import TrajectoryBuffer
+from holdall.footprint import held_bytes
 
 WORKERS, STEPS = 3, 1_024
 UPDATES = 100

@@ -18,8 +18,10 @@ from typing import Any
 
 import numpy as np
 from cases import BATCH, CASES, Side
-from process import commit, held_bytes, machine, versions
+from process import commit, machine, versions
 from streams.looped import looped
+
+from holdall.footprint import held_bytes
 
 LAP = 20_000
 ROUNDS = 40

@@ -20,10 +20,10 @@ from typing import Any
 import psutil
 from process import commit, machine, versions
 
+from holdall.footprint import held_bytes, peak_bytes
 from holdall.plan.ask import ask
 from holdall.plan.experience import Experience, real_steps, settled, stored_space
 from holdall.plan.planned import Plan, make_plan
-from holdall.plan.process import held_bytes, peak_bytes
 from holdall.plan.settings import spec_of
 from holdall.plan.spec import Spec
 from holdall.replay import ReplayMemory

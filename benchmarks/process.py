@@ -1,4 +1,4 @@
-"""This process and this machine: what is held, where it runs, and lines to whoever started it."""
+"""This process and this machine: where it runs, and lines to whoever started it."""
 
 from __future__ import annotations
 
@@ -7,30 +7,11 @@ import json
 import os
 import platform
 import subprocess
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 _HERE = Path(__file__).parent
 _DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium", "ale-py", "opencv-python-headless")
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """What the process holds, as smaps counts it."""
-
-    unique: int  # private pages, those of libraries among them as long as no other process uses these
-    anonymous: int  # pages that no file backs: what other processes do does not show in them
-
-
-def held_bytes() -> Held:
-    """Read the process's unique set size."""
-    kib = dict.fromkeys(("Private_Clean", "Private_Dirty", "Anonymous"), 0)
-    for line in Path("/proc/self/smaps_rollup").read_text(encoding="ascii").splitlines():
-        name, _, rest = line.partition(":")
-        if name in kib:
-            kib[name] = int(rest.split()[0])
-    return Held((kib["Private_Clean"] + kib["Private_Dirty"]) * 1024, kib["Anonymous"] * 1024)
 
 
 def emit(message: dict[str, Any]) -> None:

@@ -27,11 +27,12 @@ from typing import Any
 import numpy as np
 import torch
 from gymnasium import spaces
-from process import commit, emit, held_bytes, machine, versions
+from process import commit, emit, machine, versions
 from stable_baselines3.common.buffers import RolloutBuffer as PlainRolloutBuffer
 from streams import screens
 
 from holdall import RolloutMemory
+from holdall.footprint import held_bytes
 from holdall.sb3 import RolloutBuffer
 
 MIB = 2**20

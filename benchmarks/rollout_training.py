@@ -22,12 +22,13 @@ from typing import Any
 import ale_py
 import gymnasium as gym
 import torch
-from process import commit, emit, held_bytes, machine, versions
+from process import commit, emit, machine, versions
 from stable_baselines3 import PPO
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecFrameStack
 
+from holdall.footprint import held_bytes
 from holdall.sb3 import RolloutBuffer
 
 MIB = 2**20

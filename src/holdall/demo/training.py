@@ -20,8 +20,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.demo.camera import CameraRover
-from holdall.demo.footprint import peak_bytes, unique_bytes
 from holdall.demo.result import Result
+from holdall.footprint import held_bytes, peak_bytes
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
@@ -63,7 +63,7 @@ class Progress(BaseCallback):
     def _on_step(self) -> bool:
         self.moments.append(time.perf_counter())
         if self.num_timesteps % READ_EVERY == 0:
-            self.readings.append((self.num_timesteps, unique_bytes()))
+            self.readings.append((self.num_timesteps, held_bytes().unique))
         if self.num_timesteps % 100 == 0:
             emit({"done": self.num_timesteps, "total": self.total})
         return True

@@ -15,8 +15,8 @@ import gymnasium as gym
 import numpy as np
 
 from holdall.errors import ArgumentError
+from holdall.footprint import held_bytes
 from holdall.plan import spacetext
-from holdall.plan.process import held_bytes
 
 _FEW_STEPS = 50
 """Steps after which an environment has loaded what it needs."""

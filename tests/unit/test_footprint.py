@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import mmap
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from holdall.experience.arena import address, reserve
+from holdall.footprint import LINUX, begin_peak, held_bytes, mappings, peak_bytes
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+MIB = 2**20
+
+
+def test_unique_bytes_grow_by_what_is_written() -> None:
+    block = reserve(64 * MIB)
+    before = held_bytes()
+    block[:: mmap.PAGESIZE] = 1
+    after = held_bytes()
+    for grown in (after.unique - before.unique, after.resident - before.resident, after.anonymous - before.anonymous):
+        assert abs(grown - 64 * MIB) < MIB
+
+
+def test_a_peak_that_begins_anew_forgets_what_was_before() -> None:
+    block = reserve(64 * MIB)
+    block[:: mmap.PAGESIZE] = 1
+    with_it = peak_bytes()
+    del block
+    if not begin_peak():
+        pytest.skip("this kernel does not let a peak begin anew")
+    assert peak_bytes() < with_it - 32 * MIB
+
+
+def test_mappings_sum_up_to_the_process() -> None:
+    with subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"],
+                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:  # fmt: skip
+        assert child.stdout is not None
+        child.stdout.readline()
+        found, whole = mappings(child.pid), held_bytes(child.pid)
+        child.communicate(b"\n")
+    assert sum(one.resident for one in found) == whole.resident
+    assert sum(one.unique for one in found) == whole.unique
+    # The rollup rounds once, every mapping on its own.
+    assert abs(sum(one.proportional for one in found) - whole.proportional) <= 1024 * len(found)
+
+
+def test_a_mapping_knows_its_range_and_its_touched_pages() -> None:
+    block = reserve(8 * MIB)
+    block[: 2 * MIB : mmap.PAGESIZE] = 1
+    start = address(block)
+    here = [one for one in mappings() if one.start <= start < one.end]
+    assert len(here) == 1
+    assert here[0].end >= start + 8 * MIB
+    assert here[0].permissions.startswith("rw")
+    assert here[0].unique >= 2 * MIB
+
+
+def test_mapped_files_are_named_whatever_their_name_is(tmp_path: Path) -> None:
+    file = tmp_path / "a name with  spaces"
+    file.write_bytes(bytes(4096))
+    with file.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[0] == 0
+        assert str(file) in {one.name for one in mappings(os.getpid())}
