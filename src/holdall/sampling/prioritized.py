@@ -174,8 +174,8 @@ class Prioritized:
             given = first_told if held.allows_all else np.where(held.allows(ids), first_told, 0.0)
             self._tree.put(ids % self._capacity, given)
             self._next_id = held.next_id
-        left_early = np.arange(max(self._first_id, held.next_id - self._capacity), held.first_id)
-        if left_early.size:  # before others took their slots: a budget in bytes may hold less than the capacity
-            self._tree.put(left_early % self._capacity, 0.0)
+        oldest = max(self._first_id, held.next_id - self._capacity)
+        if oldest < held.first_id:  # left before others took their slots: a budget in bytes may hold less
+            self._tree.put(np.arange(oldest, held.first_id) % self._capacity, 0.0)
         self._first_id = held.first_id
         return self._tree

@@ -15,7 +15,10 @@
 #define FETCH_SOON(where) ((void)0)
 #endif
 
-enum { AT_ONCE = 128 }; /* walks side by side: each waits for memory at every level */
+enum {
+    AT_ONCE = 128, /* walks side by side: each waits for memory at every level */
+    TOP = 128,     /* a level of so many nodes is added up whole sooner than along every walk */
+};
 
 /* Put numbers into some slots, one for all if `step` is 0, and add up again whatever lies above them. */
 EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots, const double *values, int64_t step,
@@ -36,6 +39,7 @@ EXPORT int64_t holdall_tree_tell(double *nodes, int64_t leaves, const int64_t *i
                                  int64_t first_id, int64_t next_id, int64_t capacity, double most, double *largest) {
     for (int64_t i = 0; i < count; i++)
         if (ids[i] >= next_id || !(values[i] > 0 && values[i] <= most)) return i;
+    const int64_t top = leaves < TOP ? leaves : TOP;
     for (int64_t begin = 0; begin < count; begin += AT_ONCE) {
         const int64_t end = begin + AT_ONCE < count ? begin + AT_ONCE : count;
         int64_t node[AT_ONCE], some = 0;
@@ -45,12 +49,13 @@ EXPORT int64_t holdall_tree_tell(double *nodes, int64_t leaves, const int64_t *i
             nodes[node[some++]] = values[i];
             if (values[i] > *largest) *largest = values[i];
         }
-        for (int64_t level = leaves; level > 1; level /= 2)
+        for (int64_t level = leaves; level > top; level /= 2)
             for (int64_t i = 0; i < some; i++) {
                 node[i] /= 2;
                 nodes[node[i]] = nodes[2 * node[i]] + nodes[2 * node[i] + 1];
             }
     }
+    for (int64_t node = top - 1; node > 0; node--) nodes[node] = nodes[2 * node] + nodes[2 * node + 1];
     return -1;
 }
 
