@@ -1,32 +1,36 @@
-"""holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory."""
+"""holdall: experience memory for deep reinforcement learning, exact in a fraction of the memory.
+
+Every name is imported from its module when it is first asked for: `import holdall` itself costs next to nothing, so
+that `holdall lint` and `holdall plan` wait for no more than what they use.
+"""
 
 import importlib
-from types import ModuleType
 from typing import TYPE_CHECKING
 
-from holdall import threads
-from holdall.batch import Batch, RolloutBatch
-from holdall.checkpoint.handle import Checkpoint, SaveHandle
-from holdall.errors import (
-    ArgumentError,
-    CheckpointError,
-    ClosedError,
-    DamageError,
-    FencedError,
-    HoldallError,
-    MissingPackageError,
-    SpaceError,
-    TransitionIdError,
-)
-from holdall.replay import ReplayMemory
-from holdall.report import FieldReport, MemoryReport
-from holdall.rollout import RolloutMemory
-from holdall.sampling.hindsight import Hindsight
-from holdall.sampling.nstep import NStep
-from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.sequence import Sequence
-from holdall.sampling.uniform import Uniform
-from holdall.shared import SharedObservations
+if TYPE_CHECKING:
+    from holdall import threads
+    from holdall.batch import Batch, RolloutBatch
+    from holdall.checkpoint.handle import Checkpoint, SaveHandle
+    from holdall.errors import (
+        ArgumentError,
+        CheckpointError,
+        ClosedError,
+        DamageError,
+        FencedError,
+        HoldallError,
+        MissingPackageError,
+        SpaceError,
+        TransitionIdError,
+    )
+    from holdall.replay import ReplayMemory
+    from holdall.report import FieldReport, MemoryReport
+    from holdall.rollout import RolloutMemory
+    from holdall.sampling.hindsight import Hindsight
+    from holdall.sampling.nstep import NStep
+    from holdall.sampling.prioritized import Prioritized
+    from holdall.sampling.sequence import Sequence
+    from holdall.sampling.uniform import Uniform
+    from holdall.shared import SharedObservations
 
 __all__ = [
     "ArgumentError",
@@ -56,13 +60,40 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_LATER = frozenset({"elegantrl", "lint", "plan", "sb3", "testing"})
-"""Modules that are imported when they are first asked for, as in `holdall.plan.model(model)`: they need more than most
-users have installed, or longer than `import holdall` may take."""
+_MODULES = frozenset({"elegantrl", "lint", "plan", "sb3", "testing", "threads"})
+"""Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
+
+_HOMES = {
+    "batch": ("Batch", "RolloutBatch"),
+    "checkpoint.handle": ("Checkpoint", "SaveHandle"),
+    "errors": (
+        "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
+        "MissingPackageError", "SpaceError", "TransitionIdError",
+    ),
+    "replay": ("ReplayMemory",),
+    "report": ("FieldReport", "MemoryReport"),
+    "rollout": ("RolloutMemory",),
+    "sampling.hindsight": ("Hindsight",),
+    "sampling.nstep": ("NStep",),
+    "sampling.prioritized": ("Prioritized",),
+    "sampling.sequence": ("Sequence",),
+    "sampling.uniform": ("Uniform",),
+    "shared": ("SharedObservations",),
+}  # fmt: skip
+"""Which module a public name lives in."""
+_HOME_BY_NAME = {name: home for home, names in _HOMES.items() for name in names}
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
 
-    def __getattr__(name: str) -> ModuleType:
-        if name in _LATER:
+    def __getattr__(name: str) -> object:
+        if name in _MODULES:
             return importlib.import_module(f"holdall.{name}")
-        raise AttributeError(f"module 'holdall' has no attribute {name!r}")
+        if name not in _HOME_BY_NAME:
+            raise AttributeError(f"module 'holdall' has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"holdall.{_HOME_BY_NAME[name]}"), name)
+        globals()[name] = found  # asked for once
+        return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_MODULES})
