@@ -1,8 +1,8 @@
-"""Predicted against measured: `python benchmarks/plan.py`.
+"""Predicted against measured, and how long predicting takes: `python benchmarks/plan.py --docs`.
 
 In:  configurations of Stable-Baselines3 on real environments. Each is planned, without and with a probe, and then run
 in a process of its own until its buffer is full and updates were made.
-Out: JSON lines with --json, and the tables of docs/plan.md on stdout.
+Out: the tables of docs/plan.md, on stdout and with --docs in the page; JSON lines with --json.
 The measured peak is the resident peak of the trainer (VmHWM) and the unique bytes of its environments' processes.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -18,17 +19,20 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from plan_times import time_all
 from process import commit, machine, versions
+from readme import MARKERS
 
 from holdall.footprint import held_bytes, peak_bytes
 from holdall.plan.ask import ask
-from holdall.plan.experience import Experience, real_steps, settled, stored_space
+from holdall.plan.experience import Experience
 from holdall.plan.planned import Plan, make_plan
 from holdall.plan.settings import spec_of
 from holdall.plan.spec import Spec
-from holdall.replay import ReplayMemory
 
-_HERE = Path(__file__).parent
+PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
+Table = tuple[list[dict[str, Any]], list[str], bool]
+"""Results, the lines that show them, and whether all bars are met."""
 _PROBE = 2_000
 _PAUSE = 250
 _UPDATES = 60
@@ -121,6 +125,9 @@ _HELD_BAR = 0.1
 
 def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     """Add real transitions to a memory in this process, and read what it took at most."""
+    from holdall.plan.filling import real_steps, settled, stored_space  # noqa: PLC0415 no part of a run with SB3
+    from holdall.replay import ReplayMemory  # noqa: PLC0415
+
     steps = real_steps(spec)
     first = next(steps)  # the environments are there now
     before = held_bytes().anonymous
@@ -135,9 +142,11 @@ def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     for tick, step in enumerate(itertools.chain([first], itertools.islice(steps, spec.capacity // spec.num_envs - 1))):
         memory.add(*step)
         if tick * spec.num_envs % _PAUSE == 0:
-            memory.sample(min(spec.batch, len(memory)))
+            if len(memory) >= spec.batch:
+                batch = memory.sample(spec.batch)  # it lives until the next one is there, as in a training loop
             most = max(most, held_bytes().anonymous - before)  # before the wait: what is being sealed counts
             settled(memory)  # training is slower than this loop, and the worker is not behind in it
+    del batch
     return {"measured_bytes": most}
 
 
@@ -189,10 +198,11 @@ def missed(result: dict[str, Any]) -> list[str]:
 def main() -> int:
     """Read the command line, compare, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", help="run the configurations whose name holds this text")
+    parser.add_argument("what", nargs="*", metavar="runs|held|times", help="tables to make; all of them by default")
+    parser.add_argument("--only", help="of runs and held, those whose name holds this text")
     parser.add_argument("--probe", type=int, default=500)
     parser.add_argument("--json", type=Path, help="append results to this file")
-    parser.add_argument("--held", action="store_true", help="measure what holdall's own memory needs instead")
+    parser.add_argument("--docs", action="store_true", help="put the tables into docs/plan.md")
     parser.add_argument("--run", action="store_true", help="train the configuration that stands on stdin")
     parser.add_argument("--hold", nargs="?", const="", help="hold transitions of the one on stdin")
     wanted = parser.parse_args()
@@ -200,29 +210,54 @@ def main() -> int:
         spec = Spec.from_dict(json.load(sys.stdin))
         print(json.dumps(run(spec) if wanted.run else hold(spec, wanted.hold or None)))
         return 0
-    if wanted.held:
-        return main_held(wanted.only, wanted.json)
+    makers = {
+        "runs": lambda: compare_all(wanted.only or "", wanted.probe),
+        "held": lambda: compare_all_held(wanted.only or ""),
+        "times": time_all,
+    }
+    if unknown := set(wanted.what) - set(makers):
+        parser.error(f"{', '.join(unknown)}: must be of {', '.join(makers)}")
+    fine = True
+    for name in wanted.what or makers:
+        results, lines, met = makers[name]()
+        fine &= met
+        record(wanted.json, {name: results})
+        print("\n".join(lines))
+        if wanted.docs:
+            put(name, lines)
+    return 0 if fine else 1
+
+
+def compare_all(only: str, probe_steps: int) -> Table:
+    """Compare real runs with their plans."""
     results = []
     for name, settings in RUNS.items():
-        if wanted.only is None or wanted.only.lower() in name.lower():
-            results.append(compare(name, settings, wanted.probe))
+        if only.lower() in name.lower():
+            results.append(compare(name, settings, probe_steps))
             print(list(table(results))[-1], missed(results[-1]) or "", file=sys.stderr, flush=True)
-    record(wanted.json, {"results": results})
-    print("\n".join(table(results)))
-    return 1 if any(missed(result) for result in results) else 0
+    return results, list(table(results)), not any(missed(result) for result in results)
 
 
-def main_held(only: str | None, path: Path | None) -> int:
+def compare_all_held(only: str) -> Table:
     """Compare what holdall's memory needs."""
     results = []
     for name, settings in HELD.items():
         for prefer in (None, "memory"):
-            if only is None or only.lower() in name.lower():
+            if only.lower() in name.lower():
                 results.append(compare_held(name, settings, prefer))
                 print(list(held_table(results))[-1], file=sys.stderr, flush=True)
-    record(path, {"held": results})
-    print("\n".join(held_table(results)))
-    return int(any(abs(r["planned_bytes"] / r["measured_bytes"] - 1) > _HELD_BAR for r in results))
+    off = [abs(result["planned_bytes"] / result["measured_bytes"] - 1) for result in results]
+    return results, list(held_table(results)), max(off, default=0) <= _HELD_BAR
+
+
+def put(name: str, lines: list[str]) -> None:
+    """Put a table between its two markers in the page."""
+    text = PAGE.read_text(encoding="utf-8")
+    pattern = re.compile(MARKERS.format(name), re.DOTALL)
+    changed, found = pattern.subn(lambda marks: marks[1] + "\n".join(lines) + "\n" + marks[2], text)
+    if found != 1:
+        sys.exit(f"{PAGE.name} has no place marked '{name}'")
+    PAGE.write_text(changed, encoding="utf-8")
 
 
 def record(path: Path | None, found: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from holdall.cli.plan_tables import tables
 from holdall.cli.verbosity import Verbose
@@ -107,7 +108,8 @@ def plan(
     else:
         console = Console()
         for part in tables(planned):
-            console.print(part, soft_wrap=True, highlight=False)
+            is_code = isinstance(part, Text) and bool(part.no_wrap)  # to paste: only the terminal breaks its lines
+            console.print(part, highlight=False, soft_wrap=is_code)
             console.print()
     raise typer.Exit(planned.verdict.value)
 

@@ -11,14 +11,14 @@ from rich.text import Text
 from holdall.plan.phases import Phase
 from holdall.plan.planned import Plan
 from holdall.plan.verdict import largest
-from holdall.plan.words import both_units, heading, row_name, size_name
+from holdall.plan.words import Units, heading, largest_sizes, row_name, size_name
 from holdall.units import format_bytes
 
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
 def tables(plan: Plan) -> Iterator[RenderableType]:
-    """Yield everything that is said about a run, the verdict first."""
+    """Yield everything that is said about a run, the verdict first; 80 columns are enough for all but code."""
     yield Text.assemble((heading(plan), "bold"), "  ", _said(plan.verdict))
     yield _checks(plan)
     yield _phases("With Stable-Baselines3's buffer", plan.phases)
@@ -33,9 +33,9 @@ def tables(plan: Plan) -> Iterator[RenderableType]:
         yield Text(f"Cheapest change that makes it fit: {plan.change.title} ({plan.change.why}).")
     elif plan.verdict.value:
         yield Text("No single change makes it fit here.")
-    yield Text(plan.code, style="cyan")
-    for note in plan.notes:
-        yield Text(f"Note: {note}.", style="dim")
+    yield Text(plan.code, style="cyan", no_wrap=True)
+    if plan.notes:
+        yield Text("\n".join(f"Note: {note}." for note in plan.notes), style="dim")
 
 
 def _said(verdict: object) -> Text:
@@ -45,7 +45,9 @@ def _said(verdict: object) -> Text:
 def _table(title: str, heads: Sequence[str]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, head in enumerate(heads):
-        table.add_column(head, justify="left" if number == 0 else "right", no_wrap=True)
+        # Names give way where a terminal is narrow; figures and verdicts never do.
+        first = number == 0
+        table.add_column(head, justify="left" if first else "right", no_wrap=not first, overflow="fold")
     return table
 
 
@@ -53,8 +55,8 @@ def _checks(plan: Plan) -> Table:
     table = _table("Against what there is", ("", "needs", "at most", "free", ""))
     for check in plan.checks:
         sizes = (check.need_bytes, check.most_bytes, check.limit.free_bytes)
-        table.add_row(check.what, *map(format_bytes, sizes), _said(check.verdict))
-        table.add_row(Text(f"  of {check.limit.name}", style="dim"))
+        name = Text.assemble(check.what, (f"\n  of {check.limit.name}", "dim"))
+        table.add_row(name, *map(format_bytes, sizes), _said(check.verdict))
     return table
 
 
@@ -73,35 +75,32 @@ def _phases(title: str, phases: Sequence[Phase]) -> Table:
 
 
 def _capacities(plan: Plan) -> Table:
-    heads = [row_name(plan.spec).lower(), "SB3's buffer", "the run"]
-    holdall = plan.known.experience is not None
-    table = _table("What fits", heads + (["holdall's", "the run"] if holdall else []))
+    units = Units.for_largest(row.sb3_bytes for row in plan.table)
+    heads = [row_name(plan.spec).lower(), f"SB3, {units.decimal}", units.binary, "the run"]
+    if plan.known.experience is not None:
+        heads += [f"holdall, {units.decimal}", units.binary, "the run"]
+    table = _table("What fits", heads)
     for row in plan.table:
-        cells: list[RenderableType] = [size_name(row.size), both_units(row.sb3_bytes), _said(row.sb3_verdict)]
+        cells: list[RenderableType] = [size_name(row.size), *units.both(row.sb3_bytes), _said(row.sb3_verdict)]
         if row.holdall_bytes is not None:
-            cells += [both_units(row.holdall_bytes), _said(row.holdall_verdict)]
+            cells += [*units.both(row.holdall_bytes), _said(row.holdall_verdict)]
         table.add_row(*cells)
     return table
 
 
 def _profiles(plan: Plan) -> Table:
-    table = _table(
-        "Profiles, as shares of the limit", ("profile", "of the limit", "batch", "SB3 holds", "holdall holds")
-    )
+    units = Units.for_largest(profile.limit_bytes for profile in plan.profiles)
+    heads = ("profile", "of limit", units.decimal, units.binary, "batch", "SB3 holds", "holdall holds")
+    table = _table("Profiles, as shares of the limit", heads)
     for profile in plan.profiles:
         held = "" if profile.holdall_size is None else size_name(profile.holdall_size)
-        share = f"{profile.share:.0%}, {both_units(profile.limit_bytes)}"
-        table.add_row(profile.name, share, size_name(profile.batch_size), size_name(profile.sb3_size), held)
+        sizes = (size_name(profile.batch_size), size_name(profile.sb3_size), held)
+        table.add_row(profile.name, f"{profile.share:.0%}", *units.both(profile.limit_bytes), *sizes)
     return table
 
 
-def _largest(plan: Plan) -> Text:
-    found = plan.largest
-    size = row_name(plan.spec).lower()
-    said = [f"{size} {size_name(found['sb3_size'] or 0)} with SB3's buffer"]
-    if found["holdall_size"] is not None:
-        said.append(f"{size} {size_name(found['holdall_size'])} with holdall's")
-    if found["batch_size"] is not None:
-        said.append(f"batch {size_name(found['batch_size'])}")
-    said.append(f"environments {size_name(found['num_envs'] or 0)}")
-    return Text(f"Largest that fits, all else as it is: {'; '.join(said)}.")
+def _largest(plan: Plan) -> Table:
+    table = _table("Largest that fits", ("all else as it is", ""))
+    for name, size in largest_sizes(plan):
+        table.add_row(name, size)
+    return table

@@ -6,6 +6,7 @@ In:  a task and its arguments.  Out: the answer, or a HoldallError.
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from typing import Any
@@ -29,6 +30,8 @@ def ask(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[str, Any
             text=True,
             timeout=timeout_s,
             check=False,
+            # Threads that spin while they wait take the cores from who waits for the answer.
+            env={"OMP_WAIT_POLICY": "PASSIVE"} | os.environ,
         )
     except subprocess.TimeoutExpired as error:
         raise TrialError(

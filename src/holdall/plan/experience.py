@@ -1,38 +1,18 @@
-"""What holdall itself needs: a memory of the run's own spaces is filled a little, and asked.
+"""What holdall's own memory takes: figures of a memory that was filled a little, and what they give for more.
 
-In:  a spec, and steps of its environment or made-up ones.  Out: bytes per transition, raw and compressed, and what
-a memory takes before the first.
-Invariant: every figure is read from a real memory's report; ratios are measured on real steps or not given at all.
+In:  what `filling` measured.  Out: bytes for any number of transitions.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
-import numpy as np
-from gymnasium import spaces
-from numpy.typing import NDArray
-
-from holdall.experience.segment import SEGMENT_BYTES
-from holdall.plan import spacetext
-from holdall.plan.buffers import leaves_of
-from holdall.plan.environment import make, played
-from holdall.plan.spec import Spec
-from holdall.replay import ReplayMemory
-from holdall.rollout import RolloutMemory
-
-_MADE_UP_BYTES = 48 * 2**20
-_MADE_UP_TICKS = 256
-_SEGMENTS = 4
-"""A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
 _SEGMENTS_OF_A_CAPACITY = 16
-_SETTLE_S = 60.0
-_TABLES_BYTES = 2**18
-
-Step = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_obs, terminated, truncated of all lanes
+"""A segment is at most this share of the capacity."""
+_MOST_SEGMENTS = 3
+"""Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
+_SPREAD = 0.1
+"""What the ratio of the first thousands of steps may be off by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,214 +21,28 @@ class Experience:
 
     raw_bytes: float  # per transition
     compressed_bytes: float | None  # per transition; None: not measured
-    fixed_bytes: int
+    fixed_bytes: int  # beside the transitions: batches, tables, threads
     steps: int  # real steps that this was measured on; 0: made-up ones
     findings: dict[str, str]  # by field, in the memory's own words
+    sealing_bytes: int = 0  # beside the transitions if they are compressed: what codecs work in, too
+    segment_bytes: int = 0  # of unique slices; a full one is raw while it is sealed
 
     def need(self, transitions: int) -> int:
         """Bytes for so many transitions, in the smallest form that was measured."""
-        raw = self.raw_need(transitions)
-        if self.compressed_bytes is None:
-            return raw
-        # Of what is compressed, the open segment and the one that is being sealed are still raw.
-        segment = min(SEGMENT_BYTES, int(self.raw_bytes * transitions) // _SEGMENTS_OF_A_CAPACITY)
-        return min(raw, int(self.compressed_bytes * transitions) + 2 * segment + self.fixed_bytes)
+        return min(self.raw_need(transitions), self._compressed_need(transitions, segments=1))
+
+    def most(self, transitions: int) -> int:
+        """An upper bound: the ratio gets worse, and the worker is as far behind as it may be."""
+        raw = int(self.raw_need(transitions) * (1 + _SPREAD))
+        return min(raw, int(self._compressed_need(transitions, segments=_MOST_SEGMENTS) * (1 + _SPREAD)))
 
     def raw_need(self, transitions: int) -> int:
         """Bytes for so many transitions if nothing is compressed."""
         return int(self.raw_bytes * transitions) + self.fixed_bytes
 
-
-def from_spaces(spec: Spec) -> Experience:
-    """Fill a memory with noise that overlaps as frame stacks do: an upper bound, if the environment overlaps too."""
-    ticks = int(np.clip(_MADE_UP_BYTES // (_observation_bytes(spec) * spec.num_envs), 16, _MADE_UP_TICKS))
-    slope = _rollout_slope if spec.on_policy else _slope
-    raw, findings = slope(spec, _noise(spec), ticks)
-    return Experience(raw, None, _fixed(spec), 0, findings)
-
-
-def measured(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
-    """Play the run's environment into two memories, one raw and one that compresses."""
-    ticks = max(steps // spec.num_envs, 16 * _SEGMENTS)
-    if spec.on_policy:
-        raw, findings = _rollout_slope(spec, real_steps(spec), ticks)
-        return asdict(Experience(raw, None, _fixed(spec), ticks * spec.num_envs, findings))
-    raw, findings = _slope(spec, real_steps(spec), ticks)
-    compressed, sealed = _slope(spec, real_steps(spec), ticks, prefer)
-    return asdict(Experience(raw, min(compressed, raw), _fixed(spec), ticks * spec.num_envs, findings | sealed))
-
-
-def _slope(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None = None) -> tuple[float, dict[str, str]]:
-    """Add `ticks` steps; return bytes per transition between the first quarter and the third.
-
-    Where compression is measured, the memory is so small that a segment is closed and sealed at every quarter.
-    """
-    lanes = spec.num_envs
-    settings: dict[str, Any] = {}
-    capacity = max(spec.capacity, ticks * lanes)
-    if prefer is not None:
-        settings = {"budget": None, "prefer": prefer}
-        capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
-    first, last = _quarters(ticks)
-    readings = []
-    observation = stored_space(spec.observation)
-    with ReplayMemory(observation, spec.action, capacity, lanes, **settings) as memory:
-        for tick, step in zip(range(last + 1), steps, strict=False):
-            memory.add(*step)
-            if tick in {first, last}:
-                report = settled(memory)
-                readings.append((report.transitions, report.total_bytes))
-        findings = {field.name: field.finding for field in report.fields}
-    return _between(readings), findings
-
-
-def _rollout_slope(spec: Spec, steps: Iterator[Step], ticks: int) -> tuple[float, dict[str, str]]:
-    """Do the same with a rollout, which keeps no next observations."""
-    first, last = _quarters(ticks)
-    readings = []
-    estimate = np.zeros(spec.num_envs, np.float32)
-    with RolloutMemory(stored_space(spec.observation), spec.action, last + 1, spec.num_envs) as memory:
-        for tick, (obs, action, reward, _, terminated, truncated) in zip(range(last + 1), steps, strict=False):
-            ended = terminated | truncated
-            memory.add(obs, action, reward, ended, np.zeros_like(ended), estimate, estimate)
-            if tick in {first, last}:
-                report = memory.report()
-                readings.append((report.transitions, report.total_bytes))
-        findings = {field.name: field.finding for field in report.fields}
-    return _between(readings), findings
-
-
-def _quarters(ticks: int) -> tuple[int, int]:
-    return ticks // _SEGMENTS, ticks // _SEGMENTS * (_SEGMENTS - 1)
-
-
-def _between(readings: list[tuple[int, int]]) -> float:
-    (held, taken), (held_later, taken_later) = readings
-    return (taken_later - taken) / (held_later - held)
-
-
-def settled(memory: ReplayMemory) -> Any:
-    """Wait until nothing is left to compress, and report."""
-    end = time.monotonic() + _SETTLE_S
-    while (report := memory.report()).backlog and time.monotonic() < end:
-        time.sleep(0.01)
-    return report
-
-
-def _fixed(spec: Spec) -> int:
-    """Bytes beside the transitions: a batch of observations (and next observations), tables, threads."""
-    return (1 if spec.on_policy else 2) * spec.batch * _observation_bytes(spec) + _TABLES_BYTES
-
-
-def _observation_bytes(spec: Spec) -> int:
-    return sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
-
-
-def _noise(spec: Spec) -> Iterator[Step]:
-    """Yield made-up steps: every new frame is noise, and shares with the stack before it."""
-    rng = np.random.default_rng(0)
-    lanes = spec.num_envs
-    observation, stack = stored_space(spec.observation), spec.frame_stack
-    obs = _mapped(observation, lambda space: _random(rng, space, lanes))
-    while True:
-        next_obs = _mapped_with(observation, obs, lambda space, old: _shifted(rng, space, old, stack))
-        action = _mapped(spec.action, lambda space: _random(rng, space, lanes))
-        flags = np.zeros(lanes, np.bool_)
-        yield obs, action, np.zeros(lanes, np.float32), next_obs, flags, flags
-        obs = next_obs
-
-
-def real_steps(spec: Spec) -> Iterator[Step]:
-    """Yield steps of the run's environment, one instance a lane, as Stable-Baselines3 would hand them over."""
-    lanes = [_stacked_play(spec, lane) for lane in range(spec.num_envs)]
-    while True:
-        obs, action, reward, next_obs, terminated, truncated = zip(*(next(lane) for lane in lanes), strict=True)
-        yield (
-            _batched(spec.observation, obs),
-            _batched(spec.action, action),
-            np.array(reward, np.float32),
-            _batched(spec.observation, next_obs),
-            np.array(terminated),
-            np.array(truncated),
-        )
-
-
-def _stacked_play(spec: Spec, seed: int) -> Iterator[tuple[Any, ...]]:
-    stack: Any = None
-    for obs, action, reward, next_obs, terminated, truncated in played(make(spec.env_id, spec.wrapper), seed):
-        stack = _channels_first(obs) if spec.frame_stack == 1 else stack
-        if spec.frame_stack == 1:
-            yield stack, action, reward, _channels_first(next_obs), terminated, truncated
-            continue
-        stack = _pushed(None, _channels_first(obs), spec.frame_stack) if stack is None else stack
-        following = _pushed(stack, _channels_first(next_obs), spec.frame_stack)
-        yield stack, action, reward, following, terminated, truncated
-        stack = None if terminated or truncated else following
-
-
-def _pushed(stack: Any, frame: Any, frames: int) -> Any:
-    """Push a frame in at the end; a new stack begins with zeros, as Stable-Baselines3's does."""
-    if isinstance(frame, dict):
-        return {key: _pushed(None if stack is None else stack[key], value, frames) for key, value in frame.items()}
-    axis = 0 if frame.ndim == 3 and frame.dtype == np.uint8 else -1
-    if stack is None:
-        stack = np.concatenate([np.zeros_like(frame)] * frames, axis)
-    kept = np.delete(stack, np.s_[: frame.shape[axis]], axis)
-    return np.concatenate([kept, frame], axis)
-
-
-def _channels_first(obs: Any) -> Any:
-    """Transpose images as Stable-Baselines3 does before it stores them."""
-    if isinstance(obs, dict):
-        return {key: _channels_first(value) for key, value in obs.items()}
-    array = np.asarray(obs)
-    is_image = array.ndim == 3 and array.dtype == np.uint8 and array.shape[-1] < array.shape[0]
-    return np.ascontiguousarray(array.transpose(2, 0, 1)) if is_image else array
-
-
-def stored_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
-    """Return the space as it is stored: Stable-Baselines3 puts the channels of images first."""
-    if isinstance(space, spaces.Dict):
-        return spaces.Dict({key: stored_space(child) for key, child in space.spaces.items()})
-    if isinstance(space, spaces.Box) and spacetext.has_images(space) and space.shape[-1] < space.shape[0]:
-        return spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
-    return space
-
-
-def _batched(space: spaces.Space[Any], values: tuple[Any, ...]) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _batched(space[key], tuple(value[key] for value in values)) for key in space.spaces}
-    return np.stack([np.asarray(value, space.dtype) for value in values])
-
-
-def _mapped(space: spaces.Space[Any], function: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: function(child) for key, child in space.spaces.items()}
-    return function(space)
-
-
-def _mapped_with(space: spaces.Space[Any], value: Any, function: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: function(child, value[key]) for key, child in space.spaces.items()}
-    return function(space, value)
-
-
-def _random(rng: np.random.Generator, space: Any, lanes: int) -> NDArray[Any]:
-    dtype = np.dtype(space.dtype)
-    count = lanes * int(np.prod(space.shape or (), dtype=np.int64)) * dtype.itemsize
-    bits: NDArray[Any] = np.frombuffer(rng.bytes(count), np.uint8)
-    if dtype.kind == "b":
-        bits = bits & 1
-    return np.asarray(bits.view(dtype).reshape(lanes, *(space.shape or ())))
-
-
-def _shifted(rng: np.random.Generator, space: Any, old: NDArray[Any], frames: int) -> NDArray[Any]:
-    fresh = _random(rng, space, len(old))
-    if frames == 1 or old.ndim < 2:
-        return fresh
-    axis = 1 if old.ndim == 4 else old.ndim - 1
-    step = old.shape[axis] // frames
-    moved = np.roll(old, -step, axis)
-    newest = (slice(None),) * axis + (slice(-step, None),)
-    moved[newest] = fresh[newest]
-    return moved
+    def _compressed_need(self, transitions: int, segments: int) -> int:
+        if self.compressed_bytes is None:
+            return self.raw_need(transitions)
+        # The worker seals a segment faster than training fills the next one: one is raw, and it is full at the peak.
+        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // _SEGMENTS_OF_A_CAPACITY)
+        return int(self.compressed_bytes * transitions) + segments * segment + self.sealing_bytes

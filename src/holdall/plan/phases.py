@@ -218,7 +218,8 @@ def _buffer(spec: Spec, holdall: Experience | None) -> Part:
         name = "rollout buffer" if spec.on_policy else "replay buffer"
         return Part.exact(name, layout.resident_bytes(spec.total_timesteps))
     filled = min(spec.total_timesteps or layout.transitions, layout.transitions)
-    return _rough("holdall's memory", holdall.need(filled), "measured" if holdall.steps else "estimate", 0.1)
+    how = "measured" if holdall.steps else "estimate"
+    return Part("holdall's memory", holdall.need(filled), how, holdall.most(filled))
 
 
 def _settled(networks: Traced) -> Part:

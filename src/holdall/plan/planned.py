@@ -6,6 +6,7 @@ In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSO
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from holdall.limits import Limit, disk, largest_mapping, memory_limits, shared_m
 from holdall.plan import answers
 from holdall.plan.answers import Change, Known, Profile, Row
 from holdall.plan.ask import ask
-from holdall.plan.experience import Experience, from_spaces
+from holdall.plan.experience import Experience
 from holdall.plan.phases import Measured, Phase, Traced, host_phases, vram_phases
 from holdall.plan.spec import Spec
 from holdall.plan.verdict import Check, Room, Verdict, checks, largest
@@ -140,12 +141,17 @@ def make_plan(
         environment: What `environment.measured` found, if an environment was made.
     """
     notes: list[str] = []
-    measured, vram = _measure(spec, networks, probe_steps, environment, notes)
     room = _room(budget_bytes, memory_bytes, checkpoint_dir)
+    with ThreadPoolExecutor(1) as beside:  # the trial's libraries load while holdall's memory is asked
+        base = beside.submit(ask, "baseline", spec=spec, networks=networks)
+        made_up = None if probe_steps and spec.env_id else _from_spaces(spec)
+        measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
     room = replace(room, vram=vram)
-    experience = _experience(spec, probe_steps, prefer, notes)
+    experience = made_up or Experience(**ask("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    if made_up is not None and not spec.on_policy:
+        notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
     return assemble(spec, Known(measured, room, experience), notes)
 
 
@@ -186,9 +192,13 @@ def assemble(spec: Spec, known: Known, notes: list[str]) -> Plan:
 
 
 def _measure(
-    spec: Spec, networks: bool, probe_steps: int, environment: Mapping[str, Any] | None, notes: list[str]
+    spec: Spec,
+    base: Mapping[str, Any],
+    networks: bool,
+    probe_steps: int,
+    environment: Mapping[str, Any] | None,
+    notes: list[str],
 ) -> tuple[Measured, Limit | None]:
-    base = ask("baseline", spec=spec, networks=networks)
     probe = ask("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
     traced = base.get("traced")
     vram = base.get("vram")
@@ -214,11 +224,9 @@ def _measure(
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
 
 
-def _experience(spec: Spec, probe_steps: int, prefer: str, notes: list[str]) -> Experience:
-    if probe_steps and spec.env_id:
-        return Experience(**ask("experience", spec=spec, steps=probe_steps, prefer=prefer))
-    if not spec.on_policy:
-        notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+def _from_spaces(spec: Spec) -> Experience:
+    from holdall.plan.filling import from_spaces  # noqa: PLC0415 the memory is imported while the trial runs
+
     return from_spaces(spec)
 
 

@@ -27,7 +27,7 @@ def answer(question: dict[str, Any]) -> dict[str, Any]:
         return _measured("baseline", spec, question["networks"])
     if task == "update":
         return _measured("update", spec, question["steps"])
-    return _measured("experience", spec, question["steps"], question["prefer"])
+    return _measured("filling", spec, question["steps"], question["prefer"])
 
 
 def _measured(module: str, *arguments: Any) -> dict[str, Any]:

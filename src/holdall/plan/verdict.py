@@ -72,7 +72,7 @@ def checks(spec: Spec, measured: Measured, room: Room, holdall: Experience | Non
     found = [Check(f"memory, {largest(host).name}", need, largest(host).most_bytes, room.memory[0])]
     if room.largest_mapping is not None and holdall is None:
         array = max(spec.layout().arrays, key=lambda array: array.nbytes)
-        whole = Limit("all memory and swap, for one array", room.largest_mapping, room.largest_mapping)
+        whole = Limit("memory and swap, for one array", room.largest_mapping, room.largest_mapping)
         found.append(Check(f"array {array.name}", array.nbytes, array.nbytes, whole))
     gpu = vram_phases(spec, measured)
     if gpu and room.vram is not None:

@@ -15,7 +15,8 @@ pytest.importorskip("stable_baselines3")
 import holdall.plan
 from holdall.errors import ArgumentError
 from holdall.plan.ask import TrialError, ask
-from holdall.plan.experience import Experience, from_spaces
+from holdall.plan.experience import Experience
+from holdall.plan.filling import from_spaces
 from holdall.plan.settings import spec_of
 
 
@@ -114,7 +115,8 @@ def test_made_up_steps_are_an_upper_bound_that_knows_of_stacks(frame_stack: int)
 
 
 def test_the_need_is_the_smaller_of_raw_and_compressed() -> None:
-    found = Experience(7000.0, 200.0, 0, 2000, {})
-    assert found.need(1_000_000) == 200 * 1_000_000 + 2 * 16 * 2**20
+    found = Experience(7000.0, 200.0, 0, 2000, {}, sealing_bytes=5, segment_bytes=16 * 2**20)
+    assert found.need(1_000_000) == 200 * 1_000_000 + 16 * 2**20 + 5
+    assert found.most(1_000_000) > found.need(1_000_000) + 2 * 16 * 2**20
     assert found.need(10) <= found.raw_need(10)
     assert Experience(100.0, None, 5, 0, {}).need(10) == 1005

@@ -1,0 +1,262 @@
+"""What holdall itself needs: a memory of the run's own spaces is filled a little, and asked.
+
+In:  a spec, and steps of its environment or made-up ones.  Out: bytes per transition, raw and compressed, and what
+a memory takes beside them.
+Invariant: bytes per transition are read from a real memory's report, what lies beside them from the process; ratios are
+measured on real steps or not given at all.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.experience.segment import SEGMENT_BYTES
+from holdall.footprint import held_bytes
+from holdall.plan import spacetext
+from holdall.plan.buffers import leaves_of
+from holdall.plan.environment import make, played
+from holdall.plan.experience import Experience
+from holdall.plan.spec import Spec
+from holdall.replay import ReplayMemory
+from holdall.rollout import RolloutMemory
+
+_MADE_UP_BYTES = 48 * 2**20
+_MADE_UP_TICKS = 256
+_SEGMENTS = 4
+"""A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
+_SEGMENTS_OF_A_CAPACITY = 16
+_SETTLE_S = 60.0
+_TABLES_BYTES = 2**18
+
+Step = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_obs, terminated, truncated of all lanes
+
+
+class Filled(NamedTuple):
+    """What a memory told after it was filled a little."""
+
+    bytes_per_transition: float
+    beside_bytes: int  # that the process took, and no field of the memory counts
+    findings: dict[str, str]
+
+
+def from_spaces(spec: Spec) -> Experience:
+    """Fill a memory with noise that overlaps as frame stacks do: an upper bound, if the environment overlaps too."""
+    ticks = int(np.clip(_MADE_UP_BYTES // (_observation_bytes(spec) * spec.num_envs), 16, _MADE_UP_TICKS))
+    filled = (_filled_rollout if spec.on_policy else _filled)(spec, _noise(spec), ticks)
+    return Experience(filled.bytes_per_transition, None, _staged(spec) + _TABLES_BYTES, 0, filled.findings)
+
+
+def measured(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
+    """Play the run's environment into two memories, one raw and one that compresses."""
+    ticks = max(steps // spec.num_envs, 16 * _SEGMENTS)
+    if spec.on_policy:
+        raw = _filled_rollout(spec, real_steps(spec), ticks)
+        return asdict(
+            Experience(
+                raw.bytes_per_transition, None, _staged(spec) + _TABLES_BYTES, ticks * spec.num_envs, raw.findings
+            )
+        )
+    # This one first: what codecs work in is taken from a heap that nothing else has stretched yet.
+    sealed = _filled(spec, real_steps(spec), ticks, prefer)
+    raw = _filled(spec, real_steps(spec), ticks)
+    found = Experience(
+        raw.bytes_per_transition,
+        min(sealed.bytes_per_transition, raw.bytes_per_transition),
+        max(raw.beside_bytes, _staged(spec)),
+        ticks * spec.num_envs,
+        raw.findings | sealed.findings,
+        max(sealed.beside_bytes, _staged(spec)),
+        SEGMENT_BYTES,
+    )
+    return asdict(found)
+
+
+def _filled(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None = None) -> Filled:
+    """Add `ticks` steps, and compare the first quarter with the third.
+
+    Where compression is measured, the memory is so small that a segment is closed and sealed at every quarter.
+    """
+    lanes = spec.num_envs
+    settings: dict[str, Any] = {}
+    capacity = max(spec.capacity, ticks * lanes)
+    if prefer is not None:
+        settings = {"budget": None, "prefer": prefer}
+        capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
+    first, last = _quarters(ticks)
+    drawn = min(spec.batch, first * lanes)
+    readings = []
+    observation = stored_space(spec.observation)
+    begin = next(steps)  # the environments are there now
+    before = held_bytes().anonymous
+    with ReplayMemory(observation, spec.action, capacity, lanes, **settings) as memory:
+        for tick, step in zip(range(last + 1), chain([begin], steps), strict=False):
+            memory.add(*step)
+            if tick in {first, last}:
+                batch = memory.sample(drawn)
+                batch = memory.sample(drawn)  # a training loop lets go of a batch when it has the next one
+                report = settled(memory)
+                readings.append((report.transitions, report.total_bytes))
+        beside = held_bytes().anonymous - before - report.total_bytes
+        del batch
+        findings = {field.name: field.finding for field in report.fields}
+    return Filled(_between(readings), max(beside, 0), findings)
+
+
+def _filled_rollout(spec: Spec, steps: Iterator[Step], ticks: int) -> Filled:
+    """Do the same with a rollout, which keeps no next observations."""
+    first, last = _quarters(ticks)
+    readings = []
+    estimate = np.zeros(spec.num_envs, np.float32)
+    with RolloutMemory(stored_space(spec.observation), spec.action, last + 1, spec.num_envs) as memory:
+        for tick, (obs, action, reward, _, terminated, truncated) in zip(range(last + 1), steps, strict=False):
+            ended = terminated | truncated
+            memory.add(obs, action, reward, ended, np.zeros_like(ended), estimate, estimate)
+            if tick in {first, last}:
+                report = memory.report()
+                readings.append((report.transitions, report.total_bytes))
+        findings = {field.name: field.finding for field in report.fields}
+    return Filled(_between(readings), 0, findings)
+
+
+def _quarters(ticks: int) -> tuple[int, int]:
+    return ticks // _SEGMENTS, ticks // _SEGMENTS * (_SEGMENTS - 1)
+
+
+def _between(readings: list[tuple[int, int]]) -> float:
+    (held, taken), (held_later, taken_later) = readings
+    return (taken_later - taken) / (held_later - held)
+
+
+def settled(memory: ReplayMemory) -> Any:
+    """Wait until nothing is left to compress, and report."""
+    end = time.monotonic() + _SETTLE_S
+    while (report := memory.report()).backlog and time.monotonic() < end:
+        time.sleep(0.01)
+    return report
+
+
+def _staged(spec: Spec) -> int:
+    """Bytes of two batches of observations (and next observations): one is drawn while the last is still used."""
+    return 2 * (1 if spec.on_policy else 2) * spec.batch * _observation_bytes(spec)
+
+
+def _observation_bytes(spec: Spec) -> int:
+    return sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
+
+
+def _noise(spec: Spec) -> Iterator[Step]:
+    """Yield made-up steps: every new frame is noise, and shares with the stack before it."""
+    rng = np.random.default_rng(0)
+    lanes = spec.num_envs
+    observation, stack = stored_space(spec.observation), spec.frame_stack
+    obs = _mapped(observation, lambda space: _random(rng, space, lanes))
+    while True:
+        next_obs = _mapped_with(observation, obs, lambda space, old: _shifted(rng, space, old, stack))
+        action = _mapped(spec.action, lambda space: _random(rng, space, lanes))
+        flags = np.zeros(lanes, np.bool_)
+        yield obs, action, np.zeros(lanes, np.float32), next_obs, flags, flags
+        obs = next_obs
+
+
+def real_steps(spec: Spec) -> Iterator[Step]:
+    """Yield steps of the run's environment, one instance a lane, as Stable-Baselines3 would hand them over."""
+    lanes = [_stacked_play(spec, lane) for lane in range(spec.num_envs)]
+    while True:
+        obs, action, reward, next_obs, terminated, truncated = zip(*(next(lane) for lane in lanes), strict=True)
+        yield (
+            _batched(spec.observation, obs),
+            _batched(spec.action, action),
+            np.array(reward, np.float32),
+            _batched(spec.observation, next_obs),
+            np.array(terminated),
+            np.array(truncated),
+        )
+
+
+def _stacked_play(spec: Spec, seed: int) -> Iterator[tuple[Any, ...]]:
+    stack: Any = None
+    for obs, action, reward, next_obs, terminated, truncated in played(make(spec.env_id, spec.wrapper), seed):
+        stack = _channels_first(obs) if spec.frame_stack == 1 else stack
+        if spec.frame_stack == 1:
+            yield stack, action, reward, _channels_first(next_obs), terminated, truncated
+            continue
+        stack = _pushed(None, _channels_first(obs), spec.frame_stack) if stack is None else stack
+        following = _pushed(stack, _channels_first(next_obs), spec.frame_stack)
+        yield stack, action, reward, following, terminated, truncated
+        stack = None if terminated or truncated else following
+
+
+def _pushed(stack: Any, frame: Any, frames: int) -> Any:
+    """Push a frame in at the end; a new stack begins with zeros, as Stable-Baselines3's does."""
+    if isinstance(frame, dict):
+        return {key: _pushed(None if stack is None else stack[key], value, frames) for key, value in frame.items()}
+    axis = 0 if frame.ndim == 3 and frame.dtype == np.uint8 else -1
+    if stack is None:
+        stack = np.concatenate([np.zeros_like(frame)] * frames, axis)
+    kept = np.delete(stack, np.s_[: frame.shape[axis]], axis)
+    return np.concatenate([kept, frame], axis)
+
+
+def _channels_first(obs: Any) -> Any:
+    """Transpose images as Stable-Baselines3 does before it stores them."""
+    if isinstance(obs, dict):
+        return {key: _channels_first(value) for key, value in obs.items()}
+    array = np.asarray(obs)
+    is_image = array.ndim == 3 and array.dtype == np.uint8 and array.shape[-1] < array.shape[0]
+    return np.ascontiguousarray(array.transpose(2, 0, 1)) if is_image else array
+
+
+def stored_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Return the space as it is stored: Stable-Baselines3 puts the channels of images first."""
+    if isinstance(space, spaces.Dict):
+        return spaces.Dict({key: stored_space(child) for key, child in space.spaces.items()})
+    if isinstance(space, spaces.Box) and spacetext.has_images(space) and space.shape[-1] < space.shape[0]:
+        return spaces.Box(0, 255, (space.shape[2], *space.shape[:2]), np.uint8)
+    return space
+
+
+def _batched(space: spaces.Space[Any], values: tuple[Any, ...]) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _batched(space[key], tuple(value[key] for value in values)) for key in space.spaces}
+    return np.stack([np.asarray(value, space.dtype) for value in values])
+
+
+def _mapped(space: spaces.Space[Any], function: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: function(child) for key, child in space.spaces.items()}
+    return function(space)
+
+
+def _mapped_with(space: spaces.Space[Any], value: Any, function: Any) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: function(child, value[key]) for key, child in space.spaces.items()}
+    return function(space, value)
+
+
+def _random(rng: np.random.Generator, space: Any, lanes: int) -> NDArray[Any]:
+    dtype = np.dtype(space.dtype)
+    count = lanes * int(np.prod(space.shape or (), dtype=np.int64)) * dtype.itemsize
+    bits: NDArray[Any] = np.frombuffer(rng.bytes(count), np.uint8)
+    if dtype.kind == "b":
+        bits = bits & 1
+    return np.asarray(bits.view(dtype).reshape(lanes, *(space.shape or ())))
+
+
+def _shifted(rng: np.random.Generator, space: Any, old: NDArray[Any], frames: int) -> NDArray[Any]:
+    fresh = _random(rng, space, len(old))
+    if frames == 1 or old.ndim < 2:
+        return fresh
+    axis = 1 if old.ndim == 4 else old.ndim - 1
+    step = old.shape[axis] // frames
+    moved = np.roll(old, -step, axis)
+    newest = (slice(None),) * axis + (slice(-step, None),)
+    moved[newest] = fresh[newest]
+    return moved
