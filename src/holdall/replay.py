@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch, Draw
+from holdall.checkpoint.arrival import Arrival
 from holdall.checkpoint.attach import checked_attachments
 from holdall.checkpoint.autosave import Autosave
 from holdall.checkpoint.generators import generator_state, restored_generator
@@ -126,6 +127,7 @@ class ReplayMemory:
         self._savers = Savers(kernels.coder)
         self._attached = Attached()
         self._autosave: Autosave | None = None
+        self._arrival: Arrival | None = None
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = Crew()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
@@ -444,7 +446,8 @@ class ReplayMemory:
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
-        Compressed and raw blocks stay in their files and are read when they are sampled from.
+        Compressed and raw blocks stay in their files and are read when they are sampled from. Of an object store,
+        what a batch needs is fetched when it is drawn, and the rest meanwhile, to temporary files or `spill_dir`.
 
         Args:
             url: Where it was saved.
@@ -454,7 +457,7 @@ class ReplayMemory:
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
                 none, all others are loaded, and the log says what is lost. Everything is read for that.
         """
-        library = library_at(url)
+        library = library_at(url, spill_dir)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
             with sensible(f"checkpoint {manifest.number} of {library.url}"):
@@ -477,6 +480,7 @@ class ReplayMemory:
                 memory._savers.to(place_of(url), found.ledger)
             else:
                 losses.tell(library.url, manifest.number)
+            memory._arrival = Arrival(found.blocks, library.interrupt)
             return memory
 
         return newest(library, build)
@@ -512,6 +516,9 @@ class ReplayMemory:
         if autosave is not None:
             autosave.stop()
         self._savers.close()
+        arrival, self._arrival = self._arrival, None
+        if arrival is not None:
+            arrival.stop()
         with self._lock:
             store, self._store = self._store, None
         if store is not None:

@@ -27,6 +27,7 @@ from holdall.checkpoint.manifest import (
 )
 from holdall.checkpoint.place import MOST_FORMAT_BYTES, data_name, format_text, new_epoch, require_format
 from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.experience.segment_file import SegmentFile
 
 _TEMPORARY = ".tmp"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
@@ -69,14 +70,19 @@ class LocalLibrary:
                     sizes[name] = self._disk.size(folder / name)
         return sizes
 
-    def open(self, name: str) -> tuple[int, Path, int]:
+    def open(self, name: str) -> tuple[SegmentFile, int]:
         """Open a file of records."""
         path = self.root / "segments" / name
         try:
             descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
         except OSError as error:
             raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
-        return descriptor, path, os.fstat(descriptor).st_size
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
+
+    def interrupt(self) -> None:
+        """Nothing is waited for."""
 
     def _read(self, name: str, most_bytes: int, missing: str) -> bytes:
         try:

@@ -14,7 +14,7 @@ import os
 import re
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -32,10 +32,11 @@ from holdall.checkpoint.manifest import (
 )
 from holdall.checkpoint.place import MOST_FORMAT_BYTES, data_name, format_text, new_epoch, require_format
 from holdall.errors import CheckpointError, DamageError, FencedError, MissingPackageError
+from holdall.experience.awaited_file import AwaitedFile
+from holdall.experience.segment_file import SegmentFile
 
 SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
-_FETCH_BYTES = 8 * 2**20
 _PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
 """Answers that stay the same however often one asks; the rest is waited out."""
@@ -104,12 +105,17 @@ class Objects:
             raise DamageError(f"{self.url}/{key} has more than {most_bytes} bytes, which none of holdall's has")
         return bytes(self._patiently(answer.bytes))
 
-    def fetch(self, key: str, nbytes: int, write: Callable[[bytes], object]) -> None:
-        """Read an object of a known size, piece by piece."""
-        for start in range(0, nbytes, _FETCH_BYTES):
-            length = min(_FETCH_BYTES, nbytes - start)
-            piece = self._patiently(partial(self._obstore.get_range, self._store, key, start=start, length=length))
-            write(bytes(piece))
+    def ranges(self, key: str, starts: list[int], lengths: list[int]) -> Sequence[Buffer]:
+        """Read ranges of an object, several at a time."""
+        try:
+            found: Sequence[Buffer] = self._patiently(
+                lambda: self._obstore.get_ranges(self._store, key, starts=starts, lengths=lengths, coalesce=0)
+            )
+        except (self._errors.NotFoundError, FileNotFoundError) as error:
+            raise CheckpointError(
+                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load anew"
+            ) from error
+        return found
 
     def sizes(self, folder: str) -> dict[str, int]:
         """Return the bytes of the objects in a folder, by name."""
@@ -144,16 +150,18 @@ class Objects:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
                 told = True
             if self.stopped.wait(wait):
-                raise CheckpointError(f"{self.url} did not answer before the save was cancelled")
+                raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
 class RemoteLibrary:
     """Checkpoints in an object store, to be read."""
 
-    def __init__(self, objects: Objects) -> None:
+    def __init__(self, objects: Objects, cache_dir: str | os.PathLike[str] | None = None) -> None:
         self.url = objects.url
         self._objects = objects
+        self._cache_dir = cache_dir
+        self._sizes: dict[str, int] = {}
 
     def require(self) -> None:
         """Refuse a prefix that holds no checkpoints."""
@@ -181,18 +189,29 @@ class RemoteLibrary:
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
         sizes = self._objects.sizes("segments")
-        return {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
+        self._sizes = {name: nbytes for name, nbytes in sizes.items() if DATA_NAME.fullmatch(name)}
+        return self._sizes
 
-    def open(self, name: str) -> tuple[int, Path, int]:
-        """Fetch a file of records and open it; it goes with its descriptor."""
-        nbytes = self.file_sizes().get(name)
+    def open(self, name: str) -> tuple[SegmentFile, int]:
+        """Open a file of records, of which pages are fetched as they are read; they go with its descriptor."""
+        nbytes = self._sizes.get(name) or self.file_sizes().get(name)
         if nbytes is None:
             raise CheckpointError(f"{self.url}/segments/{name} is not there")
-        file = tempfile.TemporaryFile(prefix="holdall-")  # noqa: SIM115  its descriptor outlives this call
-        with file:
-            self._objects.fetch(f"segments/{name}", nbytes, file.write)
-            file.flush()
-            return os.dup(file.fileno()), Path(f"{self.url}/segments/{name}"), nbytes
+        key = f"segments/{name}"
+        try:
+            if self._cache_dir is not None:
+                Path(self._cache_dir).mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(prefix="holdall-", dir=self._cache_dir) as file:
+                descriptor = os.dup(file.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                error.errno, f"no file can be made for what is read of {self.url} ({error.strerror}); check spill_dir"
+            ) from error
+        return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
+
+    def interrupt(self) -> None:
+        """Give up waiting for the store."""
+        self._objects.stopped.set()
 
 
 class RemoteFile:

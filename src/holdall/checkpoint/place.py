@@ -14,11 +14,11 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Protocol
 
 from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest, signed, signed_text
 from holdall.errors import CheckpointError, DamageError
+from holdall.experience.segment_file import SegmentFile
 
 MOST_FORMAT_BYTES = 4096
 
@@ -58,8 +58,11 @@ class Library(Protocol):
     def require(self) -> None:
         """Refuse a place that holds no checkpoints, or of a version to come."""
 
-    def open(self, name: str) -> tuple[int, Path, int]:
-        """Open a file of records; return its descriptor, what it is called for people, and its bytes."""
+    def open(self, name: str) -> tuple[SegmentFile, int]:
+        """Open a file of records, to be read by position; return it and its bytes."""
+
+    def interrupt(self) -> None:
+        """Give up waiting for a server that does not answer."""
 
 
 class Place(Protocol):

@@ -10,10 +10,12 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from holdall.checkpoint.ledger import Ledger
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
@@ -32,12 +34,13 @@ from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.experience.arena import reserve
+from holdall.experience.awaited_file import Demand, bring
 from holdall.experience.codec import Dictionary
 from holdall.experience.part import ClosedPart
 from holdall.experience.record import Read, Record, unpack
 from holdall.experience.sealed import CarriedSlices
 from holdall.experience.segment import Segment
-from holdall.experience.segment_file import SegmentFile
+from holdall.experience.segment_file import Extent, SegmentFile
 from holdall.experience.slice_record import unpack_dictionary, unpack_slices
 from holdall.experience.slices import KeptBlock
 from holdall.experience.snapshot import RowChunk, StoreContent
@@ -74,12 +77,18 @@ class Shelf:
         """Return a file, and its bytes."""
         found = self._files.get(name)
         if found is None:
-            descriptor, path, nbytes = self._library.open(name)
-            if hasattr(os, "posix_fadvise"):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
-            found = SegmentFile(path, descriptor, is_temporary=False), nbytes
-            self._files[name] = found
+            found = self._files[name] = self._library.open(name)
         return found
+
+    def expect(self, whole: Iterable[Ref], heads: Iterable[Ref]) -> None:
+        """Fetch records that will be read, whole or their heads alone, if they lie elsewhere: all of them at once."""
+        ranges: dict[str, list[tuple[int, int]]] = {}
+        for ref in whole:
+            ranges.setdefault(ref.file, []).append((ref.start, ref.start + ref.nbytes))
+        for ref in heads:
+            ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, _READ_AHEAD_BYTES)))
+        opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
+        bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
 
     def record(self, ref: Ref) -> tuple[Record, Ahead]:
         """Read the head of a record, which must be the very one that the manifest names."""
@@ -104,6 +113,7 @@ class Restored:
     ledger: Ledger
     rows: Callable[[Like], Iterator[RowChunk]]
     attached: Attached
+    blocks: list[Extent]  # of full blocks, newest first
 
 
 @dataclass(slots=True)
@@ -130,7 +140,8 @@ class _Blocks:
     def require_units(self, number: int) -> None:
         """Read a block whole and hold every unit against its sum."""
         block = self.found[number]
-        if number not in self.checked and block.sealed is not None:
+        if number not in self.checked and block.sealed is not None and block.extent is not None:
+            block.extent.bring()
             for unit in range(len(block.sealed.coded.offsets) - 1):
                 block.sealed.coded.unit(unit)
         self.checked.add(number)
@@ -213,10 +224,11 @@ def restored(
     with sensible(f"checkpoint {manifest.number} of {library.url}"):
         schema = schema_of(manifest.schema)
         shelf = Shelf(library)
-        record, file = shelf.record(manifest.state)
-        state = unpack_state(record, file.read)
         held = capacity_ticks or manifest.capacity_ticks
         first_tick = max(manifest.first_tick, manifest.next_tick - held)
+        _expect(manifest, shelf, first_tick)
+        record, file = shelf.record(manifest.state)
+        state = unpack_state(record, file.read)
         dictionaries = {}
         for name, ref in manifest.dictionaries.items():
             record, file = shelf.record(ref)
@@ -231,7 +243,20 @@ def restored(
             ledger=_ledger(manifest, blocks, first_tick),
             rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
             attached=Attached(shelf, manifest.attached),
+            blocks=_extents(content.segments),
         )
+
+
+def _expect(manifest: Manifest, shelf: Shelf, first_tick: int) -> None:
+    """Have everything fetched that loading reads."""
+    rows = [chunk.ref for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
+    segments = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick]
+    blocks = [manifest.blocks[number] for number in sorted({n for entry in segments for n in entry.blocks})]
+    in_pieces = [ref for block in blocks if len(block.refs) > 1 for ref in block.refs]
+    shelf.expect(
+        [manifest.state, *manifest.dictionaries.values(), *rows, *(entry.ref for entry in segments), *in_pieces],
+        [block.refs[0] for block in blocks if len(block.refs) == 1],
+    )
 
 
 def _content(
@@ -347,6 +372,11 @@ def _rows_left(manifest: Manifest, shelf: Shelf, first_tick: int, like: Like, lo
         is_lost = chunk.first_tick in found
         rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(shelf, chunk, like)
         yield losses.marked(rows, lanes)
+
+
+def _extents(segments: list[Segment[ClosedPart]]) -> list[Extent]:
+    blocks = {id(part.block): part.block for segment in reversed(segments) for part in segment.parts}
+    return [extent for block in blocks.values() if (extent := block.extent) is not None]
 
 
 def _ledger(manifest: Manifest, blocks: _Blocks, first_tick: int) -> Ledger:

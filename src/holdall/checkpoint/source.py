@@ -26,10 +26,14 @@ def place_of(url: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
 
 
-def library_at(url: str | os.PathLike[str]) -> Library:
-    """Return the checkpoints at a url or path, to be read."""
+def library_at(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Library:
+    """Return the checkpoints at a url or path, to be read.
+
+    Args:
+        cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
+    """
     place = place_of(url)
-    return RemoteLibrary(Objects(place)) if is_remote(place) else LocalLibrary(Path(place))
+    return RemoteLibrary(Objects(place), cache_dir) if is_remote(place) else LocalLibrary(Path(place))
 
 
 def open_place(url: str | os.PathLike[str]) -> Place:

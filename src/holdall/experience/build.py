@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError
 from holdall.experience.assemble import Delivery, ObservationAssembler
+from holdall.experience.awaited_file import bring_places
 from holdall.experience.mirror import Mirror, Mirrored
 from holdall.experience.pinned_arenas import Pinned, PinnedArenas
 from holdall.experience.store import Rows, Store
@@ -29,6 +30,12 @@ class Reading(NamedTuple):
     outcomes: Rows | None  # of the transitions that become goals
     mirrored: Mirrored | None = None  # where the slices are on a device
     pinned: Pinned | None = None  # where a device may read them on the host
+
+    def bring(self) -> None:
+        """Fetch what is to be read of files that lie elsewhere."""
+        for rows in (self.rows, self.last, self.outcomes):
+            if rows is not None and rows.places is not None:
+                bring_places(rows.places)
 
     @classmethod
     def of(cls, draw: Draw, store: Store, mirror: Mirror | None = None, arenas: PinnedArenas | None = None) -> Reading:
@@ -74,6 +81,7 @@ class _HostJob:
     def work(self) -> None:
         """See `Job`."""
         builder, draw, reading = self._arguments
+        reading.bring()
         self._batch = builder.build(draw, reading)
 
     def receive(self) -> Batch:

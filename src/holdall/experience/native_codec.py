@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes, address, reserve
+from holdall.experience.awaited_file import bring_slices
 from holdall.experience.codec import Codec, Dictionary, Method, Transform
 from holdall.experience.libraries import Libraries
 from holdall.experience.sealed import Coded, SealedSlices
@@ -208,6 +209,7 @@ class NativeCoder:
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """Decode slices into the rows of `out`."""
+        bring_slices(sealed, numbers)
         decoder, _ = self.reading(_scratch_bytes(sealed.codec.transform))
         failed = self._decode(decoder, sealed.address, address(numbers), len(numbers), address(out))
         if failed >= 0:

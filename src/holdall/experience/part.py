@@ -36,6 +36,7 @@ RECORD_FIELDS = (
 )  # fmt: skip
 """Columns of a table of records, in the order of `part` in kernels.c."""
 _SEALED = RECORD_FIELDS.index("sealed")
+_WINDOW = RECORD_FIELDS.index("window")
 
 _DIRECT_BYTES = 32
 """Slices up to this size lie in the log itself: a number would cost as much."""
@@ -237,6 +238,11 @@ class Places:
     lanes: int
     held: tuple[tuple[Held, ...], ...]  # per field and segment
     reads_files: bool = False
+    awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
+
+    def window(self, field: int, segment: int) -> int:
+        """Return how many slices make an observation of a field in a segment."""
+        return int(self.records[field][segment, _WINDOW])
 
     def sealed_slices(self, field: int) -> dict[int, SealedSlices]:
         """Return the sealed slices that the records of a field name, by address."""

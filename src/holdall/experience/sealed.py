@@ -66,6 +66,7 @@ class SealedSlices(ABC):
         coded = self.coded
         data = coded.data
         if isinstance(data, Extent):
+            data.bring()
             units = b"".join(coded.unit(number) for number in range(len(coded.offsets) - 1))
             data = np.frombuffer(units, np.uint8)
         return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, data)

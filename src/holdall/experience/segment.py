@@ -29,6 +29,7 @@ from holdall.experience.part import (
 from holdall.experience.seal import FrozenBlock
 from holdall.experience.sealed import CarriedSlices, SealedSlices
 from holdall.experience.search import WindowSearches
+from holdall.experience.segment_file import SegmentFile
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FrozenSegments, OpenSlices, StoreContent
 from holdall.experience.tier import Allowance, Tiers
@@ -95,6 +96,7 @@ class Segments:
         self.fixed_bytes = 0  # what the store's rings take, for the budget
         self._index = SegmentIndex()
         self._blocks_on_disk = 0
+        self._awaited: list[SegmentFile] = []
         self._overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
@@ -186,7 +188,14 @@ class Segments:
             lanes=self._lanes,
             held=tuple(self._index.held),
             reads_files=self._blocks_on_disk > 0,
+            awaits_files=self._awaits_files(),
         )
+
+    def _awaits_files(self) -> bool:
+        """Whether blocks lie in files that are not all here yet."""
+        if self._awaited:
+            self._awaited = [file for file in self._awaited if file.is_awaited]
+        return bool(self._awaited)
 
     def can_adopt(self, ticks: int) -> bool:
         """Whether the open segment still reaches back to the first of `ticks` ticks."""
@@ -316,6 +325,8 @@ class Segments:
         blocks = {id(part.block): part.block for segment in self._closed for part in segment.parts}
         on_disk = [block for block in blocks.values() if block.is_on_disk]
         self._blocks_on_disk = len(on_disk)
+        files = {id(extent.file): extent.file for block in on_disk if (extent := block.extent) is not None}
+        self._awaited = [file for file in files.values() if file.is_awaited]
         self._overhead_bytes += sum(block.used_bytes for block in on_disk)
         self._rebuild_index()
         if self._tiers is not None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
+from holdall.errors import DamageError, HoldallError
 
 _SEEKING = threading.Lock()
 
@@ -32,6 +32,7 @@ class SegmentFile:
     def __init__(self, path: Path, descriptor: int, *, is_temporary: bool) -> None:
         self.path = path
         self.descriptor = descriptor
+        self.is_awaited = False  # whether parts of it may have to be brought here before C reads them
         weakref.finalize(self, _close, descriptor, path if is_temporary else None, os.getpid())
 
     def read(self, start: int, nbytes: int) -> bytes:
@@ -41,6 +42,9 @@ class SegmentFile:
             pieces.append(piece)
             start, nbytes = start + len(piece), nbytes - len(piece)
         return b"".join(pieces)
+
+    def bring(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """See to it that ranges can be read; a file of this machine is here."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +56,16 @@ class Extent:
     nbytes: int
     checks: NDArray[np.uint32]  # per unit
 
+    def bring(self) -> None:
+        """See to it that all units can be read."""
+        self.file.bring(np.array([self.start]), np.array([self.start + self.nbytes]))
+
     def read(self, first: int, end: int) -> bytes:
         """Read bytes [first, end) of the units."""
         try:
             content = self.file.read(self.start + first, end - first)
+        except HoldallError:
+            raise
         except OSError as error:
             raise DamageError(
                 f"{self.file.path} cannot be read ({error.strerror}); nothing of it is returned"

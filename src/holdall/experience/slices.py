@@ -14,6 +14,7 @@ import numpy as np
 
 from holdall.experience.arena import Bytes
 from holdall.experience.sealed import SealedSlices
+from holdall.experience.segment_file import Extent
 
 
 class SliceBlock(ABC):
@@ -39,7 +40,12 @@ class SliceBlock(ABC):
     @property
     def is_on_disk(self) -> bool:
         """Whether the slices lie in a file."""
-        return self.sealed is not None and self.sealed.extent is not None
+        return self.extent is not None
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where the slices lie in a file, if they do."""
+        return None if self.sealed is None else self.sealed.extent
 
     @property
     def raw(self) -> Bytes:

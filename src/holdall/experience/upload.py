@@ -316,6 +316,8 @@ class _DeviceJob:
 
     def work(self) -> None:
         """See `Job`."""
+        if self.reading.mirrored is None:
+            self.reading.bring()
         self._builder.fill(self)
 
     def receive(self) -> Batch:

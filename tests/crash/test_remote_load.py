@@ -1,0 +1,173 @@
+"""Loading from an object store: batches are drawn before all was read, in little memory, and are right."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import CheckpointError, ReplayMemory
+from holdall.checkpoint import arrival
+from holdall.checkpoint.objectstore import Objects, RemotePlace
+from holdall.experience import segment
+from holdall.experience.awaited_file import PAGE_BYTES, AwaitedFile
+from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.portable import PortableKernels
+
+from .nursery import LANES, SPACE, add, require_right
+from .servers import Weed
+
+TICKS = 1_200
+
+
+@pytest.fixture(scope="module")
+def saved(weed: Weed) -> str:
+    """A checkpoint of many blocks, each of some pages."""
+    url = f"s3://runs/{secrets.token_hex(4)}"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segment, "SEGMENT_BYTES", 8 * PAGE_BYTES)
+        with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1) as memory:
+            for tick in range(TICKS):
+                add(memory, tick)
+            memory.drain()
+            memory.save(url, attach={"agent": b"weights" * 10_000}).result()
+    return url
+
+
+@pytest.fixture
+def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Count the bytes of every range that is fetched."""
+    sizes: list[int] = []
+    ranges = Objects.ranges
+
+    def counted(own: Objects, key: str, starts: list[int], lengths: list[int]) -> Sequence[Any]:
+        sizes.extend(lengths)
+        return ranges(own, key, starts, lengths)
+
+    monkeypatch.setattr(Objects, "ranges", counted)
+    return sizes
+
+
+@pytest.fixture
+def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is fetched in the background."""
+    monkeypatch.setattr(arrival, "_run", lambda *_: None)
+
+
+@pytest.mark.usefixtures("unhurried")
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+def test_a_batch_is_drawn_before_all_was_read(
+    saved: str, fetched: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernels: str
+) -> None:
+    """What it needs is fetched, and no more than pages around it."""
+    chosen: Kernels = PortableKernels() if kernels == "portable" else chosen_kernels()
+    monkeypatch.setattr("holdall.replay.chosen_kernels", lambda: chosen)
+    total = sum(RemotePlace(saved).library.file_sizes().values())
+    with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
+        at_load = sum(fetched)
+        ids = np.arange(200, 220)
+        require_right(memory, ids)
+        assert sum(fetched) < total / 2
+        assert sum(fetched) - at_load < 40 * PAGE_BYTES
+        count = len(fetched)
+        require_right(memory, ids)
+        assert len(fetched) == count, "what is here is not fetched again"
+        assert memory.attached["agent"] == b"weights" * 10_000
+        require_right(memory)
+        assert sum(fetched) <= total + 2 * PAGE_BYTES * len(fetched)
+
+
+def test_the_rest_arrives_in_the_background(saved: str, fetched: list[int]) -> None:
+    """Then nothing is asked of the store any more."""
+    with ReplayMemory.load(saved) as memory:
+        assert memory._arrival is not None
+        memory._arrival.wait()
+        count = len(fetched)
+        require_right(memory)
+        assert len(fetched) == count
+        assert not memory._open().large_segments._awaits_files()
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_memory_loaded_from_a_store_is_saved_elsewhere(saved: str, tmp_path: Path) -> None:
+    """With all that was never read here."""
+    with ReplayMemory.load(saved) as memory:
+        memory.save(tmp_path / "run").result()
+    with ReplayMemory.load(tmp_path / "run") as loaded:
+        assert loaded.next_id == TICKS * LANES
+        require_right(loaded)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_a_file_that_another_writer_removed_is_told(saved: str, url: str) -> None:
+    """It is no damage, and nothing is made up."""
+    with ReplayMemory.load(saved) as memory:
+        memory.save(url).result()
+    with ReplayMemory.load(url) as memory:
+        place = RemotePlace(url)
+        place._objects.delete([f"segments/{name}" for name in place.library.file_sizes()])
+        with pytest.raises(CheckpointError, match="is gone"):
+            require_right(memory)
+
+
+@pytest.mark.usefixtures("unhurried")
+def test_an_awaited_file_can_be_closed_while_it_is_waited_for(saved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for a store that does not answer is told."""
+    memory = ReplayMemory.load(saved)
+    asked = threading.Event()
+    patiently = Objects._patiently
+
+    def no_answer() -> Any:
+        raise TimeoutError("no answer")
+
+    def silent(own: Objects, _: Any) -> Any:
+        asked.set()
+        return patiently(own, no_answer)
+
+    monkeypatch.setattr(Objects, "_patiently", silent)
+    told: list[str] = []
+
+    def gather() -> None:
+        try:
+            memory.gather(np.arange(memory.first_id, memory.next_id))
+        except CheckpointError as error:
+            told.append(str(error))
+
+    thread = threading.Thread(target=gather)
+    thread.start()
+    assert asked.wait(30)
+    memory.close()
+    thread.join(30)
+    assert told
+    assert "did not answer" in told[0]
+
+
+def test_pages_are_fetched_once_and_a_short_answer_is_refused(tmp_path: Path) -> None:
+    """Ranges may overlap, touch, be empty, and end behind the file."""
+    content = np.random.default_rng(0).bytes(5 * PAGE_BYTES + 17)
+    asked: list[tuple[int, int]] = []
+
+    def fetch(starts: list[int], lengths: list[int]) -> list[bytes]:
+        asked.extend(zip(starts, lengths, strict=True))
+        return [content[start : start + length] for start, length in zip(starts, lengths, strict=True)]
+
+    with (tmp_path / "one").open("w+b", buffering=0) as raw:
+        file = AwaitedFile(Path("one"), os.dup(raw.fileno()), len(content), fetch)
+    page = PAGE_BYTES
+    file.bring(np.array([10, page - 1, 3 * page]), np.array([20, page + 1, 3 * page]))
+    assert asked == [(0, 2 * page)]
+    assert file.read(5 * page, 100) == content[5 * page :]
+    assert asked[1:] == [(5 * page, 17)]
+    assert file.read(0, len(content) + 5) == content
+    assert asked[2:] == [(2 * page, 3 * page)]
+    with (tmp_path / "two").open("w+b", buffering=0) as raw:
+        short = AwaitedFile(Path("two"), os.dup(raw.fileno()), 100, lambda _, lengths: [b"x" * (lengths[0] - 1)])
+    with pytest.raises(CheckpointError, match="gave 99 bytes"):
+        short.read(0, 10)
