@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,7 +25,7 @@ from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch, Draw
 from holdall.checkpoint.arrival import Arrival
 from holdall.checkpoint.attach import checked_attachments
-from holdall.checkpoint.autosave import Autosave
+from holdall.checkpoint.autosave import Autosave, Turn
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
@@ -43,6 +43,8 @@ from holdall.experience.build import Job, of_ids
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
 from holdall.experience.loader import Loader
+from holdall.experience.slices import SliceBlock
+from holdall.experience.snapshot import FullBlock
 from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
@@ -412,13 +414,28 @@ class ReplayMemory:
         return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
 
     def save_every(
-        self, url: str | os.PathLike[str], seconds: float, *, keep: int = 3, mirror: str | None = None
+        self,
+        url: str | os.PathLike[str],
+        seconds: float | None = None,
+        *,
+        transitions: int | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
     ) -> None:
-        """Save in the background every so many seconds, until the memory is closed; a crash costs no more than that.
+        """Save in the background, until the memory is closed; a crash costs no more than what was added since.
 
-        Each save writes what is new since the last one. Calling it again replaces what was said before.
+        Every block is written as soon as it is full and compressed; a checkpoint is made of them when it is due, and
+        has little left to write then. Calling it again replaces what was said before.
+
+        Args:
+            seconds: Make a checkpoint after so many seconds ...
+            transitions: ... or after so many transitions, whichever comes first.
         """
-        pause = require_number("seconds", seconds, 0.01)
+        if seconds is None and transitions is None:
+            raise ArgumentError("save_every was told neither seconds nor transitions; name one of them, or both")
+        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
+        if transitions is not None:
+            require_count("transitions", transitions, 1)
         require_count("keep", keep, 1)
         self._open()
         if self._autosave is not None:
@@ -429,7 +446,19 @@ class ReplayMemory:
             handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
             return handle
 
-        self._autosave = Autosave(self, save, pause)
+        def write_ahead(memory: Any) -> None:
+            memory._write_ahead(place)
+
+        self._autosave = Autosave(self, save, write_ahead, Turn(pause, transitions))
+
+    def _write_ahead(self, place: str) -> None:
+        """Have blocks written that are full, for the next checkpoint there."""
+
+        def full_blocks(is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+            with self._lock:
+                return self._open().full_blocks(is_known)
+
+        self._savers.to(place).write_ahead(full_blocks)
 
     @classmethod
     def load(

@@ -77,6 +77,8 @@ def train(url: str, folder: Path, seed: int) -> None:
     require_right(memory)
     tick = memory.next_id // LANES
     tell(f"loaded {tick}")
+    if seed % 2:
+        memory.save_every(url, seconds=3600, keep=2)  # blocks are written as they are sealed
     for _ in range(1000):
         for _ in range(int(generator.integers(1, 40))):
             add(memory, tick)

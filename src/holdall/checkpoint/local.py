@@ -120,6 +120,11 @@ class LocalFile:
         self._disk.write(self._file, data)
         self.nbytes += memoryview(data).nbytes
 
+    def settle(self) -> None:
+        """Sync what was written so far."""
+        if self._file is not None:
+            self._disk.sync(self._file)
+
     def finish(self) -> None:
         """Sync it and give it its name; the name is durable with the next commit."""
         if self._file is not None:
@@ -146,6 +151,8 @@ class LocalPlace:
     Args:
         root: The directory; made if it is not there.
     """
+
+    behind_bytes = 64 * 2**20
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)

@@ -230,6 +230,9 @@ class RemoteFile:
         while left.nbytes:
             left = left[self._file.write(left) :]
 
+    def settle(self) -> None:
+        """Nothing: it is put when it is finished."""
+
     def finish(self) -> None:
         """Put it into the store."""
         put_file(self._objects, f"segments/{self.name}", self._file.fileno(), self.nbytes)
@@ -252,6 +255,8 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
 
 class RemotePlace:
     """A prefix of an object store that this writer holds, as far as the store lets it."""
+
+    behind_bytes = 16 * 2**20
 
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)

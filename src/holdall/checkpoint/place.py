@@ -34,6 +34,9 @@ class NewFile(Protocol):
     def write(self, data: Buffer) -> None:
         """Add bytes at its end."""
 
+    def settle(self) -> None:
+        """Bring what was written so far to the disk, where that spares time later."""
+
     def finish(self) -> None:
         """Make it durable under its name, at the latest when the next manifest is committed."""
 
@@ -70,6 +73,8 @@ class Place(Protocol):
 
     url: str
     epoch: str
+    behind_bytes: int
+    """Bytes from which on a file that is written behind the memory is finished before the next commit."""
 
     @property
     def library(self) -> Library:

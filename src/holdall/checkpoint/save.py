@@ -15,7 +15,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -46,7 +46,7 @@ from holdall.experience.sealed import Coded
 from holdall.experience.segment_file import Extent
 from holdall.experience.slice_record import dictionary_name, pack_dictionary, pack_slices
 from holdall.experience.slices import SliceBlock
-from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, OpenSlices, is_settled
+from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written anew as one."""
@@ -72,20 +72,19 @@ class _Pending(NamedTuple):
     """A full block that may have to be written."""
 
     number: int  # in the manifest
-    block: SliceBlock
-    is_direct: bool  # its slices lie in memory in place of a log
+    full: FullBlock
 
 
 class Saving:
-    """One snapshot on its way into a place."""
+    """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
 
-    def __init__(self, place: Place, ledger: Ledger, coder: Coder, told: Callable[[str, int], None]) -> None:
+    def __init__(self, place: Place, ledger: Ledger, coder: Coder) -> None:
         self._place = place
         self._owner = self._ledger = ledger
         self._fresh = Ledger()
         self._coder = coder
-        self._told = told
-        self._phase = ""
+        self._told: Callable[[str, int], None] = lambda _phase, _bytes: None
+        self._phase = "blocks"
         self.bytes_written = 0
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
         self._lasting = RecordWriter(place, self._wrote)
@@ -96,15 +95,38 @@ class Saving:
     def _writers(self) -> tuple[RecordWriter, ...]:
         return self._lasting, self._pieces, self._brief
 
-    def run(self, snapshot: Snapshot, number: int) -> Manifest:
-        """Write everything and commit it."""
+    def knows(self, block: SliceBlock) -> bool:
+        """Whether a block was written, now or before."""
+        return block in self._ledger.blocks or block in self._fresh.blocks
+
+    def write_ahead(self, blocks: Iterable[FullBlock]) -> None:
+        """Write blocks that are full, for a snapshot to come."""
+        try:
+            for full in blocks:
+                self._write_block(full)
+            self._lasting.settle()
+        except BaseException:
+            self.abandon()
+            raise
+
+    def abandon(self) -> None:
+        """Throw away what was written."""
+        for writer in self._writers:
+            writer.abandon()
+
+    def run(self, snapshot: Snapshot, number: int, told: Callable[[str, int], None]) -> Manifest:
+        """Write everything and commit it.
+
+        Args:
+            told: Is told of what is written now, and of the bytes so far.
+        """
+        self._told = told
         try:
             manifest = self._write(snapshot, number)
             self._told("commit", self.bytes_written)
             self._place.commit(manifest)
         except BaseException:
-            for writer in self._writers:
-                writer.abandon()
+            self.abandon()
             raise
         self._owner.take_over(self._ledger)
         self._ledger = self._owner
@@ -201,7 +223,7 @@ class Saving:
                 if id(block) in filling:
                     blocks.append(self._write_filling(filling[id(block)]))
                 else:
-                    pending.append(_Pending(len(blocks), block, part.log is None))
+                    pending.append(_Pending(len(blocks), FullBlock(block, part.log is None)))
                     blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
             if segment is segments.open:
                 ref = self._brief.append(pack_logs(segment.parts))
@@ -238,15 +260,20 @@ class Saving:
     def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
         self._phase = "blocks"
         while pending:
-            number, block, is_direct = pending.popleft()
-            refs = self._ledger.blocks.get(block)
-            if refs is None and is_direct:
-                slices = block.arena[: block.used * block.slice_bytes]
-                refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
-            elif refs is None:
-                refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
-            self._fresh.blocks[block] = refs
-            blocks[number] = replace(blocks[number], refs=refs)
+            number, full = pending.popleft()
+            blocks[number] = replace(blocks[number], refs=self._write_block(full))
+
+    def _write_block(self, full: FullBlock) -> tuple[Ref, ...]:
+        """Write a full block, unless it is there; say where it is."""
+        block, is_direct = full
+        refs = self._ledger.blocks.get(block) or self._fresh.blocks.get(block)
+        if refs is None and is_direct:
+            slices = block.arena[: block.used * block.slice_bytes]
+            refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
+        elif refs is None:
+            refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
+        self._fresh.blocks[block] = refs
+        return refs
 
     def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
         """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.

@@ -23,8 +23,10 @@ from holdall.checkpoint.objectstore import is_remote
 from holdall.checkpoint.place import Place
 from holdall.checkpoint.save import Saving, Snapshot
 from holdall.checkpoint.source import open_place
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, HoldallError
 from holdall.experience.portable_codec import Coder
+from holdall.experience.slices import SliceBlock
+from holdall.experience.snapshot import FullBlock
 
 _YIELD_S = 0.001
 """A new thread starts with Python's lock, and would keep the one that started it waiting for a whole turn."""
@@ -33,6 +35,8 @@ _LOG = logging.getLogger("holdall")
 
 
 class _Job(NamedTuple):
+    """A checkpoint to be made."""
+
     snapshot: Snapshot
     handle: SaveHandle
     keep: int
@@ -56,6 +60,8 @@ class Saver:
         self._ledger = ledger or Ledger()
         self._place: Place | None = None
         self._mirrors: dict[str, Mirror] = {}
+        self._saving: Saving | None = None  # begun by blocks that were written ahead
+        self._ahead: list[FullBlock] = []
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -72,11 +78,29 @@ class Saver:
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
             self._jobs.append(_Job(snapshot, handle, keep, progress, transitions, behind))
-            if self._thread is None:
-                # Not a daemon: a program that ends waits for what it saved.
-                self._thread = threading.Thread(target=self._run, name="holdall-saver")
-                self._thread.start()
+            self._see_to_thread()
         return handle
+
+    def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
+        """Have blocks written that are full, for the next checkpoint; nothing if the saver is busy.
+
+        Args:
+            full_blocks: Returns those that it is not told to be known.
+        """
+        with self._changed:
+            if self._thread is not None:
+                return
+            saving = self._saving
+            known = self._ledger.blocks.__contains__ if saving is None else saving.knows
+            self._ahead = full_blocks(known)[::-1]
+            if self._ahead:
+                self._see_to_thread()
+
+    def _see_to_thread(self) -> None:
+        if self._thread is None:
+            # Not a daemon: a program that ends waits for what it saved.
+            self._thread = threading.Thread(target=self._run, name="holdall-saver")
+            self._thread.start()
 
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
@@ -94,6 +118,9 @@ class Saver:
             thread.join()
         for mirror in self._mirrors.values():
             mirror.close()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
         place, self._place = self._place, None
         if place is not None:
             place.close()
@@ -102,10 +129,14 @@ class Saver:
         time.sleep(_YIELD_S)
         while True:
             with self._changed:
-                if not self._jobs:
+                ahead, self._ahead = self._ahead, []
+                if not self._jobs and not ahead:
                     self._thread = None
                     return
-                job = self._jobs.popleft()
+                job = self._jobs.popleft() if self._jobs else None
+            if job is None:
+                self._write_ahead(ahead)
+                continue
             try:
                 checkpoint = self._saved(job)
             except BaseException as error:  # whoever waits for the handle is told; training goes on
@@ -121,8 +152,8 @@ class Saver:
         with told(self.url, "written to"):
             place = self._opened()
             number = max(place.library.numbers(), default=0) + 1
-            saving = Saving(place, self._ledger, self._coder, _telling(job.progress))
-            manifest = saving.run(job.snapshot, number)
+            saving, self._saving = self._saving or Saving(place, self._ledger, self._coder), None
+            manifest = saving.run(job.snapshot, number, _telling(job.progress))
         if job.mirror is not None:
             job.mirror.send(manifest, job.keep)
         self._collect(place, job.keep)
@@ -134,6 +165,17 @@ class Saver:
             transitions=job.transitions,
             seconds=time.perf_counter() - began,
         )
+
+    def _write_ahead(self, blocks: list[FullBlock]) -> None:
+        """Write blocks for the next checkpoint; if that fails, it will say so."""
+        try:
+            with told(self.url, "written to"):
+                if self._saving is None:
+                    self._saving = Saving(self._opened(), self._ledger, self._coder)
+                self._saving.write_ahead(blocks)
+        except (HoldallError, OSError) as error:
+            self._saving = None
+            _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
     def _mirror(self, url: str) -> Mirror:
         if is_remote(self.url):

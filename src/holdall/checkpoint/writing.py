@@ -43,6 +43,13 @@ class RecordWriter:
         digest = hashlib.sha256(bytes(record[0]) + bytes(record[1])).hexdigest()[:32]
         return Ref(file.name, start, nbytes, digest)
 
+    def settle(self) -> None:
+        """Bring what was written so far out of the way: it will be a while before the file is finished."""
+        if self._file is not None and self._file.nbytes >= self._place.behind_bytes:
+            self.finish()
+        elif self._file is not None:
+            self._file.settle()
+
     def finish(self) -> None:
         """Make the file that is being written complete."""
         if self._file is not None:

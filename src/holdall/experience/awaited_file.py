@@ -22,7 +22,7 @@ from holdall.experience.sealed import SealedSlices
 from holdall.experience.segment_file import SegmentFile
 
 PAGE_BYTES = 2**14
-_FETCHED_AT_ONCE_BYTES = 4 * 2**20
+_FETCHED_AT_ONCE_BYTES = 2 * 2**20
 _FILES_AT_ONCE = 4
 
 Positions = NDArray[np.int64]

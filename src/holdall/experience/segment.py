@@ -31,7 +31,7 @@ from holdall.experience.sealed import CarriedSlices, SealedSlices
 from holdall.experience.search import WindowSearches
 from holdall.experience.segment_file import SegmentFile
 from holdall.experience.slices import SliceBlock
-from holdall.experience.snapshot import FrozenSegments, OpenSlices, StoreContent
+from holdall.experience.snapshot import FrozenSegments, FullBlock, OpenSlices, StoreContent
 from holdall.experience.tier import Allowance, Tiers
 from holdall.experience.window import Window
 from holdall.schema import Array, Leaf
@@ -288,6 +288,17 @@ class Segments:
             filling=[OpenSlices.of(part, closed) for part, closed in zip(self._open.parts, parts, strict=True)],
             searches=self._searches.state(),
         )
+
+    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the blocks that are full and not about to be sealed, newest first, back to a segment that is known."""
+        found: dict[int, FullBlock] = {}
+        filling = {id(part.block) for part in self._open.parts}
+        for segment in reversed(self._closed):
+            new = [part for part in segment.parts if id(part.block) not in filling and not is_known(part.block)]
+            if not new:
+                break
+            found |= {id(part.block): FullBlock(part.block, part.log is None) for part in new}
+        return [full for full in found.values() if self._tiers is None or not self._tiers.is_changing(full.block)]
 
     def thaw(self, content: StoreContent, leaves: list[Leaf]) -> None:
         """Take over what was saved; the cursors follow, as columns."""

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.arena import Bytes
 from holdall.experience.part import ClosedPart, OpenPart
+from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
 
@@ -166,6 +167,13 @@ class OpenSlices:
         """See what an open part's block holds."""
         nbytes = closed.slice_count * part.window.slice_bytes
         return cls(part if part.block is None else part.block, part.window.slice_bytes, part.slices[:nbytes])
+
+
+class FullBlock(NamedTuple):
+    """A block that takes no more slices, in the form in which it stays for now."""
+
+    block: SliceBlock
+    is_direct: bool  # its slices lie in memory in place of a log
 
 
 @dataclass(frozen=True, slots=True)

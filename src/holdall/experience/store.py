@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import (
     FrozenRows,
     FrozenStore,
+    FullBlock,
     RowChunk,
     StoreContent,
     chunk_ticks_of,
@@ -357,6 +358,10 @@ class Store:
             has_invalid=self._invalid is not None,
             transitions=self.transitions,
         )
+
+    def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the full blocks of large fields that are not known yet, newest first."""
+        return self._segments.full_blocks(is_known) if self._large else []
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""

@@ -72,6 +72,10 @@ class Tiers:
             for back in reversed([frozen, *waiting]):
                 self._sealed.put_back(back)
 
+    def is_changing(self, block: SliceBlock) -> bool:
+        """Whether a block waits to be sealed or spilled, or is being."""
+        return id(block) in self._sealing or id(block) in self._spilling
+
     def settle(self, allowance: Allowance, evict: Callable[[], int | None]) -> None:
         """Seal, spill and evict until no more is held than may be.
 

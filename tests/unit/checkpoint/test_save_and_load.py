@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -307,6 +308,100 @@ def test_a_memory_saves_itself_every_so_often(tmp_path: Path, trainer: Trainer) 
         pytest.fail("nothing was saved")
     trainer.memory.close()
     assert not [thread for thread in threading.enumerate() if thread.name == "holdall-autosave"]
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    until = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < until
+        time.sleep(0.01)
+
+
+def bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.glob("*"))
+
+
+@pytest.mark.parametrize("budget", [None, "auto"])
+def test_blocks_are_written_when_they_are_sealed(tmp_path: Path, budget: Any) -> None:
+    """Long before a checkpoint is due; it has little left to write then, and writes none of them again."""
+    trainer = Trainer(budget=budget)
+    with trainer.memory as memory:
+        memory.save_every(tmp_path, seconds=3600)
+        trainer.add(500)
+        memory.drain()
+        ahead = len(memory._open().full_blocks(lambda _: False))
+        assert ahead > 5
+        saver = memory._savers.to(str(tmp_path))
+        wait_until(lambda: saver._saving is not None and not memory._open().full_blocks(saver._saving.knows))
+        written = bytes_in(tmp_path / "segments")
+        assert not list((tmp_path / "manifests").iterdir())
+        done = memory.save(tmp_path).result()
+        assert done.number == 1
+        assert written > 0.6 * done.bytes_written
+        assert bytes_in(tmp_path / "segments") == done.bytes_written
+        with ReplayMemory.load(tmp_path) as loaded:
+            trainer.require_same(loaded)
+
+
+def test_a_checkpoint_is_due_after_so_many_transitions(tmp_path: Path, trainer: Trainer) -> None:
+    """Not before."""
+    trainer.memory.save_every(tmp_path, transitions=400)
+    trainer.add(199)
+    time.sleep(0.3)
+    assert not list(tmp_path.glob("manifests/*.json"))
+    trainer.add(1)
+    wait_until(lambda: len(list(tmp_path.glob("manifests/*.json"))) == 1)
+    trainer.add(100)
+    time.sleep(0.3)
+    assert len(list(tmp_path.glob("manifests/*.json"))) == 1
+    trainer.add(100)
+    wait_until(lambda: len(list(tmp_path.glob("manifests/*.json"))) == 2)
+    trainer.memory.close()
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
+
+
+def test_what_was_written_ahead_and_never_committed_is_removed(tmp_path: Path, trainer: Trainer) -> None:
+    """By the memory when it is closed, or by the next writer."""
+    trainer.add(150)
+    trainer.memory.save(tmp_path).result()
+    trainer.memory.save_every(tmp_path, seconds=3600)
+    trainer.add(300)
+    trainer.memory.drain()
+    saver = trainer.memory._savers.to(str(tmp_path))
+    wait_until(lambda: saver._saving is not None)
+    trainer.memory.close()
+    assert not list(tmp_path.glob("segments/*.tmp"))
+    with ReplayMemory.load(tmp_path) as loaded:
+        assert loaded.next_id == 300
+
+
+def test_a_disk_that_takes_nothing_ahead_costs_no_checkpoint(tmp_path: Path, trainer: Trainer) -> None:
+    """Whatever was lost is written with the next one."""
+    from holdall.checkpoint.save import Saving
+
+    with pytest.MonkeyPatch.context() as patch:
+        tried = threading.Event()
+
+        def fail(own: Saving, _: Any) -> None:
+            tried.set()
+            raise OSError(28, "No space left on device")
+
+        patch.setattr(Saving, "write_ahead", fail)
+        trainer.memory.save_every(tmp_path, seconds=3600)
+        trainer.add(300)
+        assert tried.wait(60)
+    assert trainer.memory.save(tmp_path).result().number == 1
+    with ReplayMemory.load(tmp_path) as loaded:
+        trainer.require_same(loaded)
+
+
+def test_save_every_is_told_how_often(tmp_path: Path, trainer: Trainer) -> None:
+    """By time or by count."""
+    with pytest.raises(ArgumentError, match="neither seconds nor transitions"):
+        trainer.memory.save_every(tmp_path)
+    with pytest.raises(ArgumentError, match="transitions"):
+        trainer.memory.save_every(tmp_path, transitions=0)
 
 
 @pytest.mark.parametrize("seconds", [0, -1, True, "often", float("nan")])
