@@ -151,6 +151,54 @@ def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
         assert places[0].library.manifest(number).epoch == winners[0]
 
 
+def test_a_writer_that_was_overtaken_stops(url: str) -> None:
+    """It is told at its next save, however long ago the other one came; nothing of the other's is lost."""
+    with new_memory() as memory:
+        grow(memory, 40)
+        memory.save(url).result()
+        with ReplayMemory.load(url) as other:
+            grow(other, 7)
+            other.save(url).result()
+            for _ in range(2):
+                with pytest.raises(FencedError, match="another writer made since 1"):
+                    memory.save(url).result()
+            grow(other, 60)
+            assert other.save(url, keep=1).result().number == 3
+        with ReplayMemory.load(url) as loaded:
+            assert loaded.next_id == 107 * LANES
+            require_right(loaded)
+
+
+def test_collecting_spares_what_another_writer_is_about_to_name(url: str) -> None:
+    """And takes what one left that can commit no more."""
+    first, second = RemotePlace(url), RemotePlace(url)
+    first.commit(manifest_of(first, 1, "a" * 32))
+    late = manifest_of(second, 2, "b" * 32)  # uploaded after the first one's commit, before it collects
+    first.collect(1, ())
+    second.commit(late)
+    assert set(late.files) <= set(second.library.file_sizes())
+    stale = manifest_of(first, 3, "c" * 32)
+    second.commit(manifest_of(second, 3, "d" * 32))
+    second.collect(1, ())
+    assert not set(stale.files) & set(second.library.file_sizes())
+    with pytest.raises(FencedError):
+        first.commit(stale)
+
+
+def test_a_run_that_lost_its_disk_goes_on_in_its_mirror(url: str, tmp_path: Path) -> None:
+    """Checkpoints on the new disk are counted from 1; in the store they follow those that were there."""
+    with new_memory() as memory:
+        for _ in range(3):
+            grow(memory, 20)
+            memory.save(tmp_path / "lost", mirror=url).mirrored(timeout=60)
+    with ReplayMemory.load(url) as memory:
+        grow(memory, 5)
+        assert memory.save(tmp_path / "new", mirror=url).mirrored(timeout=60).number == 1
+    with ReplayMemory.load(url) as loaded:
+        assert loaded.next_id == 65 * LANES
+        require_right(loaded)
+
+
 def test_an_answer_that_was_lost_is_found_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest stands, the client was told otherwise: it reads it back and knows it for its own."""
     place = RemotePlace(url)

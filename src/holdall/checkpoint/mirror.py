@@ -10,11 +10,13 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.objectstore import Objects, RemotePlace
+from holdall.checkpoint.place import next_number
 from holdall.errors import CheckpointError
 
 _LOG = logging.getLogger("holdall")
@@ -36,6 +38,7 @@ class Mirror:
         self._segments = segments
         self._objects = Objects(url)
         self._place: RemotePlace | None = None
+        self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_Job] = deque()
         self._at_work: _Job | None = None
         self._changed = threading.Condition()
@@ -101,12 +104,17 @@ class Mirror:
     def _copy(self, job: _Job) -> None:
         if self._place is None:
             self._place = RemotePlace(self._url, self._objects)
+            self._last = max(self._place.library.numbers(), default=0)
         place, manifest = self._place, job.manifest
+        # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
+        number = max(manifest.number, next_number(place.library, self._last, manifest.epoch))
+        manifest = replace(manifest, number=number)
         there = place.library.file_sizes()
         for name, nbytes in manifest.files.items():
             if there.get(name) != nbytes:
                 place.upload(name, self._segments / name)
         place.commit(manifest)
+        self._last = number
         try:
             place.collect(job.keep, manifest.files)
         except (CheckpointError, OSError) as error:

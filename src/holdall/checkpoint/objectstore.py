@@ -264,6 +264,7 @@ class RemotePlace:
         self.epoch = new_epoch()
         self.library = RemoteLibrary(self._objects)
         self._sequence = 0
+        self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         if not self._objects.create("FORMAT", format_text()):
             self.library.require()
         self.is_fenced = self._honours_conditions()
@@ -287,6 +288,7 @@ class RemotePlace:
         """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
+        self._seen = set(self.library.file_sizes())
         if not self.is_fenced:
             self._objects.put(key, content)
             return
@@ -298,7 +300,11 @@ class RemotePlace:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
 
     def collect(self, keep: int, in_use: Iterable[str]) -> int:
-        """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names."""
+        """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
+
+        Another writer's files stay if they came after this one's last manifest: it may be about to name them. One
+        whose files were there before it wants a number that is taken, and will be refused.
+        """
         kept, stale, named = 0, [], set(in_use)
         for number in self.library.numbers():
             if kept >= keep:
@@ -307,7 +313,9 @@ class RemotePlace:
             named.update(self.library.manifest(number).files)
             kept += 1
         self._objects.delete(stale)
-        unnamed = {name: n for name, n in self.library.file_sizes().items() if name not in named}
+        sizes = self.library.file_sizes()
+        old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
+        unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(unnamed.values())
 

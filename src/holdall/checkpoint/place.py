@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest, signed, signed_text
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.experience.segment_file import SegmentFile
 
 MOST_FORMAT_BYTES = 4096
@@ -94,6 +94,24 @@ class Place(Protocol):
 
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
+
+
+def next_number(library: Library, last: int, epoch: str) -> int:
+    """Return the number of a writer's next checkpoint.
+
+    A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
+
+    Args:
+        last: The newest number when the writer came, or its own last one.
+        epoch: The writer's name.
+    """
+    newest = max(library.numbers(), default=0)
+    if newest > last and library.manifest(newest).epoch != epoch:
+        raise FencedError(
+            f"{library.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
+            "own, or load what is there"
+        )
+    return max(newest, last) + 1
 
 
 def new_epoch() -> str:

@@ -20,7 +20,7 @@ from holdall.checkpoint.ledger import Ledger, RowsKey
 from holdall.checkpoint.local import told
 from holdall.checkpoint.mirror import Mirror
 from holdall.checkpoint.objectstore import is_remote
-from holdall.checkpoint.place import Place
+from holdall.checkpoint.place import Place, next_number
 from holdall.checkpoint.save import Saving, Snapshot
 from holdall.checkpoint.source import open_place
 from holdall.errors import ArgumentError, HoldallError
@@ -59,6 +59,7 @@ class Saver:
         self._coder = coder
         self._ledger = ledger or Ledger()
         self._place: Place | None = None
+        self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
         self._mirrors: dict[str, Mirror] = {}
         self._saving: Saving | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
@@ -151,9 +152,10 @@ class Saver:
         began = time.perf_counter()
         with told(self.url, "written to"):
             place = self._opened()
-            number = max(place.library.numbers(), default=0) + 1
+            number = next_number(place.library, self._last, place.epoch)
             saving, self._saving = self._saving or Saving(place, self._ledger, self._coder), None
             manifest = saving.run(job.snapshot, number, _telling(job.progress))
+        self._last = number
         if job.mirror is not None:
             job.mirror.send(manifest, job.keep)
         self._collect(place, job.keep)
@@ -189,7 +191,9 @@ class Saver:
 
     def _opened(self) -> Place:
         if self._place is None:
-            self._place = self._open_place()
+            place = self._open_place()
+            self._last = max(place.library.numbers(), default=0)
+            self._place = place
             # Between loading and now another writer may have collected what was loaded.
             self._ledger.keep_only(self._place.library.file_sizes())
         return self._place
