@@ -54,7 +54,7 @@ $(BIN)/python:
 # The first line is there for --build-constraint, which older pips do not know.
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,dev]'
+	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
 	@set -- src/holdall/experience/_kernels.*; [ -e "$$1" ] || \
 	  echo "note: the C loops were not built, the NumPy path is used; 'pip install -v -e .' in .venv says why"
 	@touch $@

@@ -9,6 +9,7 @@
     ├── SpillError (OSError)             a disk tier that cannot be written to
     ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
     │   └── FencedError                  another writer has the place
+    ├── ShardError (RuntimeError)        a shard that does not answer, or memory that cannot be shared out
     └── MissingPackageError (ImportError) an optional package that this call needs
 
 Each message names the argument, its value, the rule and the remedy.
@@ -49,6 +50,10 @@ class CheckpointError(HoldallError, OSError):
 
 class FencedError(CheckpointError):
     """Another writer has the place that a checkpoint was to be written to."""
+
+
+class ShardError(HoldallError, RuntimeError):
+    """A shard is needed and does not answer, or refused what was sent to it."""
 
 
 class MissingPackageError(HoldallError, ImportError):

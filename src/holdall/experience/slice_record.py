@@ -49,15 +49,7 @@ def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
     """Return a block as a record, its units last."""
     if isinstance(coded.data, Extent):
         raise TypeError("the block lies in a file already")
-    codec = coded.codec
-    head = {
-        "count": coded.count,
-        "method": int(codec.method),
-        "level": codec.level,
-        "group": codec.group,
-        "transform": {name: int(value) for name, value in asdict(codec.transform).items()},
-        "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
-    }
+    head = {"count": coded.count} | codec_words(coded.codec)
     parts: dict[str, Buffer] = {
         "palette": coded.palette.data,
         "offsets": coded.offsets.astype("<u4").data,
@@ -72,7 +64,7 @@ def unpack_slices(
 ) -> Coded:
     """Read all of a block but its units; `read` may know some of the file's bytes already."""
     try:
-        codec, count = _codec_of(record.head, dictionaries)
+        codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
     palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
@@ -83,7 +75,19 @@ def unpack_slices(
     return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
 
 
-def _codec_of(head: dict[str, Any], dictionaries: Mapping[str, Dictionary]) -> tuple[Codec, int]:
+def codec_words(codec: Codec) -> dict[str, Any]:
+    """Describe a codec; its dictionary by name."""
+    return {
+        "method": int(codec.method),
+        "level": codec.level,
+        "group": codec.group,
+        "transform": {name: int(value) for name, value in asdict(codec.transform).items()},
+        "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
+    }
+
+
+def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
+    """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
     claimed = {field.name: _whole(head["transform"][field.name]) for field in fields(Transform)}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
@@ -92,7 +96,7 @@ def _codec_of(head: dict[str, Any], dictionaries: Mapping[str, Dictionary]) -> t
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
     method, level, group = Method(_whole(head["method"])), _whole(head["level"]), _whole(head["group"])
-    return Codec(method, level, transform, dictionary, group), _whole(head["count"])
+    return Codec(method, level, transform, dictionary, group)
 
 
 def _whole(value: Any) -> int:

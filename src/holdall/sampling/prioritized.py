@@ -92,6 +92,14 @@ class Prioritized:
             raise self._refusal(held, ids, priorities, scaled)
         self._highest = max(self._highest, told)
 
+    def mass(self, held: Held) -> float:
+        """Return the sum of all scaled priorities: a transition is drawn with its own over this."""
+        return self._caught_up(held).total
+
+    def scaled(self, held: Held, ids: Ids) -> NDArray[np.float64]:
+        """Return the scaled priorities of held ids."""
+        return self._caught_up(held).values(ids % self._capacity)
+
     def _scaled(self, priorities: NDArray[Any]) -> NDArray[np.float64]:
         """Add the floor, and raise to alpha; in float32 if that is what was given and is precise enough."""
         if priorities.dtype == np.float32 and self._alpha <= 1:

@@ -1,0 +1,22 @@
+"""Actors: how shards and the roster are started. Ray's own types know little of actors, so this is where they end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+
+from holdall.ray.roster import Roster
+from holdall.ray.shard import GROUPS, NAMESPACE, Shard
+
+
+def start_roster(name: str) -> Any:
+    """Start a memory's roster under a name by which shards find it."""
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Roster)
+    return actor.options(name=name, namespace=NAMESPACE).remote()
+
+
+def start_shard(*arguments: Any) -> Any:
+    """Start a shard. Ray restarts it after a loss; what changes it is never called again by Ray itself."""
+    remote: Any = ray.remote
+    return remote(num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard).remote(*arguments)

@@ -1,0 +1,201 @@
+"""The cluster as a learner sees it: which shards answer, how they stand, and what to do when one does not.
+
+In:  calls for shards.  Out: their answers; the loss of a shard as the memory's policy says.
+Invariant: a client's draws and priorities reach a shard in the order in which they were made. After a failure they
+begin anew under another name, so that nothing is waited for that will never come.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+
+from holdall.errors import ShardError
+from holdall.ray.router import is_newer
+from holdall.ray.standing import Standing
+from holdall.ray.turns import OutOfTurnError
+from holdall.ray.writer import Address
+
+POLICIES = ("degrade", "block", "raise")
+_LOOK_AGAIN_S = 2.0
+_PROBE_AGAIN_S = 0.25
+
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, OutOfTurnError)
+"""What a call fails with when its shard does not answer, or not in time."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """One shard, as far as is known."""
+
+    handle: Any
+    standing: Standing | None = None
+    client: bytes = field(default_factory=lambda: secrets.token_bytes(16))
+    turn: int = 0
+    lost: bool = False
+    probe: Any = None  # a question to a shard that was lost, or not heard of for a while
+    probed_at: float = 0.0
+
+
+class Cluster:
+    """All shards of a memory."""
+
+    def __init__(self, address: Address) -> None:
+        self._address = address
+        self._members: dict[int, _Member] = {}
+        self._lock = threading.RLock()
+        self._version = -1
+        self._looked_at = 0.0
+        self.losses = 0
+
+    def call(self, shard: int, method: str, *arguments: Any) -> Any:
+        """Call a shard in this client's order; return what to wait for."""
+        with self._lock:
+            member = self._members[shard]
+            turn, member.turn = member.turn, member.turn + 1
+            return getattr(member.handle, method).remote(member.client, turn, *arguments)
+
+    def handle(self, shard: int) -> Any:
+        """Return the actor of a shard."""
+        with self._lock:
+            return self._members[shard].handle
+
+    @property
+    def numbers(self) -> list[int]:
+        """All shards."""
+        with self._lock:
+            return sorted(self._members)
+
+    @property
+    def lost(self) -> list[int]:
+        """Shards that do not answer now."""
+        with self._lock:
+            return sorted(number for number, member in self._members.items() if member.lost)
+
+    def masses(self) -> dict[int, float]:
+        """What can be drawn from now, by shard."""
+        self._look_around()
+        with self._lock:
+            for member in self._members.values():
+                self._hear(member)
+            return {
+                number: 0.0 if member.standing is None else member.standing.mass
+                for number, member in self._members.items()
+                if not member.lost
+            }
+
+    @property
+    def transitions(self) -> int:
+        """Transitions that can be drawn from the shards that answer, as far as is known."""
+        with self._lock:
+            known = [m.standing for m in self._members.values() if not m.lost and m.standing is not None]
+        return sum(standing.transitions for standing in known)
+
+    def note(self, shard: int, standing: Standing) -> None:
+        """Keep what a shard said of itself."""
+        with self._lock:
+            member = self._members.get(shard)
+            if member is not None and is_newer(standing, member.standing):
+                member.standing = standing
+
+    def ask_again(self, shards: list[int]) -> None:
+        """Have shards say how they stand, without waiting for it; those that are not drawn from would not."""
+        with self._lock:
+            for number in shards:
+                member = self._members.get(number)
+                if member is not None and member.probe is None:
+                    member.probe, member.probed_at = member.handle.standing.remote(), time.monotonic()
+
+    def refresh(self) -> dict[int, Standing]:
+        """Ask every shard how it stands, and wait; return the standings of those that answered."""
+        self._look_around(now=True)
+        with self._lock:
+            asked = {number: member.handle.standing.remote() for number, member in self._members.items()}
+        found = {}
+        for number, call in asked.items():
+            try:
+                found[number] = Standing.of(ray.get(call, timeout=self._address.patience_s))
+            except LOSSES:
+                self.lose(number)
+                continue
+            with self._lock:
+                self._members[number].lost = False
+            self.note(number, found[number])
+        return found
+
+    def lose(self, shard: int) -> None:
+        """Mark a shard that did not answer; it is asked again until it does."""
+        with self._lock:
+            member = self._members.get(shard)
+            if member is None:
+                return
+            self.losses += not member.lost
+            member.lost = True
+            member.client, member.turn = secrets.token_bytes(16), 0
+            member.probe = None
+
+    def wait_for(self, shard: int) -> None:
+        """Wait until a shard answers again."""
+        self._look_around(now=True)
+        while True:
+            with self._lock:
+                member = self._members.get(shard)
+                if member is None:
+                    return
+                self._hear(member)
+                if not member.lost:
+                    return
+            time.sleep(_PROBE_AGAIN_S / 5)
+
+    def wait_for_any(self) -> None:
+        """Wait until some shard answers again; no longer than the memory's patience."""
+        until = time.monotonic() + self._address.patience_s
+        while not self.masses():
+            if time.monotonic() > until:
+                raise ShardError(
+                    f"none of the memory's shards has answered for {self._address.patience_s:g} s; look at "
+                    "`ray list actors`, or make the memory again"
+                )
+            time.sleep(_PROBE_AGAIN_S / 5)
+
+    def _hear(self, member: _Member) -> None:
+        """Look whether a question was answered, and ask a lost shard again."""
+        now = time.monotonic()
+        if member.probe is not None:
+            ready, _ = ray.wait([member.probe], timeout=0)
+            if ready:
+                probe, member.probe = member.probe, None
+                try:
+                    member.standing = Standing.of(ray.get(probe))
+                    member.lost = False
+                except LOSSES:
+                    member.lost = True
+        if member.lost and member.probe is None and now - member.probed_at > _PROBE_AGAIN_S:
+            member.probe, member.probed_at = member.handle.standing.remote(), now
+
+    def _look_around(self, now: bool = False) -> None:
+        """Ask the roster for shards that came or went, from time to time."""
+        with self._lock:
+            if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
+                return
+            self._looked_at = time.monotonic()
+            known = self._version
+        try:
+            version, shards = ray.get(self._address.roster.shards.remote(known), timeout=self._address.patience_s)
+        except LOSSES:
+            return
+        if shards is None:
+            return
+        with self._lock:
+            self._version = version
+            for number, (handle, _) in shards.items():
+                if number not in self._members:
+                    self._members[number] = _Member(handle)
+                    self._members[number].probe = handle.standing.remote()
+            for number in set(self._members) - set(shards):
+                del self._members[number]

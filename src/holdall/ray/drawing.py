@@ -1,0 +1,205 @@
+"""Drawing: a batch from the first question to the last answer.
+
+In:  a batch size.  Out: the batch, drawn over all shards that answer.
+Invariant: rows whose shard is lost on the way are drawn anew from the others, in proportion to their masses, so that a
+batch is always whole and never biased by the loss.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.errors import ArgumentError, HoldallError, ShardError
+from holdall.experience.codec import Dictionary
+from holdall.ray.answer import Answer, unpack_answer
+from holdall.ray.cluster import LOSSES, Cluster
+from holdall.ray.deliver import Deliverer
+from holdall.ray.ids import ids_of
+from holdall.ray.layout import Layout
+from holdall.ray.router import assigned, weights_of
+from holdall.ray.shard import unpack_dictionary
+from holdall.ray.standing import Standing
+from holdall.sampling.draw import Sampler
+from holdall.sampling.prioritized import Prioritized
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(slots=True)
+class Asked:
+    """Rows of a batch that one shard was asked for."""
+
+    shard: int
+    rows: Ids  # positions in the batch
+    mass: float  # what the shard was taken to hold
+    call: Any
+
+
+@dataclass(slots=True)
+class Request:
+    """A batch that was asked for."""
+
+    count: int
+    asked: list[Asked] = field(default_factory=list)
+
+
+class Drawing:
+    """Draws batches.
+
+    Args:
+        policy: What is done while a shard does not answer, see `ReplayMemory`.
+        patience_s: Seconds after which a shard that says nothing counts as lost.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        layout: Layout,
+        deliverer: Deliverer,
+        sampler: Sampler,
+        generator: np.random.Generator,
+        policy: str,
+        patience_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._layout = layout
+        self._deliverer = deliverer
+        self._sampler = sampler
+        self.generator = generator
+        self._policy = policy
+        self._patience_s = patience_s
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._lock = threading.Lock()
+
+    def start(self, count: int) -> Request:
+        """Draw a shard for every row, and ask for the rows."""
+        request = Request(count)
+        with self._lock:
+            self._ask(request, self._reachable(count), np.arange(count))
+        return request
+
+    def finish(self, request: Request) -> Batch:
+        """Wait for the rows, draw those anew whose shard was lost, and make the batch."""
+        answers: list[Answer] = []
+        asked: list[Asked] = []
+        ids = np.empty(request.count, np.int64)
+        while request.asked:
+            oldest = request.asked.pop(0)
+            answer = self._heard(oldest)
+            if answer is None:
+                with self._lock:
+                    self._ask(request, self._reachable(1), oldest.rows)
+                continue
+            ids[oldest.rows] = ids_of(oldest.shard, answer.rows)
+            answers.append(answer)
+            asked.append(oldest)
+        beta = self._sampler.beta if isinstance(self._sampler, Prioritized) else 1.0
+        where = [each.rows for each in asked]
+        weights = weights_of(answers, where, [each.mass for each in asked], beta)
+        return self._deliverer.batch(answers, where, ids, weights)
+
+    def answer(self, shard: int, payload: bytes) -> Answer:
+        """Read a shard's answer, and fetch the dictionaries that it names."""
+
+        def learn(name: str) -> Dictionary:
+            if name not in self._dictionaries:
+                record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
+                self._dictionaries[name] = unpack_dictionary(record)
+            return self._dictionaries[name]
+
+        answer = unpack_answer(payload, self._layout, learn)
+        self._cluster.note(shard, answer.standing)
+        return answer
+
+    def _heard(self, asked: Asked) -> Answer | None:
+        """Wait for a shard's answer; None if it is lost, or holds nothing any more."""
+        try:
+            payload = received(asked.call, self._patience_s)
+            if len(payload) == Standing.NBYTES:
+                self._cluster.note(asked.shard, Standing.of(payload))
+                return None
+            return self.answer(asked.shard, payload)
+        except LOSSES as error:
+            self._cluster.lose(asked.shard)
+            if self._policy == "raise":
+                raise ShardError(
+                    f"shard {asked.shard} does not answer ({type(error).__name__}); wait, or use "
+                    "on_shard_loss='degrade' to draw from the others meanwhile"
+                ) from error
+            return None
+
+    def _ask(self, request: Request, masses: Mapping[int, float], rows: Ids) -> None:
+        """Ask shards for some rows of a batch."""
+        for shard, positions in assigned(masses, len(rows), self.generator).items():
+            call = self._cluster.call(shard, "sample", len(positions))
+            request.asked.append(Asked(shard, rows[positions], masses[shard], call))
+        drawn = {each.shard for each in request.asked}
+        self._cluster.ask_again([shard for shard in masses if shard not in drawn])
+
+    def _reachable(self, count: int) -> dict[int, float]:
+        """Return the masses of the shards that answer; refuse a batch of more than they hold."""
+        masses = self._cluster.masses()
+        lost = self._cluster.lost
+        if lost and self._policy == "raise":
+            raise ShardError(
+                f"shards {lost} do not answer; wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
+            )
+        if lost and self._policy == "block":
+            for shard in lost:
+                self._cluster.wait_for(shard)
+            masses = self._cluster.masses()
+        if not masses:
+            self._cluster.wait_for_any()
+        if self._cluster.transitions < count:
+            self._cluster.refresh()
+            held = self._cluster.transitions
+            if held < count:
+                raise ArgumentError(
+                    f"batch_size ({count}) is more than the {held} transitions held; add more first, or draw a smaller "
+                    "batch"
+                )
+        return self._cluster.masses()
+
+
+class Job:
+    """A batch that was asked for and is put together in the background."""
+
+    is_quick = False
+
+    def __init__(self, drawing: Drawing, request: Request) -> None:
+        self._drawing = drawing
+        self._request = request
+        self._batch: Batch | None = None
+
+    def work(self) -> None:
+        """Wait for the answers, and decode them."""
+        self._batch = self._drawing.finish(self._request)
+
+    def receive(self) -> Batch:
+        """Return the batch."""
+        if self._batch is None:
+            self.work()
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise ShardError("a batch was received before it was made; report this")
+        return batch
+
+
+def received(call: Any, patience_s: float) -> bytes:
+    """Wait for a call's result; an error of holdall's own is raised as it was there."""
+    try:
+        result: bytes = ray.get(call, timeout=patience_s)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HoldallError):
+            raise cause from None
+        raise
+    return result

@@ -1,0 +1,185 @@
+"""Encoding: a writer's ticks, cut into unique slices and compressed, a block at a time.
+
+In:  checked ticks, in order.  Out: blocks.
+Invariant: a block holds bit for bit the ticks that were added since the last one, and refers to no other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from holdall.experience.arena import Bytes, reserve
+from holdall.experience.codec import Codec, Method, Transform
+from holdall.experience.kernels import Kernels
+from holdall.experience.part import Cursors, OpenPart
+from holdall.experience.sealed import Coded
+from holdall.experience.search import WindowSearches
+from holdall.experience.store import Tick
+from holdall.experience.window import Window
+from holdall.ray.block import Block, SlicedField
+from holdall.ray.layout import Layout
+from holdall.schema import Array, Leaf
+
+_SEARCH_AGAIN = 64
+"""Blocks after which a field in which no window was found is looked at again."""
+_BLOCK_BYTES = 4 * 2**20
+"""Unique slices, raw, after which a block is full."""
+
+
+class _OpenField:
+    """One sliced leaf of the block that is being filled."""
+
+    def __init__(self, kernels: Kernels, leaf: Leaf, window: Window, lanes: int, ticks: int) -> None:
+        self.leaf = leaf
+        self.window = window
+        self.lanes = lanes
+        arena_bytes = (ticks + 1) * 2 * lanes * leaf.nbytes
+        slices = kernels.new_block(window.slice_bytes, reserve(arena_bytes))
+        self.part: OpenPart = kernels.new_part(window, lanes, slices, arena_bytes)
+        self.cursors: Cursors = np.zeros((ticks, lanes), np.uint32)
+
+    @property
+    def raw(self) -> Bytes:
+        """The unique slices so far, as rows."""
+        block = self.part.block
+        return np.empty((0, self.window.slice_bytes), np.uint8) if block is None else block.raw
+
+
+class Encoder:
+    """Fills one block after another.
+
+    Args:
+        ticks: Most ticks of a block.
+    """
+
+    def __init__(self, layout: Layout, lanes: int, ticks: int, kernels: Kernels) -> None:
+        self._layout = layout
+        self._lanes = lanes
+        self._ticks = ticks
+        self._kernels = kernels
+        self._columns = {name: np.empty((ticks, lanes, *shape), dtype) for name, (shape, dtype) in _rows(layout)}
+        self._reward: Array | None = None
+        self._searches = WindowSearches(lanes)
+        self._blocks_since_search: dict[int, int] = {}
+        self._used = 0
+        self.fields: list[_OpenField] = []
+        for i, leaf in enumerate(layout.leaves):
+            self.fields.append(self._new_field(leaf, Window.whole(leaf)))
+            self._searches.begin(i, leaf)
+        self._changed_windows: dict[int, Window] = {}
+
+    @property
+    def reward_dtype(self) -> np.dtype[Any] | None:
+        """What the first add said."""
+        return None if self._reward is None else self._reward.dtype
+
+    @property
+    def rows(self) -> int:
+        """Rows in the block so far."""
+        return self._used * self._lanes
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the block has to be closed before the next tick."""
+        if self._used >= self._ticks or self._changed_windows:
+            return True
+        return sum(field.part.added_bytes for field in self.fields) >= _BLOCK_BYTES
+
+    def add(self, tick: Tick) -> None:
+        """Write one tick to the block, which is not full."""
+        now = self._used
+        if self._reward is None:
+            self._reward = np.empty((self._ticks, self._lanes), tick.reward.dtype)
+        for field, i in zip(self.fields, self._layout.sliced, strict=True):
+            field.part.append(tick.obs[i], tick.next_obs[i], field.cursors[now])
+        self._reward[now] = tick.reward
+        columns = self._columns
+        for name, values in (("action", tick.action), ("extras", tick.extras)):
+            for i, value in enumerate(values):
+                columns[f"{name}.{i}"][now] = value
+        for i in range(len(tick.obs)):
+            if i not in self._layout.sliced:
+                columns[f"obs.{i}"][now], columns[f"next.{i}"][now] = tick.obs[i], tick.next_obs[i]
+        columns["terminated"][now], columns["truncated"][now] = tick.terminated, tick.truncated
+        columns["valid"][now] = True if tick.valid is None else tick.valid
+        self._used = now + 1
+        if self._searches.under_way:
+            self._look(tick)
+
+    def close(self, codecs: Mapping[int, Codec]) -> Block:
+        """Return the block, its slices coded as `codecs` says for their fields, and begin the next one."""
+        used, rows = self._used, self.rows
+        if self._reward is None:
+            raise ValueError("the block is empty")
+        columns = {
+            name: column[:used].reshape(rows, *column.shape[2:]).copy()
+            for name, column in (self._columns | {"reward": self._reward}).items()
+        }
+        fields = tuple(self._close_field(i, field, codecs.get(i)) for i, field in enumerate(self.fields))
+        self._used = 0
+        for i, field in enumerate(self.fields):
+            window = self._changed_windows.get(i)
+            if window is not None:
+                self.fields[i] = self._new_field(field.leaf, window)
+            else:
+                field.part.clear()
+        self._changed_windows = {}
+        return Block(self._lanes, rows, columns, fields)
+
+    def _close_field(self, i: int, field: _OpenField, codec: Codec | None) -> SlicedField:
+        closed = field.part.closed()
+        if closed.log is None:
+            raise ValueError("a block's slices are always numbered")
+        if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
+            self._consider_search(i, field.leaf)
+        # Behind the end of a short lane's log stand numbers of older blocks, which nothing points to.
+        log = np.minimum(closed.log.T, np.uint32(len(field.raw) - 1), dtype=np.uint32)
+        cursors = field.cursors[: self._used].reshape(-1).copy()
+        return SlicedField(field.window, cursors, log, self._coded(field, codec))
+
+    def _coded(self, field: _OpenField, codec: Codec | None) -> Coded:
+        """Compress the slices, filled up to whole units."""
+        chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
+        raw = field.raw
+        for attempt in (chosen, plain_codec(field.window)):
+            if attempt is not None:
+                missing = -len(raw) % attempt.group
+                filled = np.concatenate([raw, np.broadcast_to(raw[-1:], (missing, raw.shape[1]))]) if missing else raw
+                sealed = self._kernels.coder.seal(filled, attempt)
+                if sealed is not None:
+                    return sealed.coded
+        stored = Codec(Method.STORED, 0, Transform(field.window.slice_bytes))
+        offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
+        return Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
+
+    def _look(self, tick: Tick) -> None:
+        """Look for windows; one that was found begins with the next block."""
+        large = self._layout.sliced
+        done = self._searches.look([tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
+        for i in done:
+            window = self._searches.end(i) or Window.whole(self.fields[i].leaf)
+            if window != self.fields[i].window:
+                self._changed_windows[i] = window
+
+    def _consider_search(self, i: int, leaf: Leaf) -> None:
+        """Look at a field again from time to time: a wrapper may change its mind."""
+        waited = self._blocks_since_search[i] = self._blocks_since_search.get(i, 0) + 1
+        if waited >= _SEARCH_AGAIN:
+            self._blocks_since_search[i] = 0
+            self._searches.begin(i, leaf)
+
+    def _new_field(self, leaf: Leaf, window: Window) -> _OpenField:
+        return _OpenField(self._kernels, leaf, window, self._lanes, self._ticks)
+
+
+def plain_codec(window: Window) -> Codec:
+    """Return the codec of slices that nothing was measured on yet."""
+    together = max(1, min(8, 2**18 // window.slice_bytes))
+    return Codec(Method.ZSTD, 1, Transform(window.slice_bytes), None, together)
+
+
+def _rows(layout: Layout) -> list[tuple[str, tuple[tuple[int, ...], np.dtype[Any]]]]:
+    return list(layout.columns.items())

@@ -1,0 +1,387 @@
+"""ReplayMemory over shards: the local memory's calls, for more actors or transitions than one machine takes.
+
+The flow, one stage a file:
+
+    add    -> writer -> encode -> block -> stream -> shard -> shelf
+    sample -> router -> shard -> shelf -> answer -> deliver (decode) -> batch
+
+Invariant: what comes back is bit for bit what was added, whichever shard held it. A memory of one shard gives the
+batches of a local memory with the same seed.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import ray
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.arguments import generator_of, require_count
+from holdall.batch import Batch
+from holdall.checkpoint.schema_words import schema_words
+from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
+from holdall.experience.choice import COST_CAPS
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.loader import Loader
+from holdall.ray.actors import start_roster, start_shard
+from holdall.ray.cluster import LOSSES, POLICIES, Cluster
+from holdall.ray.deliver import Deliverer
+from holdall.ray.drawing import Drawing, Job, Request, received
+from holdall.ray.ids import MOST_SHARDS, rows_of, shards_of
+from holdall.ray.layout import Layout
+from holdall.ray.standing import Standing
+from holdall.ray.writer import Address, Writer
+from holdall.report import FieldReport, MemoryReport
+from holdall.sampling.draw import Sampler, as_ids
+from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.uniform import Uniform
+from holdall.schema import Schema, as_array
+
+DURABILITIES = ("memory", "segment")
+_MOST_TOLD = 16
+"""Updates of priorities under way, before one is waited for."""
+
+Ids = NDArray[np.int64]
+
+
+class ReplayMemory:
+    """Replay memory over shards, each an actor of Ray's.
+
+    Args:
+        observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed and
+            extras.
+        capacity: Transitions over all shards; each holds its share.
+        shards: Actors that hold transitions.
+        durability: "memory": what a shard held is lost with it. "segment": an acknowledged transition was written to
+            `url` first, and a restarted shard goes on with it.
+        on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
+            "raise" raises `ShardError`.
+        sampler: `Uniform()` or `Prioritized(...)`.
+        patience_s: Seconds after which a shard that says nothing counts as lost.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        capacity: int = 1_000_000,
+        num_envs: int = 1,
+        *,
+        shards: int = 8,
+        durability: str = "memory",
+        on_shard_loss: str = "degrade",
+        prefer: str = "balanced",
+        device: str | None = None,
+        seed: int | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None,
+        sampler: Sampler | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        require_count("num_envs", num_envs, 1)
+        require_count("shards", shards, 1)
+        require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
+        _require_one_of("durability", durability, DURABILITIES)
+        _require_one_of("on_shard_loss", on_shard_loss, POLICIES)
+        _require_one_of("prefer", prefer, tuple(COST_CAPS))
+        self._sampler: Sampler = Uniform() if sampler is None else sampler
+        if type(self._sampler) not in (Uniform, Prioritized):
+            raise ArgumentError(
+                f"sampler ({type(self._sampler).__name__}) draws more than single transitions, and an episode may lie "
+                "on several shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+            )
+        schema = Schema.of(observation_space, action_space, extras, num_envs)
+        self._lanes = num_envs
+        self._layout = Layout.of(schema)
+        self._deliverer = Deliverer(self._layout, chosen_kernels(), device)
+        self._shard_rows = capacity // num_envs // shards * num_envs
+        self._seed = seed
+        self._words = schema_words(schema)
+        self._next_shard = 0
+        self._lock = threading.RLock()
+        self._told: list[tuple[int, Any]] = []
+        self._actors: list[Any] = []
+        self._closed = False
+        self._name = f"holdall-{secrets.token_hex(8)}"
+        self._roster = start_roster(self._name)
+        self._address = Address(self._words, self._roster, durability == "segment", prefer, patience_s)
+        self._cluster = Cluster(self._address)
+        self._drawing = Drawing(
+            self._cluster,
+            self._layout,
+            self._deliverer,
+            self._sampler,
+            generator_of(seed),
+            on_shard_loss,
+            patience_s,
+        )
+        self._own_writer: Writer | None = None
+        for _ in range(shards):
+            self.add_shard()
+        self._cluster.refresh()
+
+    def add_shard(self) -> int:
+        """Start one more shard and return its number; new blocks go there, too."""
+        with self._lock:
+            self._open()
+            number = self._next_shard
+            if number >= MOST_SHARDS:
+                raise ArgumentError(f"the memory had {number} shards, and there are no more numbers; make a new one")
+            self._next_shard += 1
+            handle = start_shard(number, self._words, self._shard_rows, self._sampler, self._seed, self._name)
+            self._actors.append(handle)
+            ray.get(self._roster.admit.remote(number, [handle]))
+            return number
+
+    def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
+        """Return a handle that feeds the memory from any process; it can be pickled.
+
+        Args:
+            num_envs: Its lanes, if not as many as the memory's.
+            spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
+        """
+        self._open()
+        lanes = self._lanes if num_envs is None else num_envs
+        require_count("num_envs", lanes, 1)
+        if spread is not None:
+            require_count("spread", spread, 1)
+        return Writer(self._address, lanes, spread)
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add one transition per lane, see `holdall.ReplayMemory.add`."""
+        with self._lock:
+            self._own().add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def extend(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
+        with self._lock:
+            self._own().extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def flush(self) -> None:
+        """Return when the shards have acknowledged all that `add` was given."""
+        with self._lock:
+            self._open()
+            if self._own_writer is not None:
+                self._own_writer.flush()
+                for shard, standing in self._own_writer.standings.items():
+                    self._cluster.note(shard, standing)
+
+    def sample(self, batch_size: int) -> Batch:
+        """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
+        require_count("batch_size", batch_size, 1)
+        return self._drawing.finish(self._start(batch_size))
+
+    def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
+        """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`."""
+        require_count("batch_size", batch_size, 1)
+        require_count("prefetch", prefetch, 0)
+        self._open()
+        self._deliverer.keep(prefetch + 2)
+        return Loader(lambda: Job(self._drawing, self._start(batch_size)), prefetch)
+
+    def gather(self, ids: Any) -> Batch:
+        """Return the transitions `ids`, in that order."""
+        wanted = as_ids(ids)
+        self.flush()
+        numbers = set(self._cluster.numbers)
+        shards = shards_of(wanted)
+        unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
+        if unknown.size:
+            raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
+        calls = []
+        for shard in np.unique(shards).tolist() or [min(numbers)]:
+            rows = np.flatnonzero(shards == shard)
+            calls.append((shard, rows, self._cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
+        answers, where = [], []
+        for shard, rows, call in calls:
+            try:
+                answers.append(self._drawing.answer(shard, received(call, self._address.patience_s)))
+            except LOSSES as error:
+                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+            where.append(rows)
+        return self._deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        """Tell how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
+
+        It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
+        call.
+        """
+        self._open()
+        told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+        wanted = as_ids(ids)
+        if not isinstance(self._sampler, Prioritized):
+            raise ArgumentError(
+                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
+                "priorities; construct the memory with sampler=Prioritized(...)"
+            )
+        if told.shape != wanted.shape or told.dtype.kind not in "iuf":
+            raise ArgumentError(
+                f"priorities has shape {told.shape} and dtype {told.dtype} for ids of shape {wanted.shape}; pass one "
+                "number for every row drawn"
+            )
+        if told.size and not (np.isfinite(told).all() and told.min() >= 0):
+            raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
+        self.flush()
+        shards = shards_of(wanted)
+        lost = self._cluster.lost
+        for shard in np.unique(shards).tolist():
+            if shard not in lost and shard in self._cluster.numbers:
+                rows = np.flatnonzero(shards == shard)
+                sent = (rows_of(wanted[rows]).tobytes(), told[rows].tobytes(), told.dtype.str)
+                with self._lock:
+                    self._told.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
+        self._hear_of_priorities()
+
+    def __len__(self) -> int:
+        """Count the transitions that can be sampled, over the shards that answer."""
+        self.flush()
+        return sum(standing.transitions for standing in self._cluster.refresh().values())
+
+    @property
+    def capacity(self) -> int:
+        """Most transitions that are held, over all shards."""
+        return self._shard_rows * len(self._cluster.numbers)
+
+    @property
+    def num_envs(self) -> int:
+        """Lanes of `add`."""
+        return self._lanes
+
+    @property
+    def sampler(self) -> Sampler:
+        """How `sample` draws; its beta may be set anew."""
+        return self._sampler
+
+    @property
+    def schema(self) -> Schema:
+        """What a transition consists of."""
+        return self._layout.schema
+
+    @property
+    def first_id(self) -> int:
+        """Lowest transition id that is still held; of a memory of one shard."""
+        return self._only_standing().first_row
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition; of a memory of one shard."""
+        return self._only_standing().next_row
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes that all shards hold, field by field."""
+        self.flush()
+        standings = self._cluster.refresh()
+        reports = ray.get(
+            [self._cluster.handle(shard).report.remote() for shard in standings], timeout=self._address.patience_s
+        )
+        fields = [[FieldReport(**field) for field in fields] for fields in reports]
+        longest = max(fields, key=len, default=[])
+        merged = tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
+        transitions = sum(standing.transitions for standing in standings.values())
+        return MemoryReport(transitions, merged, self._deliverer.staging_bytes, len(standings))
+
+    def close(self) -> None:
+        """End the shards; batches that were handed out stay as they are."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for actor in (*self._actors, self._roster):
+                ray.kill(actor)
+            self._deliverer.dismiss()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _own(self) -> Writer:
+        self._open()
+        if self._own_writer is None:
+            self._own_writer = self.writer()
+        return self._own_writer
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ClosedError("the memory was closed; make a new ReplayMemory")
+
+    def _only_standing(self) -> Standing:
+        self.flush()
+        standings = self._cluster.refresh()
+        if list(standings) != [0]:
+            raise ArgumentError(
+                "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
+                "the ids of a batch"
+            )
+        return standings[0]
+
+    def _start(self, count: int) -> Request:
+        """Ask for a batch, once what this process added and told has reached the shards."""
+        self.flush()
+        self._hear_of_priorities()
+        return self._drawing.start(count)
+
+    def _hear_of_priorities(self) -> None:
+        """Look at what became of updates, and wait if too many are under way."""
+        while True:
+            with self._lock:
+                if not self._told:
+                    return
+                shard, call = self._told[0]
+                ready, _ = ray.wait([call], timeout=self._address.patience_s if len(self._told) > _MOST_TOLD else 0)
+                if not ready and len(self._told) <= _MOST_TOLD:
+                    return
+                self._told.pop(0)
+            try:
+                self._cluster.note(shard, Standing.of(received(call, self._address.patience_s)))
+            except LOSSES:
+                self._cluster.lose(shard)
+
+
+def _sum_of(fields: list[FieldReport]) -> FieldReport:
+    return FieldReport(
+        fields[0].name,
+        sum(field.slice_bytes for field in fields),
+        sum(field.log_bytes for field in fields),
+        sum(field.row_bytes for field in fields),
+        sum(field.plain_bytes for field in fields),
+        fields[0].finding,
+        sum(field.sealed_bytes for field in fields),
+        sum(field.disk_bytes for field in fields),
+    )
+
+
+def _require_one_of(argument: str, value: Any, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(known)}; pass one of these")

@@ -1,0 +1,201 @@
+"""Shards: the actors that hold transitions.
+
+In:  blocks of many writers; counts to draw; priorities.  Out: acknowledgements; answers, still compressed.
+Invariant: a writer's blocks are accepted in order and each once. What was acknowledged can be drawn. Nothing is
+decoded here.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from holdall.arguments import generator_of
+from holdall.checkpoint.schema_words import schema_of
+from holdall.errors import ArgumentError, DamageError
+from holdall.experience.codec import Dictionary
+from holdall.experience.record import pack
+from holdall.experience.slice_record import dictionary_name
+from holdall.ray.answer import Answer, pack_answer
+from holdall.ray.block import dictionaries_of, open_record, read_part, unpack_block
+from holdall.ray.envelope import Ack, Envelope, Verdict
+from holdall.ray.ids import first_row_of
+from holdall.ray.layout import Layout
+from holdall.ray.shelf import Shelf
+from holdall.ray.standing import Standing
+from holdall.ray.turns import Turns
+from holdall.sampling.draw import Held, Sampler, as_ids
+from holdall.sampling.prioritized import Prioritized
+
+NAMESPACE = "holdall"
+DICTIONARY = "dictionary"
+GROUPS = {"insert": 8, "sample": 4, "control": 4}
+"""Threads by kind of call, so that none waits behind another kind."""
+_MOST_CREDITS = 4
+
+Ids = NDArray[np.int64]
+
+
+class Shard:
+    """One shard of a memory.
+
+    Args:
+        number: Which one.
+        words: The memory's schema, see checkpoint/schema_words.py.
+        capacity: Most rows held.
+        memory: The name of the memory's roster. A handle in its place could not be had again after a restart.
+    """
+
+    def __init__(
+        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str
+    ) -> None:
+        self._number = number
+        self._layout = Layout.of(schema_of(words))
+        self._lock = threading.Lock()
+        self._turns = Turns()
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._expected: dict[bytes, int] = {}
+        self._inserted = 0
+        self._sampler = sampler
+        roster: Any = ray.get_actor(memory, NAMESPACE)
+        self._epoch: int = ray.get(roster.begin_life.remote(number))
+        self._shelf: Shelf = Shelf(self._layout, capacity, first_row_of(self._epoch))
+        # The first life of the only shard draws as a local memory with the same seed does.
+        first = number == 0 and self._epoch == 0
+        own_seed = seed if seed is None or first else [seed, number, self._epoch]
+        self._generator: np.random.Generator = generator_of(own_seed)
+
+    @ray.method(concurrency_group="insert")
+    def insert(self, envelope: bytes, payload: bytes) -> bytes:
+        """Take a block over, if it is the next one of its writer."""
+        sent = Envelope.of(envelope)
+        try:
+            with self._lock:
+                if not self._is_next(sent):
+                    return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
+                if any(name not in self._dictionaries for name in dictionaries_of(payload)):
+                    return self._ack(sent.writer, Verdict.NEEDS_DICTIONARY)
+                dictionaries = dict(self._dictionaries)
+            block = unpack_block(payload, self._layout, dictionaries)
+            with self._lock:
+                if not self._is_next(sent):
+                    return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
+                before = self._shelf.next_row
+                self._shelf.append(block)
+                self._inserted += self._shelf.next_row - before
+                self._expected[sent.writer] = sent.sequence + 1
+                return self._ack(sent.writer, Verdict.ACCEPTED)
+        except (ArgumentError, DamageError) as error:
+            with self._lock:
+                return self._ack(sent.writer, Verdict.REFUSED, str(error))
+
+    @ray.method(concurrency_group="insert")
+    def expect(self, writer: bytes) -> bytes:
+        """Say which block of a writer is the next."""
+        with self._lock:
+            return self._ack(writer, Verdict.EXPECTED_ANOTHER)
+
+    @ray.method(concurrency_group="control")
+    def learn(self, record: bytes) -> None:
+        """Keep a dictionary that blocks will name."""
+        dictionary = unpack_dictionary(record)
+        with self._lock:
+            self._dictionaries[dictionary_name(dictionary)] = dictionary
+
+    @ray.method(concurrency_group="control")
+    def dictionary(self, name: str) -> bytes:
+        """Return a dictionary that answers name."""
+        with self._lock:
+            found = self._dictionaries.get(name)
+        if found is None:
+            raise DamageError(f"shard {self._number} has no dictionary {name}; report this")
+        return pack_dictionary(found)
+
+    @ray.method(concurrency_group="sample")
+    def sample(self, client: bytes, turn: int, count: int) -> bytes:
+        """Draw rows; of an empty shard, return how it stands."""
+        with self._turns.taken(client, turn), self._lock:
+            if self._shelf.transitions == 0:
+                return self._standing().packed()
+            return self._answer(self._sampler.draw(self._held(), count, self._generator).ids)
+
+    @ray.method(concurrency_group="sample")
+    def gather(self, rows: bytes) -> bytes:
+        """Return rows by their numbers."""
+        wanted = np.frombuffer(rows, np.int64)
+        with self._lock:
+            self._held().require(wanted)
+            return self._answer(wanted)
+
+    @ray.method(concurrency_group="sample")
+    def update_priorities(self, client: bytes, turn: int, rows: bytes, priorities: bytes, dtype: str) -> bytes:
+        """Set the priorities of rows; those that left are passed over."""
+        wanted, told = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
+        if not isinstance(self._sampler, Prioritized):
+            raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
+        with self._turns.taken(client, turn), self._lock:
+            # Rows of an earlier life are lost; their numbers are below all that are held now.
+            self._sampler.update_priorities(self._held(), wanted, told)
+            return self._standing().packed()
+
+    @ray.method(concurrency_group="control")
+    def standing(self) -> bytes:
+        """Say what is held."""
+        with self._lock:
+            return self._standing().packed()
+
+    @ray.method(concurrency_group="control")
+    def report(self) -> list[dict[str, Any]]:
+        """Account for every field, as plain numbers and text."""
+        with self._lock:
+            return [asdict(field) for field in self._shelf.report()]
+
+    @ray.method(concurrency_group="control")
+    def reward_dtype(self) -> str | None:
+        """Name the dtype of the rewards held."""
+        with self._lock:
+            return None if self._shelf.reward_dtype is None else self._shelf.reward_dtype.str
+
+    def _is_next(self, sent: Envelope) -> bool:
+        return sent.epoch == self._epoch and sent.sequence == self._expected.get(sent.writer, 0)
+
+    def _ack(self, writer: bytes, verdict: Verdict, reason: str = "") -> bytes:
+        return Ack(verdict, self._expected.get(writer, 0), _MOST_CREDITS, self._standing(), reason).packed()
+
+    def _answer(self, rows: Ids) -> bytes:
+        held = self._held()
+        scaled = self._sampler.scaled(held, rows) if isinstance(self._sampler, Prioritized) else np.ones(len(rows))
+        return pack_answer(Answer(self._standing(), rows, scaled, self._shelf.find(rows)))
+
+    def _standing(self) -> Standing:
+        shelf = self._shelf
+        mass = float(shelf.transitions)
+        if isinstance(self._sampler, Prioritized):
+            mass = self._sampler.mass(self._held()) if shelf.next_row > shelf.first_row else 0.0
+        return Standing(
+            self._epoch, shelf.first_row, shelf.next_row, shelf.transitions, self._inserted, 0, mass
+        )  # fmt: skip
+
+    def _held(self) -> Held:
+        shelf = self._shelf
+        return Held(shelf.first_row, shelf.next_row, 1, shelf.capacity, shelf)
+
+
+def pack_dictionary(dictionary: Dictionary) -> bytes:
+    """Return a dictionary as a record."""
+    name = dictionary_name(dictionary)
+    return b"".join(pack(DICTIONARY, {"name": name}, {"content": dictionary.content}, frozenset()))
+
+
+def unpack_dictionary(payload: bytes) -> Dictionary:
+    """Read a dictionary that was received."""
+    record = open_record(payload, DICTIONARY)
+    dictionary = Dictionary(read_part(record, payload, "content"))
+    if dictionary_name(dictionary) != record.head.get("name"):
+        raise DamageError("a dictionary was received that is not what its name says; it is not used")
+    return dictionary

@@ -1,0 +1,294 @@
+"""Shelves: what a shard holds, blocks of many writers in the order in which they were accepted.
+
+In:  blocks.  Out: the rows of given numbers: small fields as they are, and the compressed units that hold their slices.
+Invariant: nothing is decoded here. Row numbers count the rows ever accepted, and are never used again; a block goes
+with its last row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.checkpoint.records import window_words
+from holdall.errors import ArgumentError
+from holdall.experience.codec import Codec
+from holdall.experience.part import NEXT_IS_WHOLE
+from holdall.experience.sealed import Coded
+from holdall.experience.slice_record import codec_words
+from holdall.experience.window import Window
+from holdall.ray.block import Block, SlicedField
+from holdall.ray.layout import Layout
+from holdall.ray.runs import Run
+from holdall.report import FieldReport
+from holdall.schema import Array
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What the slices of some blocks have in common; units of one form can be put together."""
+
+    window: Window
+    codec: Codec
+    palette: NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Rows of an answer whose slices have one form."""
+
+    form: Form
+    rows: Ids  # positions in the answer
+    cursors: NDArray[np.uint32]
+    log: NDArray[np.uint32]
+    coded: Coded
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What was found under some row numbers."""
+
+    columns: dict[str, Array]
+    fields: tuple[tuple[Stretch, ...], ...]
+
+
+class _FieldShelf:
+    """One sliced leaf of all blocks."""
+
+    def __init__(self) -> None:
+        self.cursors = Run(np.uint32)
+        self.log = Run(np.uint32)  # lane after lane, so that an observation is a stretch of it
+        self.offsets = Run(np.uint32)  # one more than units, block after block
+        self.blocks = Run(np.int64, (4,))  # first log entry, entries a lane, first offset, form
+        self.units: dict[int, bytes] = {}
+        self.unit_bytes = 0
+        self._forms: list[Form] = []
+        self._form_numbers: dict[str, int] = {}
+
+    def append(self, number: int, field: SlicedField) -> None:
+        coded = field.coded
+        self.cursors.append(field.cursors)
+        entry = (
+            self.log.append(field.log.reshape(-1)),
+            field.log.shape[1],
+            self.offsets.append(coded.offsets),
+            self._form(field),
+        )
+        self.blocks.append(np.array([entry], np.int64))
+        units = bytes(np.asarray(coded.data).data)
+        self.units[number] = units
+        self.unit_bytes += len(units)
+
+    def drop(self, row: int, first: int, end: int) -> None:
+        """Give up the rows before `row`, and the blocks from `first` up to `end`, without it."""
+        self.cursors.drop_before(row)
+        for number in range(first, end):
+            self.unit_bytes -= len(self.units.pop(number))
+        if end < self.blocks.end:
+            kept = self.blocks.between(end, end + 1)[0]
+            self.log.drop_before(int(kept[0]))
+            self.offsets.drop_before(int(kept[2]))
+        else:
+            self.log.drop_before(self.log.end)
+            self.offsets.drop_before(self.offsets.end)
+        self.blocks.drop_before(end)
+
+    def find(self, rows: Ids, block: Ids, lane: Ids) -> tuple[Stretch, ...]:
+        """Put together the units that hold the slices of some rows."""
+        entries = self.blocks.take(block)
+        cursors = self.cursors.take(rows)
+        is_whole = (cursors & NEXT_IS_WHOLE) != 0
+        start = entries[:, 0] + lane * entries[:, 1] + (cursors & ~NEXT_IS_WHOLE)
+        form = entries[:, 3]
+        stretches = []
+        for number in np.unique(form).tolist():
+            where = np.flatnonzero(form == number)
+            stretches.append(
+                self._stretch(self._forms[number], where, start[where], is_whole[where], block[where], entries[where])
+            )
+        return tuple(stretches)
+
+    def _stretch(
+        self, form: Form, where: Ids, start: Ids, is_whole: NDArray[np.bool_], block: Ids, entries: Ids
+    ) -> Stretch:
+        window, group = form.window, form.codec.group
+        length = window.count + np.where(is_whole, window.count, window.shift)
+        end = np.cumsum(length)
+        begin = end - length
+        numbers = self.log.take(np.arange(end[-1]) - np.repeat(begin - start, length)).astype(np.int64)
+        units = np.repeat(entries[:, 2], length) + numbers // group
+        unique, first, place = np.unique(units, return_index=True, return_inverse=True)
+        held = np.repeat(block, length)[first].tolist()
+        starts, ends = self.offsets.take(unique), self.offsets.take(unique + 1)
+        data = b"".join(
+            [self.units[b][s:e] for b, s, e in zip(held, starts.tolist(), ends.tolist(), strict=True)]
+        )  # fmt: skip
+        offsets = np.zeros(len(unique) + 1, np.uint32)
+        np.cumsum(ends - starts, out=offsets[1:])
+        coded = Coded(form.codec, len(unique) * group, offsets, form.palette, np.frombuffer(data, np.uint8))
+        return Stretch(
+            form,
+            where,
+            begin.astype(np.uint32) | np.where(is_whole, NEXT_IS_WHOLE, np.uint32(0)),
+            (place * group + numbers % group).astype(np.uint32),
+            coded,
+        )
+
+    def _form(self, field: SlicedField) -> int:
+        codec, palette = field.coded.codec, field.coded.palette
+        key = repr((window_words(field.window), codec_words(codec), palette.tobytes()))
+        number = self._form_numbers.get(key)
+        if number is None:
+            number = self._form_numbers[key] = len(self._forms)
+            self._forms.append(Form(field.window, codec, palette.copy()))
+        return number
+
+
+class Shelf:
+    """All blocks of a shard. Not locked: the shard that owns it is.
+
+    Args:
+        capacity: Most rows held; older ones leave one by one.
+        first_row: Number of the first row that will be accepted.
+    """
+
+    def __init__(self, layout: Layout, capacity: int, first_row: int = 0) -> None:
+        self.capacity = capacity
+        self.reward_dtype: np.dtype[Any] | None = None
+        self.flags_changed = 0
+        self._layout = layout
+        self._first_ever = self._first = first_row
+        self.next_row = first_row
+        self._columns: dict[str, Run] = {}
+        self._fields = [_FieldShelf() for _ in layout.sliced]
+        self._block_rows = Run(np.int64, (2,))  # first row and lanes of every block
+        self._invalid = 0  # rows held that are no transitions
+
+    @property
+    def first_row(self) -> int:
+        """Number of the oldest row held."""
+        return max(self._first_ever, self.next_row - self.capacity)
+
+    @property
+    def transitions(self) -> int:
+        """Rows held that are transitions."""
+        return self.next_row - self.first_row - self._invalid
+
+    @property
+    def blocks(self) -> int:
+        """Blocks held."""
+        return len(self._block_rows.held)
+
+    def require(self, block: Block) -> None:
+        """Refuse a block that this shelf cannot take."""
+        dtype = block.columns["reward"].dtype
+        if self.reward_dtype not in (None, dtype):
+            raise ArgumentError(
+                f"reward has dtype {dtype}, the first add had {self.reward_dtype}; holdall never casts, so have every "
+                f"writer pass np.asarray(reward, dtype=np.{self.reward_dtype.name})"
+            )
+
+    def append(self, block: Block) -> int:
+        """Take a block over, and return the number of its first row; the oldest rows leave if there is no room."""
+        self.require(block)
+        if self.reward_dtype is None:
+            self.reward_dtype = block.columns["reward"].dtype
+            self._columns = {
+                name: Run(dtype, shape) for name, (shape, dtype) in self._layout.with_reward(self.reward_dtype).items()
+            }
+            for run in (*self._columns.values(), *(field.cursors for field in self._fields)):
+                run.begin_at(self.next_row)
+        start, number = self.next_row, self._block_rows.end
+        for name, run in self._columns.items():
+            run.append(block.columns[name])
+        for shelf, field in zip(self._fields, block.fields, strict=True):
+            shelf.append(number, field)
+        self._block_rows.append(np.array([[start, block.lanes]], np.int64))
+        self._invalid += block.rows - int(np.count_nonzero(block.columns["valid"]))
+        self.next_row = start + block.rows
+        self._evict()
+        return start
+
+    def find(self, rows: Ids) -> Found:
+        """Read rows, all of them held."""
+        first = self._block_rows.held
+        dropped = self._block_rows.end - len(first)
+        place = np.searchsorted(first[:, 0], rows, side="right") - 1
+        lane = (rows - first[place, 0]) % first[place, 1]
+        return Found(
+            {name: run.take(rows) for name, run in self._columns.items() if name != "valid"},
+            tuple(field.find(rows, place + dropped, lane) for field in self._fields),
+        )
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every row held is a transition."""
+        return self._invalid == 0
+
+    def are_valid(self, rows: Ids) -> NDArray[np.bool_]:
+        """Tell transitions from lanes that made none."""
+        return np.asarray(self._columns["valid"].take(rows), np.bool_)
+
+    def are_ends(self, rows: Ids) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return np.asarray(self._columns["terminated"].take(rows) | self._columns["truncated"].take(rows), np.bool_)
+
+    def rewards(self, rows: Ids) -> Array:
+        """Copy the rewards of rows."""
+        return self._columns["reward"].take(rows)
+
+    def set_flags(self, rows: Ids, terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Say anew how transitions ended."""
+        self.flags_changed += 1
+        self._columns["terminated"].put(rows, terminated)
+        self._columns["truncated"].put(rows, truncated)
+
+    def report(self) -> list[FieldReport]:
+        """Account for every field."""
+        held = self.next_row - self.first_row
+        schema, layout = self._layout.schema, self._layout
+        reports = []
+        for i, leaf in enumerate(schema.observation.leaves):
+            name, plain = _called("obs", leaf.name), 2 * held * leaf.nbytes
+            if i in layout.sliced:
+                field = self._fields[layout.sliced.index(i)]
+                log = field.cursors.nbytes + field.log.nbytes + field.offsets.nbytes + field.blocks.nbytes
+                finding = f"{len(field.units)} blocks, as their writers encoded them"
+                reports.append(FieldReport(name, field.unit_bytes, log, 0, plain, finding, field.unit_bytes))
+            else:
+                reports.append(FieldReport(name, 0, 0, plain, plain, "flat rows"))
+        for kind, tree in (("action", schema.action), ("extras", schema.extras)):
+            for leaf in tree.leaves:
+                nbytes = held * leaf.nbytes
+                reports.append(FieldReport(_called(kind, leaf.name), 0, 0, nbytes, nbytes, "flat rows"))
+        if self.reward_dtype is not None:
+            nbytes = held * self.reward_dtype.itemsize
+            reports.append(FieldReport("reward", 0, 0, nbytes, nbytes, "flat rows"))
+        names = ("terminated", "truncated", "valid")
+        return reports + [FieldReport(name, 0, 0, held, held, "flat rows") for name in names]
+
+    def _evict(self) -> None:
+        """Give up what left by capacity."""
+        first = self.first_row
+        if first <= self._first:
+            return
+        valid = self._columns["valid"].between(self._first, first)
+        self._invalid -= len(valid) - int(np.count_nonzero(valid))
+        self._first = first
+        starts = self._block_rows.held[:, 0]
+        oldest = self._block_rows.end - len(starts)
+        gone = int(np.searchsorted(starts, first, side="right")) - 1
+        for run in self._columns.values():
+            run.drop_before(first)
+        for field in self._fields:
+            field.drop(first, oldest, oldest + gone)
+        self._block_rows.drop_before(oldest + gone)
+
+
+def _called(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if name else prefix

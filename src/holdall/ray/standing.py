@@ -1,0 +1,40 @@
+"""Standings: what a shard says of itself with every answer.
+
+In:  counts.  Out: 56 bytes, and back.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import astuple, dataclass
+from typing import ClassVar, Self
+
+from holdall.errors import DamageError
+
+_FORM = struct.Struct("<qqqqqqd")
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """One shard at one moment."""
+
+    NBYTES: ClassVar[int] = _FORM.size
+
+    epoch: int  # another one after every restart
+    first_row: int
+    next_row: int
+    transitions: int  # rows held that can be drawn
+    inserted: int  # transitions ever accepted
+    backlog: int  # bytes that wait to be made durable
+    mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
+
+    def packed(self) -> bytes:
+        """Return it as bytes."""
+        return _FORM.pack(*astuple(self))
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """Read it back."""
+        if len(raw) != _FORM.size:
+            raise DamageError(f"{len(raw)} bytes are no shard's standing; nothing of them is used")
+        return cls(*_FORM.unpack(raw))

@@ -1,0 +1,273 @@
+"""Writers: handles that actors feed a memory with, from any process.
+
+In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded blocks on the shards.
+Invariant: what `flush` returned for was acknowledged by the shards. The bytes that wait are bounded: `add` waits when
+the shards do. A block goes to the less filled of two shards; it needs none of the blocks before it, wherever they are.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from holdall.checkpoint.schema_words import schema_of
+from holdall.errors import ClosedError, ShardError
+from holdall.experience.codec import Dictionary
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.slice_record import dictionary_name
+from holdall.experience.store import Tick
+from holdall.ray.block import dictionaries_of, pack_block
+from holdall.ray.encode import Encoder
+from holdall.ray.habits import Habits
+from holdall.ray.layout import Layout
+from holdall.ray.shard import pack_dictionary
+from holdall.ray.standing import Standing
+from holdall.ray.stream import GoneError, Stream
+from holdall.schema import Schema, fit_flags, fit_reward
+
+_ROWS_OF_A_BLOCK = 128
+_LOOK_AGAIN_S = 2.0
+"""How often the roster is asked for new shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a memory is, for writers and learners in other processes."""
+
+    words: dict[str, Any]  # of the schema
+    roster: Any
+    survives: bool  # whether shards hold after a restart what they acknowledged
+    prefer: str
+    patience_s: float
+
+
+class Writer:
+    """Feeds a memory; picklable while nothing waits in it, without any right over the memory's life.
+
+    Args:
+        num_envs: Lanes of this writer.
+        spread: Shards that it sends to, chosen at random; None: all of them.
+    """
+
+    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
+        self._address = address
+        self._lanes = num_envs
+        self._spread = spread
+        self._begin()
+
+    def _begin(self) -> None:
+        schema = schema_of(self._address.words)
+        self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
+        self._layout = Layout.of(self._schema)
+        self._name = secrets.token_bytes(16)
+        self._kernels = chosen_kernels()
+        ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
+        self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
+        self._habits = Habits(
+            self._address.roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
+        )
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._generator = np.random.default_rng()
+        self._streams: dict[int, Stream] = {}
+        self._open_to: list[int] = []  # shards that take new blocks
+        self._version = -1
+        self._looked_at = 0.0
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._encoder.rows or any(stream.unacknowledged_bytes for stream in self._streams.values()):
+            raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
+        return {"address": self._address, "lanes": self._lanes, "spread": self._spread}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
+        self._begin()
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that were not sent yet."""
+        return self._encoder.rows
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes that were sent and not acknowledged yet."""
+        return sum(stream.unacknowledged_bytes for stream in self._streams.values())
+
+    @property
+    def standings(self) -> dict[int, Standing]:
+        """What shards said of themselves last."""
+        return {n: stream.standing for n, stream in self._streams.items() if stream.standing is not None}
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `add` waited for the shards, all in all."""
+        return sum(stream.waited_s for stream in self._streams.values())
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
+        self._write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def extend(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
+        count = len(reward)
+        steps = self._fit(
+            (count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid
+        )  # fmt: skip
+        for t in range(count):
+            self._write(
+                Tick(
+                    obs=[array[t] for array in steps.obs],
+                    action=[array[t] for array in steps.action],
+                    reward=steps.reward[t],
+                    next_obs=[array[t] for array in steps.next_obs],
+                    terminated=steps.terminated[t],
+                    truncated=steps.truncated[t],
+                    extras=[array[t] for array in steps.extras],
+                    valid=None if steps.valid is None else steps.valid[t],
+                )
+            )
+
+    def flush(self) -> None:
+        """Send what waits, and return when the shards have acknowledged everything."""
+        if self._encoder.rows:
+            self._send()
+        for stream in list(self._streams.values()):
+            self._through(stream, None)
+
+    def close(self) -> None:
+        """Flush, and take no more."""
+        if not self._closed:
+            self.flush()
+        self._closed = True
+
+    def _write(self, tick: Tick) -> None:
+        if self._closed:
+            raise ClosedError("the writer was closed; make a new one with memory.writer()")
+        if self._encoder.is_full:
+            self._send()
+        self._encoder.add(tick)
+        if self._encoder.is_full:
+            self._send()
+
+    def _fit(
+        self,
+        leading: tuple[int, ...],
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None,
+        valid: Any,
+    ) -> Tick:
+        schema = self._schema
+        return Tick(
+            obs=schema.observation.flatten(obs, leading, "obs"),
+            action=schema.action.flatten(action, leading, "action"),
+            reward=fit_reward(reward, leading, self._encoder.reward_dtype),
+            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
+            terminated=fit_flags(terminated, leading, "terminated"),
+            truncated=fit_flags(truncated, leading, "truncated"),
+            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
+            valid=None if valid is None else fit_flags(valid, leading, "valid"),
+        )
+
+    def _send(self) -> None:
+        """Close the block and send it on its way."""
+        for i, field in enumerate(self._encoder.fields):
+            self._habits.look(i, field.window, field.raw)
+        codecs = self._habits.codecs([field.window for field in self._encoder.fields])
+        for codec in codecs.values():
+            if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
+                self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
+        block = self._encoder.close(codecs)
+        self._through(self._stream(), pack_block(block), block.rows)
+
+    def _through(self, stream: Stream, payload: bytes | None, rows: int = 0) -> None:
+        """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
+        try:
+            if payload is None:
+                stream.flush()
+            else:
+                stream.send(payload, rows)
+        except GoneError:
+            if self._address.survives:
+                raise
+            left = stream.take_back()
+            if payload is not None and (not left or left[-1][0] is not payload):
+                left.append((payload, rows))
+            self._streams.pop(stream.number, None)
+            self._version = -1
+            for block in left:
+                self._through(self._stream(excluded=stream.number), *block)
+            if payload is None:
+                self.flush()
+
+    def _stream(self, excluded: int = -1) -> Stream:
+        """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
+        self._look_around()
+        choices = [number for number in self._open_to if number != excluded]
+        if not choices:
+            raise ShardError("no shard takes transitions; add one with memory.add_shard()")
+        pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
+        return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
+
+    def _look_around(self) -> None:
+        """Ask which shards there are, from time to time."""
+        now = time.monotonic()
+        if self._version >= 0 and now - self._looked_at < _LOOK_AGAIN_S:
+            return
+        self._looked_at = now
+        try:
+            version, shards = ray.get(
+                self._address.roster.shards.remote(self._version), timeout=self._address.patience_s
+            )
+        except ray.exceptions.RayError as error:
+            if self._version >= 0:
+                return
+            raise ShardError(f"the memory's roster does not answer ({type(error).__name__}); is it closed?") from error
+        if shards is None:
+            return
+        self._version = version
+        for number, (handle, _) in shards.items():
+            if number not in self._streams:
+                self._streams[number] = Stream(
+                    handle, number, self._name, self._needed, self._address.survives, self._address.patience_s
+                )
+        taking = sorted(number for number, (_, takes) in shards.items() if takes)
+        if self._spread is not None and self._spread < len(taking):
+            kept = [number for number in self._open_to if number in taking]
+            others = [number for number in taking if number not in kept]
+            missing = max(0, self._spread - len(kept))
+            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
+        self._open_to = taking
+
+    def _needed(self, payload: bytes) -> list[bytes]:
+        return [pack_dictionary(self._dictionaries[name]) for name in dictionaries_of(payload)]

@@ -1,0 +1,38 @@
+"""One Ray for all tests here, on this machine alone; ended by what started it."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ray = pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
+
+@pytest.fixture(scope="session")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    token = tmp_path_factory.mktemp("token") / "auth_token"
+    token.touch(0o600)
+    token.write_text("a" * 40)
+    settings = {
+        "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_USAGE_STATS_ENABLED": "0",
+        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "PYTHONWARNINGS": "ignore",
+    }
+    before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}  # which ray.init sets by itself
+    os.environ.update(settings)
+    ray.init(
+        num_cpus=4,
+        include_dashboard=False,
+        configure_logging=False,
+        object_store_memory=128 * 2**20,
+        _node_ip_address="127.0.0.1",
+    )
+    yield
+    ray.shutdown()
+    for name, value in before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value

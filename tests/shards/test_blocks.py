@@ -1,0 +1,183 @@
+"""Blocks, shelves and answers, without any actor: what goes in comes out, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.errors import ArgumentError, DamageError
+from holdall.experience.choice import choose
+from holdall.experience.codec import Codec
+from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.native import native_kernels
+from holdall.experience.portable import PortableKernels
+from holdall.experience.slice_record import dictionary_name
+from holdall.experience.store import Tick
+from holdall.ray.answer import Answer, pack_answer, unpack_answer
+from holdall.ray.block import Block, pack_block, unpack_block
+from holdall.ray.deliver import Deliverer
+from holdall.ray.encode import Encoder
+from holdall.ray.layout import Layout
+from holdall.ray.runs import Run
+from holdall.ray.shelf import Shelf
+from holdall.ray.standing import Standing
+from holdall.schema import Schema
+from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
+from holdall.testing.strategies import streams
+from holdall.testing.streams import Step
+
+Ids = NDArray[np.int64]
+NOWHERE = Standing(0, 0, 0, 0, 0, 0, 0.0)
+FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
+
+
+class Desk:
+    """A writer and a shard in one process."""
+
+    def __init__(self, stream: Stream, capacity: int, ticks: int, kernels: Kernels | None = None) -> None:
+        self.kernels = kernels or chosen_kernels()
+        self.stream = stream
+        self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
+        self.layout = Layout.of(self.schema)
+        self.encoder = Encoder(self.layout, stream.num_envs, ticks, self.kernels)
+        self.shelf = Shelf(self.layout, capacity * stream.num_envs)
+        self.oracle = OracleMemory(capacity * stream.num_envs, stream.num_envs)
+        self.codecs: dict[int, Codec] = {}
+        self.wire_bytes = 0
+
+    def tick(self) -> None:
+        step = self.stream.tick()
+        self.oracle.add(step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras)
+        if self.encoder.is_full:
+            self.send()
+        self.encoder.add(self.flat(step))
+
+    def flat(self, step: Step) -> Tick:
+        leading = (self.stream.num_envs,)
+        return Tick(
+            self.schema.observation.flatten(step.obs, leading, "obs"),
+            self.schema.action.flatten(step.action, leading, "action"),
+            step.reward,
+            self.schema.observation.flatten(step.next_obs, leading, "next_obs"),
+            step.terminated,
+            step.truncated,
+            self.schema.extras.flatten(step.extras, leading, "extras"),
+            None,
+        )
+
+    def send(self) -> None:
+        if self.encoder.rows:
+            payload = pack_block(self.encoder.close(self.codecs))
+            self.wire_bytes += len(payload)
+            self.shelf.append(self.received(payload))
+
+    def received(self, payload: bytes) -> Block:
+        found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
+        return unpack_block(payload, self.layout, {dictionary_name(each): each for each in found})
+
+    def gather(self, ids: Ids) -> Batch:
+        found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
+        known = {dictionary_name(each): each for each in found}
+        payload = pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), self.shelf.find(ids)))
+        answer = unpack_answer(payload, self.layout, known.__getitem__)
+        deliverer = Deliverer(self.layout, self.kernels, None)
+        return deliverer.batch([answer], [np.arange(len(ids))], ids, np.ones(len(ids), np.float32))
+
+
+@pytest.fixture(params=["portable"] if native_kernels() is None else ["native", "portable"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return PortableKernels() if request.param == "portable" else chosen_kernels()
+
+
+@settings(max_examples=40)
+@given(
+    stream=streams(),
+    ticks=st.integers(1, 40),
+    capacity=st.integers(1, 90),
+    block=st.integers(1, 30),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_what_was_sent_is_what_is_found(stream: Stream, ticks: int, capacity: int, block: int, seed: int) -> None:
+    desk, generator = Desk(stream, capacity, block), np.random.default_rng(seed)
+    for _ in range(ticks):
+        desk.tick()
+        if generator.random() < 0.1:
+            desk.send()
+    desk.send()
+    assert (desk.shelf.first_row, desk.shelf.next_row) == (desk.oracle.first_id, desk.oracle.next_id)
+    ids = generator.choice(desk.oracle.ids, 20)
+    assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+
+
+def test_windows_codecs_and_dictionaries_may_change_between_blocks(kernels: Kernels) -> None:
+    turning = LeafPlan(axis=0, content="table", later=LeafPlan(), later_from=150)
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), 2, plans=[turning], mishaps=Mishaps(ends=0.1)), 400, 32, kernels)
+    for count in range(300):
+        desk.tick()
+        if count == 100:
+            field = desk.encoder.fields[0]
+            slices = np.random.default_rng(0).integers(0, 3, (300, field.window.slice_bytes)).astype(np.uint8)
+            desk.codecs[0] = choose(kernels.coder, field.leaf, field.window, slices, 1e9, 1)
+    desk.send()
+    ids = desk.oracle.ids
+    assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+    assert len({stretch.form.codec.describe() for stretch in desk.shelf.find(ids).fields[0]}) > 1
+
+
+def test_only_slices_that_are_new_are_sent() -> None:
+    stream = Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)], mishaps=Mishaps(ends=0))
+    desk = Desk(stream, 2_000, 128)
+    for _ in range(1_024):
+        desk.tick()
+    desk.send()
+    a_frame = FRAMES.shape[1] * FRAMES.shape[2]
+    assert desk.wire_bytes < 1.2 * 1_024 * a_frame  # of 8 frames in a plain transition
+
+
+def flipped(payload: bytes) -> Iterator[bytes]:
+    generator = np.random.default_rng(0)
+    for place in generator.integers(0, len(payload), 200).tolist():
+        yield payload[:place] + bytes([payload[place] ^ (1 << generator.integers(8))]) + payload[place + 1 :]
+
+
+def test_a_block_that_was_damaged_is_refused_whole() -> None:
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
+    for _ in range(16):
+        desk.tick()
+    payload = pack_block(desk.encoder.close({}))
+    for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
+        with pytest.raises(DamageError):
+            desk.received(damaged)
+
+
+def test_a_block_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3)), 100, 16)
+    other = Desk(Stream(FRAMES, spaces.Discrete(3), reward_dtype=np.float64), 100, 16)
+    desk.tick()
+    other.tick()
+    desk.send()
+    with pytest.raises(ArgumentError, match="reward has dtype float64"):
+        desk.shelf.append(desk.received(pack_block(other.encoder.close({}))))
+    assert desk.shelf.next_row == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), max_size=30), st.integers(0, 10_000))
+def test_a_run_is_a_list_that_forgets_its_front(steps: list[tuple[int, int]], start: int) -> None:
+    run, rows, first = Run(np.int64), [0] * start, start
+    run.begin_at(start)
+    for added, dropped in steps:
+        new = list(range(len(rows), len(rows) + added))
+        assert run.append(np.array(new, np.int64)) == len(rows)
+        rows += new
+        first = min(first + dropped, len(rows))
+        run.drop_before(first)
+        kept = np.arange(first, len(rows))
+        assert run.take(kept).tolist() == rows[first:]
+        assert run.held.tolist() == rows[first:]

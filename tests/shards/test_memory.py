@@ -1,0 +1,188 @@
+"""A memory over shards against a local one, and against the oracle."""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from gymnasium import spaces
+
+import holdall
+from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
+from holdall.ray import ReplayMemory, Writer
+from holdall.ray.ids import shards_of
+from holdall.sampling.draw import Sampler
+from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
+
+pytestmark = pytest.mark.usefixtures("cluster")
+# Workers have no tests to import.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # cloudpickle has no types
+
+OBSERVATION = spaces.Dict(
+    image=spaces.Box(0, 255, (4, 16, 24), np.uint8),
+    position=spaces.Box(-1, 1, (5,), np.float32),
+    prices=spaces.Box(-1, 1, (60,), np.float64),
+)
+ACTION = spaces.Tuple((spaces.Discrete(4), spaces.Box(-1, 1, (2,), np.float32)))
+EXTRAS = {"log_prob": spaces.Box(-9, 0, (), np.float32)}
+PLANS = [LeafPlan(axis=0, content="table"), LeafPlan(), LeafPlan(axis=0)]
+
+
+def stream(lanes: int = 1, seed: int = 0, ends: float = 0.05) -> Stream:
+    mishaps = Mishaps(ends, silent_resets=0.02, skipped_steps=0.02, foreign_next=0.02)
+    return Stream(OBSERVATION, ACTION, lanes, plans=PLANS, mishaps=mishaps, extras=EXTRAS, seed=seed)
+
+
+def arguments(source: Stream) -> tuple[Any, ...]:
+    step = source.tick()
+    return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated, step.extras
+
+
+@pytest.fixture(scope="module")
+def four(cluster: None) -> Iterator[ReplayMemory]:
+    with ReplayMemory(OBSERVATION, ACTION, 40_000, shards=4, extras=EXTRAS, seed=3) as memory:
+        yield memory
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> None:
+    def sampler() -> Sampler | None:
+        return Prioritized(alpha=0.7, beta=0.5) if prioritized else None
+
+    source, generator = stream(lanes=2), np.random.default_rng(5)
+    settings: dict[str, Any] = {"capacity": 300, "num_envs": 2, "extras": EXTRAS, "seed": 11}
+    local = holdall.ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler())
+    with ReplayMemory(OBSERVATION, ACTION, **settings, sampler=sampler(), shards=1) as sharded:
+        for count in range(400):
+            step = (*arguments(source), None if count % 7 else np.array([True, count % 2 == 0]))
+            local.add(*step)
+            sharded.add(*step)
+            if count % 40 == 20:
+                batch = local.sample(24)
+                assert_same_bits(sharded.sample(24), batch)
+                if prioritized:
+                    priorities = generator.random(24).astype(np.float32)
+                    local.update_priorities(batch.ids, priorities)
+                    sharded.update_priorities(batch.ids, priorities)
+        assert len(sharded) == len(local)
+        assert (sharded.first_id, sharded.next_id) == (local.first_id, local.next_id)
+        with sharded.loader(16, prefetch=2) as ahead, local.loader(16, prefetch=2) as expected:
+            for _ in range(5):
+                assert_same_bits(next(ahead), next(expected))
+
+
+def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
+    step = arguments(stream())
+    with pytest.raises(ArgumentError, match="reward"):
+        four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
+    with pytest.raises(ArgumentError, match="0 transitions held"):
+        four.sample(1)
+    four.add(*step)
+    assert len(four) == 1
+    with pytest.raises(ArgumentError, match="more than the 1 transitions"):
+        four.sample(2)
+    with pytest.raises(TransitionIdError):
+        four.gather([5, (1 << 48) + 5])
+    with pytest.raises(TransitionIdError, match="no shard"):
+        four.gather([1 << 60])
+    with pytest.raises(ArgumentError, match="Prioritized"):
+        four.update_priorities([0], [1.0])
+
+
+def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:
+    source, before = stream(ends=0.2), len(four)
+    added: dict[float, tuple[Any, ...]] = {}
+    for _ in range(1_500):
+        step = arguments(source)
+        step[-1]["log_prob"][:] = -np.float32(len(added)) - 1  # so that a row tells which one it is
+        added[float(step[-1]["log_prob"][0])] = step
+        four.add(*step)
+    assert len(four) == before + 1_500
+    batch = four.gather(np.concatenate([np.arange(end - 64, end) for end in ends_of(four)]))
+    assert set(shards_of(batch.ids).tolist()) == {0, 1, 2, 3}
+    drawn = four.sample(256)
+    assert_same_bits(four.gather(drawn.ids), drawn)
+    oracle = OracleMemory(256)
+    for name in batch.extras["log_prob"].tolist():
+        oracle.add(*added[name])
+    expected = oracle.gather(np.arange(256))
+    for field in ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"):
+        assert_same_bits(getattr(batch, field), getattr(expected, field))
+    assert drawn.weights.tolist() == [1.0] * 256
+
+
+@ray.remote(num_cpus=0)
+def feed(writer: Writer, seed: int, ticks: int) -> int:
+    source = stream(lanes=2, seed=seed)
+    for _ in range(ticks):
+        writer.add(*arguments(source))
+    writer.flush()
+    return 2 * ticks
+
+
+def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
+    writers = [four.writer(num_envs=2, spread=2) for _ in range(2)]
+    before = ends_of(four)
+    assert sum(ray.get([feed.remote(writer, seed, 150) for seed, writer in enumerate(writers)])) == 600
+    oracles = []
+    for seed in range(2):
+        oracle, source = OracleMemory(300, 2), stream(lanes=2, seed=seed)
+        for _ in range(150):
+            oracle.add(*arguments(source))
+        oracles.append(oracle.gather(np.arange(300)))
+    expected = sorted(row.tobytes() for each in oracles for row in each.obs["image"])
+    stretches = zip(before, ends_of(four), strict=True)
+    everything = [four.gather(np.arange(start, end)) for start, end in stretches]
+    assert sorted(row.tobytes() for batch in everything for row in batch.obs["image"]) == expected
+
+
+def ends_of(memory: ReplayMemory) -> list[int]:
+    """Return the next id of every shard."""
+    memory.flush()
+    standings = memory._cluster.refresh()
+    return [(shard << 48) + standings[shard].next_row for shard in sorted(standings)]
+
+
+def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> None:
+    writer = four.writer()
+    writer.add(*arguments(stream()))
+    with pytest.raises(holdall.HoldallError, match="flush"):
+        pickle.dumps(writer)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"shards": 0},
+        {"durability": "disk"},
+        {"on_shard_loss": "ignore"},
+        {"capacity": 2},
+        {"sampler": holdall.NStep(3, 0.99)},
+    ],
+)
+def test_a_memory_that_cannot_be_made_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match=next(iter(wrong))):
+        ReplayMemory(OBSERVATION, ACTION, **wrong)
+
+
+def test_a_closed_memory_says_so() -> None:
+    memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS)
+    memory.close()
+    memory.close()
+    with pytest.raises(ClosedError):
+        memory.add(*arguments(stream()))
+
+
+def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
+    source = stream(ends=0.2)
+    for _ in range(600):
+        four.add(*arguments(source))
+    report = four.report()
+    assert report.transitions == len(four)
+    assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
+    assert report.ratio > 2
