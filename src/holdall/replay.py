@@ -55,6 +55,7 @@ from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
+from holdall.tracked import enlist
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
@@ -151,6 +152,7 @@ class ReplayMemory:
                 f"capacity ({capacity_ticks * self._lanes}) takes more address space than this machine gives "
                 f"({error}); lower it"
             ) from error
+        enlist(self)
 
     def add(
         self,
@@ -372,6 +374,22 @@ class ReplayMemory:
                 budget_bytes=self._limit,
                 capacity_that_fits=store.capacity_that_fits,
             )
+
+    def arrays(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return every array that the memory holds, by field, for a watch that asks where they lie.
+
+        To be let go of at once: an array that somebody looks at is not used again.
+        """
+        with self._lock:
+            if self._store is None:
+                return []
+            return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
+
+    @property
+    def fill(self) -> float:
+        """How full the memory is, of 1."""
+        store = self._store
+        return 0.0 if store is None else (store.next_tick - store.first_tick) / self._capacity_ticks
 
     def save(
         self,

@@ -31,6 +31,7 @@ from holdall.experience.sequences import Sequences
 from holdall.experience.track import Tracks
 from holdall.report import FieldReport, MemoryReport
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
+from holdall.tracked import enlist
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
@@ -83,6 +84,7 @@ class RolloutMemory:
         self._steps = 0
         self._observed = False  # whether the observations of the step to come are written already
         self._finished = False
+        enlist(self)
 
     def observe(self, obs: Any) -> None:
         """Write the observations of the step to come; `add` then takes None for them.
@@ -249,12 +251,7 @@ class RolloutMemory:
         """Account for the bytes held, field by field, against plain arrays."""
         tracks = self._open()
         fields = tracks.report(self._steps)
-        flat = {"reward": self._reward, "ends": self._ends, **self._estimates}
-        named = [*zip(self._schema.action.leaves, self._action, strict=True)]
-        flat |= {f"action.{leaf.name}" if leaf.name else "action": rows for leaf, rows in named}
-        named = [*zip(self._schema.extras.leaves, self._extras, strict=True)]
-        flat |= {f"extras.{leaf.name}": rows for leaf, rows in named}
-        for name, rows in flat.items():
+        for name, rows in self._flat().items():
             nbytes = 0 if rows is None else rows[: self._steps].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
         fields.append(FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations"))
@@ -267,6 +264,28 @@ class RolloutMemory:
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
         )
+
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return every array that the memory holds, by field, for a watch that asks where they lie."""
+        if self._tracks is None:
+            return []
+        flat = [(name, rows) for name, rows in self._flat().items() if rows is not None]
+        final = [("final_obs", rows) for rows in self._final.arrays()]
+        return [*self._tracks.arrays(), *flat, *final, *(("staging", block) for block in self._landing.arrays())]
+
+    @property
+    def fill(self) -> float:
+        """How full the rollout is, of 1."""
+        return self._steps / self._num_steps
+
+    def _flat(self) -> dict[str, Array | None]:
+        """Return the plain arrays, by name."""
+        flat = {"reward": self._reward, "ends": self._ends, **self._estimates}
+        for leaf, rows in zip(self._schema.action.leaves, self._action, strict=True):
+            flat[f"action.{leaf.name}" if leaf.name else "action"] = rows
+        return flat | {
+            f"extras.{leaf.name}": rows for leaf, rows in zip(self._schema.extras.leaves, self._extras, strict=True)
+        }
 
     def close(self) -> None:
         """Free everything; minibatches that were handed out stay as they are."""

@@ -79,6 +79,11 @@ class ArenaPool:
             self._spare = [*self._spare, arena][-self._most :]
 
     @property
+    def spare(self) -> list[Bytes]:
+        """Arenas kept."""
+        return list(self._spare)
+
+    @property
     def nbytes(self) -> int:
         """Bytes kept, whether their pages were touched or not."""
         return sum(arena.nbytes for arena in self._spare)

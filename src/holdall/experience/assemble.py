@@ -61,6 +61,11 @@ class Staging:
                 blocks.append(block)
             return _aligned(block, nbytes)
 
+    def arrays(self) -> list[Bytes]:
+        """Return the arrays kept for the next batches."""
+        with self._lock:
+            return [block for blocks in self._blocks_by_size.values() for block in blocks]
+
     @property
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""

@@ -39,6 +39,10 @@ class KeptRows:
         """Return one leaf's rows; a view."""
         return self._rows[leaf][: self._count]
 
+    def arrays(self) -> list[Array]:
+        """Return the arrays held, with the room kept for more."""
+        return [self._ids, *self._rows]
+
     def append(self, ids: NDArray[np.int64], rows: list[Array]) -> None:
         """Keep rows, leaf by leaf."""
         end = self._count + len(ids)

@@ -60,6 +60,10 @@ class Landing:
         if self._staging.nbytes > _KEPT_BYTES:
             self._staging = Staging()
 
+    def arrays(self) -> list[Array]:
+        """Return the host arrays kept for the next minibatches; pinned slots are torch's."""
+        return [*self._staging.arrays()]
+
     @property
     def nbytes(self) -> int:
         """Host memory kept for the next minibatches."""

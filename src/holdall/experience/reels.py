@@ -156,6 +156,16 @@ class Reels:
         logs = sum(reel.part.log_bytes if reel.log is None else reel.log.nbytes for reel in self._reels)
         return slices, logs + self._cursors.nbytes, 0
 
+    def arrays(self) -> list[Array]:
+        """Return the arrays that the field lies in."""
+        found: list[Array] = [self._cursors, self._reel_by_tick, self._newest, self._coming]
+        for part in [*(reel.part for reel in self._reels if reel.sealed is None), *self._spare]:
+            found += [array for array in (part.slices, part.log) if array is not None]
+        for reel in self._reels:
+            if reel.sealed is not None:
+                found += [*reel.sealed.arrays(), *([] if reel.log is None else [reel.log])]
+        return found
+
     def describe(self) -> str:
         """Say how the field lies, for people."""
         sealed = [reel.sealed for reel in self._reels if reel.sealed is not None]

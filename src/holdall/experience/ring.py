@@ -75,6 +75,10 @@ class ObservationRing:
         """Whether next observations are found in the following tick."""
         return self._paired is None
 
+    def arrays(self) -> list[Array]:
+        """Return the arrays that the field lies in."""
+        return [*self.columns().values(), *self._apart.arrays()]
+
     @property
     def apart_bytes(self) -> int:
         """Bytes that these take, with their ids."""
@@ -184,6 +188,10 @@ class RowsById:
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
         return self._ids.nbytes + self._rows.nbytes
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays of ids and rows."""
+        return [self._ids, self._rows]
 
     def append(self, ids: NDArray[np.int64], rows: Array) -> None:
         """Add rows whose ids are higher than all before."""

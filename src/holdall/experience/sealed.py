@@ -98,6 +98,11 @@ class SealedSlices(ABC):
         data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
         return data.nbytes + coded.offsets.nbytes + coded.palette.nbytes
 
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays in memory."""
+        coded = self.coded
+        return [coded.data.checks if isinstance(coded.data, Extent) else coded.data, coded.offsets, coded.palette]
+
     @property
     def disk_bytes(self) -> int:
         """Bytes in a file."""

@@ -249,6 +249,19 @@ class Segments:
             log=sum(part.log_bytes for part in self._parts(field)),
         )
 
+    def arrays(self, field: int) -> list[Array]:
+        """Return the arrays that one field lies in; an arena that two segments name comes once."""
+        parts = self._parts(field)
+        logs: list[Array] = [part.log for part in parts if part.log is not None]
+        blocks = {id(part.block): part.block for part in parts if part.block is not None}
+        slices = [array for block in blocks.values() for array in block.arrays()]
+        direct = self._open.parts[field]
+        return [*slices, *logs, self._cursors[field], *([direct.slices] if direct.block is None else [])]
+
+    def spare_arrays(self) -> list[Array]:
+        """Return arenas kept for the next segments."""
+        return self._arenas.spare
+
     def describe(self, field: int) -> str:
         """Say what was found about a field, for people."""
         found = self._describe_window(field)

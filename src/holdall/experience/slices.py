@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.experience.arena import Bytes
 from holdall.experience.sealed import SealedSlices
@@ -56,6 +57,10 @@ class SliceBlock(ABC):
     def held(self) -> object:
         """Return what a record of this block points into."""
         return self.arena if self.sealed is None else self.sealed
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays that the slices lie in."""
+        return [self.arena] if self.sealed is None else self.sealed.arrays()
 
     @property
     @abstractmethod

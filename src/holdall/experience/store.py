@@ -274,6 +274,20 @@ class Store:
             for leaf in flat
         ]
 
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return every array held, under the name that `report` gives its field."""
+        schema = self._schema
+        found: list[tuple[str, Array]] = []
+        for i, leaf in enumerate(schema.observation.leaves):
+            small = self._small.get(i)
+            held = self._segments.arrays(self._large.index(i)) if small is None else small.arrays()
+            found += [(_name("obs", leaf), array) for array in held]
+        found += [(_name("action", leaf), ring) for leaf, ring in zip(schema.action.leaves, self._action, strict=True)]
+        found += [(_name("extras", leaf), ring) for leaf, ring in zip(schema.extras.leaves, self._extras, strict=True)]
+        rest = ("reward", "terminated", "truncated", "invalid")
+        found += [(name, ring) for name in rest for ring in self._rings()[name]]
+        return found + [("spare", array) for array in self._segments.spare_arrays()]
+
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
         self.sealer.stop()

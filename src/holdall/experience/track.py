@@ -71,6 +71,10 @@ class FlatRows:
         """Return the bytes of slices, logs and rows that `ticks` ticks take."""
         return 0, 0, ticks * self._lanes * self._row_bytes
 
+    def arrays(self) -> list[Array]:
+        """Return the arrays that the field lies in."""
+        return [self._rows]
+
     def describe(self) -> str:
         """Say how the field lies, for people."""
         return "flat rows"
@@ -125,11 +129,19 @@ class Track:
         """Take over sealed slices; False if the block is none of this field's."""
         return isinstance(self._rows, Reels) and self._rows.seal(block, sealed)
 
+    @property
+    def name(self) -> str:
+        """What reports call the field."""
+        return f"obs.{self.leaf.name}" if self.leaf.name else "obs"
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays that the field lies in."""
+        return self._rows.arrays()
+
     def report(self, ticks: int) -> FieldReport:
         """Account for the field's bytes."""
-        name = f"obs.{self.leaf.name}" if self.leaf.name else "obs"
         plain = ticks * self._lanes * self.leaf.nbytes
-        return FieldReport(name, *self._rows.used_bytes(ticks), plain, self._rows.describe())
+        return FieldReport(self.name, *self._rows.used_bytes(ticks), plain, self._rows.describe())
 
     def _lie_along(self, window: Window, tick: int) -> None:
         """Write what came so far again, cut by `window`."""
@@ -182,6 +194,10 @@ class Tracks:
     def report(self, ticks: int) -> list[FieldReport]:
         """Account for every field."""
         return [track.report(ticks) for track in self._tracks]
+
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return every array held, by field."""
+        return [(track.name, array) for track in self._tracks for array in track.arrays()]
 
     def close(self) -> None:
         """End the threads."""

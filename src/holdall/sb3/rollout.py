@@ -65,6 +65,16 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._allocate()
         self.reset()
 
+    def arrays(self) -> list[tuple[str, NDArray[Any]]]:
+        """Return every array that the buffer holds, by field, for a watch that asks where they lie."""
+        staged = [("staging", block) for block in self._landing.arrays()]
+        return [*self._tracks.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
+
+    @property
+    def fill(self) -> float:
+        """How full the rollout is, of 1."""
+        return self.pos / self.buffer_size
+
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
         self._tracks.reset()
