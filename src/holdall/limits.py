@@ -34,32 +34,43 @@ class _Files:
     limit: str
     usage: str
     reclaimable: str  # a line of memory.stat
+    cache: str  # another
 
 
-_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V2 = _Files("memory.max", "memory.current", "inactive_file")
+_V1 = _Files("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_cache")
+_V2 = _Files("memory.max", "memory.current", "inactive_file", "file")
 
 
-def memory_limits(budget_bytes: int | None = None, proc: Path = Path("/proc")) -> list[Limit]:
-    """Return every bound on host memory, the smallest first."""
+def memory_limits(
+    budget_bytes: int | None = None, proc: Path = Path("/proc"), process: int | None = None
+) -> list[Limit]:
+    """Return every bound on host memory, the smallest first; of another process if that is named."""
     memory = psutil.virtual_memory()
     limits = [Limit("free memory of this machine", int(memory.available), int(memory.total))]
-    limits += control_groups(proc)
+    limits += control_groups(proc, process)
     if budget_bytes is not None:
         limits.append(Limit("--budget", budget_bytes, budget_bytes))
     return sorted(limits, key=lambda limit: limit.free_bytes)
 
 
-def control_groups(proc: Path = Path("/proc")) -> list[Limit]:
-    """Return the memory limits of all control groups that this process is in."""
+def control_groups(proc: Path = Path("/proc"), process: int | None = None) -> list[Limit]:
+    """Return the memory limits of all control groups that a process is in; None: this one."""
     limits = []
-    for directory, files in _directories(proc):
+    for directory, files in _directories(proc / ("self" if process is None else str(process))):
         limit, usage = _number(directory / files.limit), _number(directory / files.usage)
         if limit is None or usage is None or limit >= _NO_LIMIT:
             continue
         free = limit - usage + _stat(directory / "memory.stat", files.reclaimable)
         limits.append(Limit(f"control group {directory}", min(max(free, 0), limit), limit))
     return limits
+
+
+def page_cache(process: int | None = None, proc: Path = Path("/proc")) -> int | None:
+    """Return what files take in the cache of a process's control group; None where it has none of its own."""
+    for directory, files in _directories(proc / ("self" if process is None else str(process))):
+        if (directory / "memory.stat").is_file():
+            return _stat(directory / "memory.stat", files.cache)
+    return None
 
 
 def largest_mapping(proc: Path = Path("/proc")) -> int | None:
@@ -92,10 +103,10 @@ def _disk(name: str, directory: Path) -> Limit | None:
     return Limit(name, usage.free, usage.total)
 
 
-def _directories(proc: Path) -> Iterator[tuple[Path, _Files]]:
-    """Yield the directory of this process's memory control group and of all that enclose it."""
-    paths = _paths(proc / "self/cgroup")
-    for mount, root, kind, controllers in _mounts(proc / "self/mountinfo"):
+def _directories(process: Path) -> Iterator[tuple[Path, _Files]]:
+    """Yield the directory of a process's memory control group and of all that enclose it."""
+    paths = _paths(process / "cgroup")
+    for mount, root, kind, controllers in _mounts(process / "mountinfo"):
         if kind == "cgroup2":
             files, path = _V2, paths.get("")
         elif "memory" in controllers:

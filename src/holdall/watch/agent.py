@@ -1,0 +1,256 @@
+"""The agent: a few counters and addresses that a watched process publishes once a second.
+
+In:  what is to be watched here.  Out: the sidecar file that a watcher reads in another process.
+Invariant: everything that takes time is done elsewhere; what is done here is measured, and takes at most a five hundredth
+of the time. Whatever goes wrong here, training goes on.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from typing import Any
+
+from holdall import tracked
+from holdall.footprint import begin_peak, peak_bytes
+from holdall.watch import allocators, sidecar
+from holdall.watch.named import (
+    Fill,
+    array_regions,
+    buffer_regions,
+    memory_regions,
+    network_regions,
+    torch_if_imported,
+)
+from holdall.watch.sidecar import PhasePeak, Region, Told
+
+_SHARE_OF_TIME = 0.002
+_SILENCE = 3
+"""Intervals after which the thread speaks for a training loop that has not called."""
+
+_LOG = logging.getLogger("holdall")
+
+
+class Agent:
+    """Publishes what the process it lives in knows of itself; one a process, see `agent()`."""
+
+    def __init__(self, interval_s: float = 1.0) -> None:
+        self.interval_s = interval_s
+        self.due = 0.0
+        self.phase: str | None = None
+        self.step: int | None = None
+        self.goal: int | None = None
+        self._arrays: dict[str, tuple[Any, Fill | None]] = {}
+        self._buffers: dict[str, Any] = {}  # weak references
+        self._models: list[Any] = []
+        self._regions: tuple[Region, ...] = ()
+        self._phases: dict[str, PhasePeak] = {}
+        self._entered = time.monotonic()
+        self._events: deque[tuple[float, str]] = deque(maxlen=20)
+        self._is_driven = False
+        self._spent = 0.0
+        self._ended = threading.Event()
+        self._publishing = threading.Lock()
+        self._pid, self._started = os.getpid(), sidecar.process_start(os.getpid())
+        self._thread = threading.Thread(target=self._beat, name="holdall-watch", daemon=True)
+        self._thread.start()
+        atexit.register(self.stop)
+
+    def track(self, name: str, array: Any, fill: Fill | None) -> None:
+        """Name an array, for as long as it lives."""
+        self._arrays[name] = (weakref.ref(array), fill)
+
+    def follow_buffer(self, name: str, buffer: Any) -> None:
+        """Name the arrays of a buffer, whichever they are when they are asked for."""
+        self._buffers[name] = weakref.ref(buffer)
+
+    def follow_model(self, model: Any) -> None:
+        """Follow a model of Stable-Baselines3: its networks, its buffers, its steps."""
+        if not any(known() is model for known in self._models):
+            self._models.append(weakref.ref(model))
+
+    def enter(self, phase: str | None) -> None:
+        """Begin a phase of training; the peak of the one before is what the kernel counted in it.
+
+        Some tens of microseconds: for phases of seconds, not for every step.
+        """
+        now = time.monotonic()
+        if self.phase is not None:
+            peak, count, seconds = self._phases.get(self.phase, PhasePeak(0, 0, 0.0))
+            with contextlib.suppress(OSError):
+                peak = max(peak, peak_bytes())
+            self._phases[self.phase] = PhasePeak(peak, count + 1, seconds + now - self._entered)
+        self.phase, self._entered = phase, now
+        begin_peak()
+
+    def note(self, text: str) -> None:
+        """Tell whoever watches that something happened."""
+        self._events.append((time.time(), text[:200]))
+
+    def drive(self) -> None:
+        """Publish if it is time; called by a training loop, always at the same place in a step."""
+        self._is_driven = True
+        if time.monotonic() >= self.due:
+            self.publish()
+
+    def publish(self) -> None:
+        """Write the sidecar, now."""
+        if not self._publishing.acquire(blocking=False):
+            return
+        try:
+            begun = time.thread_time()
+            with contextlib.suppress(OSError):  # a full disk: the watch goes without
+                sidecar.tell(self._told())
+            spent = time.thread_time() - begun
+            self._spent += spent
+            self.due = time.monotonic() + max(self.interval_s, spent / _SHARE_OF_TIME)
+        finally:
+            self._publishing.release()
+
+    def stop(self) -> None:
+        """End the thread and withdraw the sidecar."""
+        if os.getpid() != self._pid:  # a fork of the process; the agent is not its own
+            return
+        self._ended.set()
+        with contextlib.suppress(OSError):
+            sidecar.withdraw(self._pid)
+        atexit.unregister(self.stop)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s / 4)):
+            silent = time.monotonic() - self.due > _SILENCE * self.interval_s
+            if time.monotonic() >= self.due and (silent or not self._is_driven):
+                self.publish()
+
+    def _told(self) -> Told:
+        # Changed by training while they are looked at: the ones before are still right, or about to be replaced.
+        with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
+            self._regions = tuple(_merged(self._looked_up()))
+        models = [model for known in self._models if (model := known()) is not None]
+        torch = torch_if_imported()
+        return Told(
+            pid=self._pid,
+            started=self._started,
+            time=time.time(),
+            step=next((int(model.num_timesteps) for model in models), self.step),
+            goal=next((_goal(model) for model in models), self.goal),
+            phase=self.phase or next((_phase(model) for model in models), None),
+            regions=self._regions,
+            heap=allocators.heap(),
+            python=allocators.python_objects(),
+            gpu=_gpu(torch),
+            torch_threads=_threads(torch),
+            spilled=_spilled(),
+            phases=dict(self._phases),
+            events=tuple(self._events),
+            seconds_spent=self._spent,
+        )
+
+    def _looked_up(self) -> Iterator[Region]:
+        memories = tracked.living()
+        yield from memory_regions(memories)
+        for name, (known, fill) in list(self._arrays.items()):
+            if (array := known()) is None:
+                del self._arrays[name]
+            else:
+                yield from array_regions(name, array, None if fill is None else float(fill()))
+        for name, known in list(self._buffers.items()):
+            if (buffer := known()) is not None:
+                yield from _of_buffer(name, buffer, memories)
+        for known in self._models:
+            if (model := known()) is not None:
+                yield from _of_model(model, memories)
+
+
+def _of_model(model: Any, memories: list[Any]) -> Iterator[Region]:
+    for name, attribute in (("replay", "replay_buffer"), ("rollout", "rollout_buffer")):
+        if (buffer := getattr(model, attribute, None)) is not None:
+            yield from _of_buffer(name, buffer, memories)
+    policy = getattr(model, "policy", None)
+    if policy is not None:
+        holders = [model, *policy.modules()]
+        found = [vars(one).get(name) for one in holders for name in ("optimizer", "ent_coef_optimizer")]
+        yield from network_regions([policy], {id(one): one for one in found if one is not None}.values())
+
+
+def _of_buffer(name: str, buffer: Any, memories: list[Any]) -> Iterator[Region]:
+    if any(getattr(buffer, "memory", None) is memory for memory in memories):
+        return  # holdall's own, which were named before
+    if hasattr(buffer, "arrays"):
+        yield from memory_regions([buffer])
+    else:
+        yield from buffer_regions(name, buffer)
+
+
+def _merged(regions: Iterator[Region]) -> Iterator[Region]:
+    """Leave out what comes twice: a view of an array that has a name already."""
+    seen: set[int] = set()
+    for region in regions:
+        if region.address not in seen:
+            seen.add(region.address)
+            yield region
+
+
+def _goal(model: Any) -> int | None:
+    goal = getattr(model, "_total_timesteps", None)
+    return int(goal) if goal else None
+
+
+def _phase(model: Any) -> str | None:
+    """Tell by its buffer what an on-policy model is doing; off-policy ones do both by turns, many times a second."""
+    buffer = getattr(model, "rollout_buffer", None)
+    if buffer is None:
+        return None
+    return "train" if getattr(buffer, "full", False) else "collect"
+
+
+def _gpu(torch: Any) -> dict[str, int]:
+    """Return what torch's caching allocator says, if a GPU is in use; the same names on NVIDIA's and AMD's."""
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    stats, device = cuda.memory_stats(), int(cuda.current_device())
+    return {
+        "device": device,
+        "requested": int(stats.get("requested_bytes.all.current", 0)),
+        "allocated": int(stats.get("allocated_bytes.all.current", 0)),
+        "reserved": int(stats.get("reserved_bytes.all.current", 0)),
+        "fragmented": int(stats.get("inactive_split_bytes.all.current", 0)),
+        "limit": int(cuda.get_device_properties(device).total_memory),
+    }
+
+
+def _threads(torch: Any) -> int | None:
+    ask = getattr(torch, "get_num_threads", None)  # not there while torch is being imported
+    return None if ask is None else int(ask())
+
+
+def _spilled() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for memory in tracked.living():
+        folder = getattr(memory, "spill_dir", None)
+        if folder is not None:
+            found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(memory.disk_bytes)  # type: ignore[attr-defined]
+    return found
+
+
+_one: Agent | None = None
+_making = threading.Lock()
+
+
+def agent(interval_s: float | None = None) -> Agent:
+    """Return this process's agent, started if there is none."""
+    global _one  # noqa: PLW0603  there is one process, so there is one agent
+    with _making:
+        if _one is None or _one._pid != os.getpid() or _one._ended.is_set():
+            _one = Agent(1.0 if interval_s is None else interval_s)
+        elif interval_s is not None:
+            _one.interval_s = interval_s
+        return _one

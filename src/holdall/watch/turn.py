@@ -1,0 +1,71 @@
+"""One turn of a watch: a reading, what it means, and what is new since the turn before."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection
+from dataclasses import dataclass, field
+
+from holdall.watch.history import History
+from holdall.watch.reading import Reading
+from holdall.watch.sidecar import PhasePeak
+from holdall.watch.verdicts import Verdict, verdicts_on
+from holdall.watch.watcher import Watcher
+
+_JUDGED_EVERY_S = 5.0
+_SHARE_OF_A_CORE = 0.02
+_TOLD_AGAIN_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What a watch knows now."""
+
+    reading: Reading
+    verdicts: list[Verdict]
+    news: list[Verdict]  # verdicts that were not told within the last minute
+    phases: dict[str, PhasePeak] = field(default_factory=dict)  # those that went on
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+
+class Turns:
+    """Takes turns: reads a process tree, remembers, and judges, in at most a fiftieth of a core's time."""
+
+    def __init__(
+        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = ()
+    ) -> None:
+        self.watcher = Watcher(pid, limit_bytes, without)
+        self.history = History()
+        self._interval_s = interval_s
+        self._verdicts: list[Verdict] = []
+        self._judged = 0.0
+        self._told: dict[str, float] = {}
+        self._phases: dict[str, PhasePeak] = {}
+        self._last_event = 0.0
+        self.pause_s = interval_s
+
+    def take(self) -> Turn:
+        """Read and judge."""
+        begun = time.process_time()
+        reading = self.watcher.read()
+        self.history.add(reading)
+        news: list[Verdict] = []
+        if reading.time - self._judged >= _JUDGED_EVERY_S or len(self.history.readings) == 1:
+            self._judged = reading.time
+            self._verdicts = verdicts_on(self.history)
+            news = [one for one in self._verdicts if self._is_news(one, reading.time)]
+        told = self.watcher.newest_told
+        phases = {} if told is None else dict(told.phases)
+        changed = {name: phase for name, phase in phases.items() if self._phases.get(name) != phase}
+        self._phases = phases
+        events = [] if told is None else [event for event in told.events if event[0] > self._last_event]
+        self._last_event = max([self._last_event, *(when for when, _ in events)])
+        self.pause_s = max(self._interval_s, (time.process_time() - begun) / _SHARE_OF_A_CORE)
+        return Turn(reading, self._verdicts, news, changed, events)
+
+    def _is_news(self, verdict: Verdict, moment: float) -> bool:
+        key = f"{verdict.name} {verdict.evidence.get('buffer', verdict.evidence.get('of', ''))}"
+        if moment - self._told.get(key, 0.0) < _TOLD_AGAIN_S:
+            return False
+        self._told[key] = moment
+        return True
