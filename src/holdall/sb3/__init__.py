@@ -13,6 +13,7 @@ from holdall.sb3.lint import LintCallback
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 from holdall.sb3.rollout import RolloutBuffer
+from holdall.sb3.watch import WatchCallback
 
 __all__ = [
     "CheckpointCallback",
@@ -21,5 +22,6 @@ __all__ = [
     "PrioritizedReplayBuffer",
     "ReplayBuffer",
     "RolloutBuffer",
+    "WatchCallback",
     "resume",
 ]

@@ -1,13 +1,12 @@
-"""The agent: a few counters and addresses that a watched process publishes once a second.
+"""The agent: a few counters and addresses that a watched process publishes a few times a second.
 
 In:  what is to be watched here.  Out: the sidecar file that a watcher reads in another process.
-Invariant: everything that takes time is done elsewhere; what is done here is measured, and takes at most a five hundredth
-of the time. Whatever goes wrong here, training goes on.
+Invariant: everything that takes time is done elsewhere; what is done here is measured, and takes at most a five
+hundredth of the time. Whatever goes wrong here, training goes on.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import logging
 import os
@@ -32,7 +31,8 @@ from holdall.watch.named import (
 from holdall.watch.sidecar import PhasePeak, Region, Told
 
 _SHARE_OF_TIME = 0.002
-_SILENCE = 3
+_INTERVAL_S = 0.25
+_SILENCE = 8
 """Intervals after which the thread speaks for a training loop that has not called."""
 
 _LOG = logging.getLogger("holdall")
@@ -41,7 +41,7 @@ _LOG = logging.getLogger("holdall")
 class Agent:
     """Publishes what the process it lives in knows of itself; one a process, see `agent()`."""
 
-    def __init__(self, interval_s: float = 1.0) -> None:
+    def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
         self.due = 0.0
         self.phase: str | None = None
@@ -60,8 +60,9 @@ class Agent:
         self._publishing = threading.Lock()
         self._pid, self._started = os.getpid(), sidecar.process_start(os.getpid())
         self._thread = threading.Thread(target=self._beat, name="holdall-watch", daemon=True)
+        with contextlib.suppress(OSError):
+            sidecar.sweep()
         self._thread.start()
-        atexit.register(self.stop)
 
     def track(self, name: str, array: Any, fill: Fill | None) -> None:
         """Name an array, for as long as it lives."""
@@ -83,10 +84,11 @@ class Agent:
         """
         now = time.monotonic()
         if self.phase is not None:
-            peak, count, seconds = self._phases.get(self.phase, PhasePeak(0, 0, 0.0))
+            before = self._phases.get(self.phase, PhasePeak(0, 0, 0.0))
+            peak = before.peak
             with contextlib.suppress(OSError):
                 peak = max(peak, peak_bytes())
-            self._phases[self.phase] = PhasePeak(peak, count + 1, seconds + now - self._entered)
+            self._phases[self.phase] = PhasePeak(peak, before.count + 1, before.seconds + now - self._entered)
         self.phase, self._entered = phase, now
         begin_peak()
 
@@ -115,13 +117,12 @@ class Agent:
             self._publishing.release()
 
     def stop(self) -> None:
-        """End the thread and withdraw the sidecar."""
+        """End the thread and withdraw the sidecar; a process that just ends leaves it for its watcher's last look."""
         if os.getpid() != self._pid:  # a fork of the process; the agent is not its own
             return
         self._ended.set()
         with contextlib.suppress(OSError):
             sidecar.withdraw(self._pid)
-        atexit.unregister(self.stop)
 
     def _beat(self) -> None:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s / 4)):
@@ -245,12 +246,10 @@ _one: Agent | None = None
 _making = threading.Lock()
 
 
-def agent(interval_s: float | None = None) -> Agent:
+def agent() -> Agent:
     """Return this process's agent, started if there is none."""
     global _one  # noqa: PLW0603  there is one process, so there is one agent
     with _making:
         if _one is None or _one._pid != os.getpid() or _one._ended.is_set():
-            _one = Agent(1.0 if interval_s is None else interval_s)
-        elif interval_s is not None:
-            _one.interval_s = interval_s
+            _one = Agent(_INTERVAL_S)
         return _one

@@ -16,13 +16,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from holdall.footprint import Mapping, mappings
+from holdall.units import format_bytes
 from holdall.watch.libraries import zeroed_ranges
 from holdall.watch.mapped import heap_ranges, named_mappings
 from holdall.watch.pagemap import PageMap
 from holdall.watch.reading import GROUPS, Part
 from holdall.watch.sidecar import Region, Told
 from holdall.watch.stacks import stack_ranges
-from holdall.units import format_bytes
 
 _WORTH_A_LINE = 8 * 2**20
 """A mapping without a name that is at least so long is told on its own, if the process says nothing of itself."""
@@ -85,7 +85,12 @@ def attribute(pid: int, told: Told | None) -> list[Part]:
             nameless += left
             if told is None and left and mapping.nbytes >= _WORTH_A_LINE:
                 touched = f"{100 * left / mapping.nbytes:.0f} %"
-                sums.add("unattributed", f"mapping of {format_bytes(mapping.nbytes)}, {touched} touched", left, mapping.nbytes)
+                sums.add(
+                    "unattributed",
+                    f"mapping of {format_bytes(mapping.nbytes)}, {touched} touched",
+                    left,
+                    mapping.nbytes,
+                )
                 nameless -= left
     uses_torch = any(group == "libraries" and name == "torch" for group, name in sums.by_name)
     _split_heap(heap, named_heap, told, "torch" if uses_torch else "python", sums)
@@ -93,9 +98,7 @@ def attribute(pid: int, told: Told | None) -> list[Part]:
     return sums.parts()
 
 
-def _claims(
-    pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], told: Told | None
-) -> list[_Claim]:
+def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], told: Told | None) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in heap_ranges(found)]
     claims += [_Claim(start, end, _STACK) for start, end in stack_ranges(pid, found).values()]
     zeroed = zeroed_ranges(pid, libraries)
@@ -203,4 +206,3 @@ def _split_rest(nameless: int, told: Told | None, claims: list[_Claim], group: s
         sums.add(group, "large blocks without a name", blocks, mapped)
         left -= blocks
     sums.add("unattributed", "memory without a name", left, left)
-

@@ -1,8 +1,8 @@
 """What a process holds on a GPU.
 
 In:  what torch's allocator said in the watched process, and what the driver says here.  Out: one record, or None.
-NVIDIA's driver is asked through NVML (the package nvidia-ml-py), AMD's through sysfs. Where neither answers, torch's own
-figures stand alone. AMD's part is written from the driver's documentation and was not tested on such a GPU.
+NVIDIA's driver is asked through NVML (the package nvidia-ml-py), AMD's through sysfs. Where neither answers,
+torch's own figures stand alone. AMD's part is written from the driver's documentation and was not tested on such a GPU.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def _nvml() -> Any:
     try:
         nvml = import_module("pynvml")
         nvml.nvmlInit()
-    except Exception:  # noqa: BLE001  no package, no driver, or one that does not fit the other
+    except Exception:  # no package, no driver, or one that does not fit the other
         return None
     return nvml
 

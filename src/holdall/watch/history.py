@@ -8,25 +8,44 @@ day is remembered as well as a minute.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple, TypeVar
 
 from holdall.watch.reading import Part, Reading
 
 _MOST = 720
 
+ItemT = TypeVar("ItemT")
+
+
+class Live(NamedTuple):
+    """What live objects took at one moment, as the process's own allocators say; told more often than it is read."""
+
+    time: float
+    step: int | None
+    phase: str | None
+    heap: int  # of all kinds, without named buffers
+    python: int  # of that, Python's objects of up to 512 bytes
+
 
 class History:
-    """Readings in order of time."""
+    """Readings, and what was told between them, in order of time."""
 
     def __init__(self, most: int = _MOST) -> None:
         self.readings: list[Reading] = []
+        self.live: list[Live] = []
         self._most = most
 
     def add(self, reading: Reading) -> None:
         """Remember a reading."""
-        self.readings.append(reading)
-        if len(self.readings) > self._most:
-            half = len(self.readings) // 2
-            self.readings = self.readings[:half:2] + self.readings[half:]
+        self.readings = self._thinned([*self.readings, reading])
+
+    def hear(self, live: Live) -> None:
+        """Remember what the process said of its live objects."""
+        self.live = self._thinned([*self.live, live])
+
+    def _thinned(self, items: list[ItemT]) -> list[ItemT]:
+        half = len(items) // 2
+        return items if len(items) <= self._most else items[:half:2] + items[half:]
 
     @property
     def newest(self) -> Reading:
@@ -52,11 +71,17 @@ class History:
 
     def same_phase(self) -> list[Reading]:
         """Return the readings that were taken in the phase that most were: what another phase takes is no trend."""
-        counts: dict[str | None, int] = {}
-        for reading in self.readings:
-            counts[reading.phase] = counts.get(reading.phase, 0) + 1
-        common = max(counts, key=lambda phase: counts[phase], default=None)
+        common = _commonest([reading.phase for reading in self.readings])
         return [reading for reading in self.readings if reading.phase == common]
+
+    def live_in_same_phase(self) -> list[Live]:
+        """Return the same of what was told between readings."""
+        common = _commonest([live.phase for live in self.live])
+        return [live for live in self.live if live.phase == common]
+
+
+def _commonest(phases: list[str | None]) -> str | None:
+    return max(set(phases), key=phases.count, default=None)
 
 
 def buffers_of(reading: Reading) -> dict[str, list[Part]]:

@@ -19,7 +19,9 @@ _FIXED = 2
 """A program that is always loaded to the addresses in its header."""
 
 
-def zeroed_ranges(pid: int, libraries: list[tuple[Mapping, str]], proc: Path = Path("/proc")) -> Iterator[tuple[int, int, str]]:
+def zeroed_ranges(
+    pid: int, libraries: list[tuple[Mapping, str]], proc: Path = Path("/proc")
+) -> Iterator[tuple[int, int, str]]:
     """Yield the ranges, and what the library is called."""
     first: dict[str, tuple[int, str]] = {}
     for mapping, name in libraries:

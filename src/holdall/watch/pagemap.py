@@ -38,7 +38,7 @@ class PageMap:
             self._file = None
 
     def resident(self, ranges: Iterable[tuple[int, int]]) -> int | None:
-        """Return the bytes of the ranges that are in memory; pages that a range only begins or ends in count in part."""
+        """Return the bytes of the ranges that are in memory; pages that one begins or ends in count in part."""
         if self._file is None:
             return None
         return sum(self._resident(start, end) for start, end in ranges if end > start)

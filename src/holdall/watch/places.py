@@ -25,7 +25,9 @@ def own_folder() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
-        raise WatchError(f"{folder} cannot be made ({error.strerror}); set {_VARIABLE} to a folder of your own") from error
+        raise WatchError(
+            f"{folder} cannot be made ({error.strerror}); set {_VARIABLE} to a folder of your own"
+        ) from error
     if not is_private(folder, _user()):
         raise WatchError(
             f"{folder} is open to other users, who could write there what a watch believes; remove it, or set "

@@ -1,6 +1,6 @@
 """One reading: where the memory of a process tree is, at one moment.
 
-Invariant: the parts add up to the tree's proportional set size, to the byte. What cannot be called anything is a part, too.
+Invariant: the parts add up to the tree's proportional set size, to the byte. What has no name is a part, too.
 """
 
 from __future__ import annotations
@@ -54,8 +54,6 @@ class Reading:
     threads: int = 0
     torch_threads: int | None = None
     cores: int = 1
-    live_heap: int | None = None  # what the allocators say is in use, without named buffers
-    live_python: int | None = None  # of that, Python's objects of up to 512 bytes
     page_cache: int | None = None  # of the control group
     headroom: dict[str, int] | None = None  # bytes left, by what limits them
     spilled: int = 0  # bytes on disk

@@ -10,6 +10,7 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +46,7 @@ def lines_of(turn: Turn) -> list[dict[str, Any]]:
     moment = turn.reading.time
     return [
         turn.reading.as_words(),
-        *({"kind": "phase", "name": name, **phase._asdict()} for name, phase in turn.phases.items()),
+        *({"kind": "phase", "name": name, **asdict(phase)} for name, phase in turn.phases.items()),
         *(verdict.as_words(moment) for verdict in turn.news),
         *({"kind": "event", "time": when, "text": text} for when, text in turn.events),
     ]

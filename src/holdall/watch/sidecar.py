@@ -1,8 +1,8 @@
 """The sidecar: what a watched process tells of itself, in one small file.
 
 In:  arrays and their names, counters, what the allocators say.  Out: the same, checked, in another process.
-Invariant: a file is believed only if it is of the process that is asked for (an id is used again), and of the shape that
-is written here. It is JSON; nothing of it is run.
+Invariant: a file is believed only if it is of the process that is asked for (an id is used again), and of the shape
+that is written here. It is JSON; nothing of it is run.
 """
 
 from __future__ import annotations
@@ -11,7 +11,9 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
+
+import psutil
 
 from holdall.watch.allocators import Heap, PythonObjects
 from holdall.watch.places import folders_of, own_folder, read_small, replace
@@ -34,7 +36,8 @@ class Region:
     in_heap: bool = True  # whether the C library's allocator was asked for it
 
 
-class PhasePeak(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class PhasePeak:
     """A phase of training, over all of its turns."""
 
     peak: int  # most that was resident
@@ -74,6 +77,14 @@ def tell(told: Told) -> None:
 def withdraw(pid: int) -> None:
     """Remove what this process said of itself."""
     _path(own_folder(), pid).unlink(missing_ok=True)
+
+
+def sweep() -> None:
+    """Remove what processes left behind that are no more."""
+    for path in own_folder().glob("*-*.json"):
+        pid = path.stem.rpartition("-")[2]
+        if pid.isdigit() and not psutil.pid_exists(int(pid)):
+            path.unlink(missing_ok=True)
 
 
 def told_by(pid: int) -> Told | None:
@@ -117,7 +128,7 @@ def _checked(content: bytes) -> Told | None:
             gpu={_name(name): _count(number) for name, number in words["gpu"].items()},
             torch_threads=_maybe(words["torch_threads"]),
             spilled={_name(name): _count(number) for name, number in words["spilled"].items()},
-            phases={_name(name): _phase(*one) for name, one in words["phases"].items()},
+            phases={_name(name): _phase(**one) for name, one in words["phases"].items()},
             events=tuple((_finite(moment), _name(text)) for moment, text in words["events"]),
             seconds_spent=_finite(words["seconds_spent"]),
         )

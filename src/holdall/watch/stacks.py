@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import bisect
 import mmap
+from itertools import pairwise
 from pathlib import Path
 
 from holdall.footprint import Mapping
@@ -22,7 +23,7 @@ def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> 
     """Return the range of every thread's stack, by the mapping's start."""
     most = _longest_stack(proc / str(pid) / "limits")
     ranges = {}
-    for below, here in zip(found, found[1:], strict=False):
+    for below, here in pairwise(found):
         is_guard = below.permissions.startswith("---") and below.end == here.start and below.nbytes <= _LARGEST_GUARD
         if is_guard and _may_be_stack(here):
             # The kernel joins neighbours: what lies behind the stack is no part of it.
@@ -31,9 +32,9 @@ def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> 
     for pointer in _stack_pointers(proc / str(pid) / "task"):
         at = bisect.bisect_right(starts, pointer) - 1
         here = found[at]
-        if at >= 0 and here.start <= pointer < here.end and here.start not in ranges and _may_be_stack(here):
-            if here.nbytes <= most + _LARGEST_GUARD:
-                ranges[here.start] = (here.start, here.end)
+        is_inside = at >= 0 and here.start <= pointer < here.end and here.nbytes <= most + _LARGEST_GUARD
+        if is_inside and here.start not in ranges and _may_be_stack(here):
+            ranges[here.start] = (here.start, here.end)
     return ranges
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from holdall.watch.history import History
@@ -15,6 +15,7 @@ from holdall.watch.watcher import Watcher
 _JUDGED_EVERY_S = 5.0
 _SHARE_OF_A_CORE = 0.02
 _TOLD_AGAIN_S = 60.0
+_LISTENS_EVERY_S = 0.25
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +48,7 @@ class Turns:
     def take(self) -> Turn:
         """Read and judge."""
         begun = time.process_time()
+        self._listen()
         reading = self.watcher.read()
         self.history.add(reading)
         news: list[Verdict] = []
@@ -62,6 +64,26 @@ class Turns:
         self._last_event = max([self._last_event, *(when for when, _ in events)])
         self.pause_s = max(self._interval_s, (time.process_time() - begun) / _SHARE_OF_A_CORE)
         return Turn(reading, self._verdicts, news, changed, events)
+
+    def pause(self, ended_within: Callable[[float], bool] | None = None) -> bool:
+        """Wait until the next turn is due, and listen meanwhile; say whether the process ended.
+
+        Args:
+            ended_within: Waits so many seconds at most, for a process that this one started.
+        """
+        end = time.monotonic() + self.pause_s
+        while (left := end - time.monotonic()) > 0:
+            if ended_within is None:
+                time.sleep(min(left, _LISTENS_EVERY_S))
+            elif ended_within(min(left, _LISTENS_EVERY_S)):
+                return True
+            self._listen()
+        return False
+
+    def _listen(self) -> None:
+        live = self.watcher.listen()
+        if live is not None:
+            self.history.hear(live)
 
     def _is_news(self, verdict: Verdict, moment: float) -> bool:
         key = f"{verdict.name} {verdict.evidence.get('buffer', verdict.evidence.get('of', ''))}"

@@ -18,6 +18,7 @@ from holdall.limits import disk, page_cache
 from holdall.threads import usable_cores
 from holdall.watch.attribute import attribute
 from holdall.watch.gpu import gpu_of
+from holdall.watch.history import Live
 from holdall.watch.pressure import headroom, stalled_share
 from holdall.watch.reading import Part, Reading
 from holdall.watch.sidecar import Told, told_by
@@ -54,13 +55,18 @@ class Watcher:
         """What the process said of itself last."""
         return self._newest
 
-    @property
     def is_alive(self) -> bool:
         """Whether the process still runs."""
         try:
             return bool(self._process.is_running()) and self._process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+
+    def listen(self) -> Live | None:
+        """Return what the process said of its live objects since the last call; cheap, to be called often."""
+        before = self._newest
+        told = self._told()
+        return None if told is None or told is before or self._newest is before else _live(told)
 
     def read(self) -> Reading:
         """Read the tree now."""
@@ -94,8 +100,6 @@ class Watcher:
             threads=int(self._process.num_threads()),
             torch_threads=None if told is None else told.torch_threads,
             cores=self._cores,
-            live_heap=_live_heap(told),
-            live_python=None if told is None or told.python is None else told.python.in_use,
             page_cache=page_cache(self.pid) if LINUX else None,
             headroom=headroom(self.pid, limit),
             spilled=0 if told is None else sum(told.spilled.values()),
@@ -143,13 +147,14 @@ class Watcher:
         return [*parts, Part("unattributed", "this system tells only the sum", left, left)]
 
 
-def _live_heap(told: Told | None) -> int | None:
-    """Return what live objects take, without the arrays that have a name: the series in which a leak shows."""
-    if told is None or told.heap is None:
+def _live(told: Told) -> Live | None:
+    """Return what live objects take, without the arrays of buffers: the series in which a leak shows."""
+    if told.heap is None:
         return None
     named = sum(region.nbytes for region in told.regions if region.in_heap and region.group == "buffers")
     python = 0 if told.python is None else told.python.in_use
-    return max(told.heap.in_use + told.heap.mapped + python - named, 0)
+    heap = max(told.heap.in_use + told.heap.mapped + python - named, 0)
+    return Live(told.time, told.step, told.phase, heap, python)
 
 
 def _free_on_disk(told: Told) -> int | None:

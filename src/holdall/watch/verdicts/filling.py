@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from holdall.units import format_bytes
 from holdall.watch.history import History, buffers_of
@@ -44,7 +45,7 @@ def fills(history: History) -> list[Fill]:
             for reading, held in past
             if held
         ]
-        grows = all(after[1] >= before[1] for before, after in zip(known, known[1:], strict=False))
+        grows = all(after[1] >= before[1] for before, after in pairwise(known))
         if len(known) < _FEWEST or not grows or known[-1][1] <= known[0][1] or known[-1][0] <= known[0][0]:
             continue  # a rollout begins anew, again and again: that is no filling
         distance = known[-1][0] - known[0][0]

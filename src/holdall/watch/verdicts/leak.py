@@ -2,9 +2,9 @@
 
 In:  the history.  Out: what grows, by how much a step, and how sure that is.
 
-What live objects take is asked of the allocators, always at the same place in a training step, and without the arrays of
-buffers: there is no fill in it, no cache of the C library, and no library that another process began to share. Where a
-process says nothing of itself, its anonymous memory stands in, without the mappings that are still being touched.
+What live objects take is asked of the allocators, always at the same place in a training step, and without the arrays
+of buffers: there is no fill in it, no cache of the C library, and no library that another process began to share. Where
+a process says nothing of itself, its anonymous memory stands in, without the mappings that are still being touched.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdall.units import format_bytes
-from holdall.watch.history import History
+from holdall.watch.history import History, Live
 from holdall.watch.reading import Reading
 from holdall.watch.trend import Trend, steady_growth
 from holdall.watch.verdicts.verdict import Verdict
@@ -26,6 +26,17 @@ _LEAST_SLOPE_IN_TIME = 4096.0
 """The same by the second, for processes that tell no steps."""
 _LEAST_GROWTH_OF_SUMS = 32 * 2**20
 
+_PYTHON = ("Python objects", "look for lists that keep something of every step: losses, infos, observations")
+_ARRAYS = (
+    "arrays, tensors and large objects",
+    "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists",
+)
+_GROUPS = {
+    "anonymous": ("the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers by name"),
+    "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
+    "shared": ("shared mappings", "look for shared memory that is made anew and never unlinked"),
+}
+
 
 @dataclass(frozen=True, slots=True)
 class Leak:
@@ -37,41 +48,54 @@ class Leak:
 
 def leaks(history: History) -> list[Leak]:
     """Return what grows steadily after the buffers' fill is taken out."""
-    readings = history.same_phase()
-    readings = readings[int(len(readings) * _WARM_UP) :]
-    if not readings:
-        return []
-    found = []
-    if readings[-1].live_heap is not None:
-        found.append(_leak(history, readings, "live_heap", _LEAST_GROWTH))
-    else:
-        found.append(_leak(history, readings, "anonymous", _LEAST_GROWTH_OF_SUMS))
-    found.append(_leak(history, readings, "workers", _LEAST_GROWTH_OF_SUMS))
-    found.append(_leak(history, readings, "shared", _LEAST_GROWTH_OF_SUMS))
+    found = [_of_live(history)] if history.live else [_of_readings(history, "anonymous")]
+    found += [_of_readings(history, group) for group in ("workers", "shared")]
     return [leak for leak in found if leak is not None]
 
 
-def _leak(history: History, readings: list[Reading], of: str, least_growth: int) -> Leak | None:
+def _of_live(history: History) -> Leak | None:
+    live = history.live_in_same_phase()
+    live = live[int(len(live) * _WARM_UP) :]
+    places = [_place(one, history) for one in live]
+    found = _notable(history, steady_growth(places, [one.heap for one in live]), _LEAST_GROWTH)
+    if found is None:
+        return None
+    python = steady_growth(places, [one.python for one in live])
+    if python is not None and python.slope > 0.5 * found.slope:
+        where, remedy = _PYTHON
+    else:
+        where, remedy = _ARRAYS
+    return Leak(found, _told(history, "live objects", where, remedy, found))
+
+
+def _of_readings(history: History, of: str) -> Leak | None:
+    readings = history.same_phase()
+    readings = readings[int(len(readings) * _WARM_UP) :]
     xs, ys = history.series(lambda reading: _value(reading, of), readings)
-    found = steady_growth(xs, ys)
+    found = _notable(history, steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
+    return None if found is None else Leak(found, _told(history, of, *_GROUPS[of], found))
+
+
+def _notable(history: History, found: Trend | None, least_growth: int) -> Trend | None:
     least_slope = _LEAST_SLOPE if history.counts_steps else _LEAST_SLOPE_IN_TIME
     if found is None or found.slope < least_slope or found.slope * (found.last - found.first) < least_growth:
         return None
-    return Leak(found, _told(history, readings, of, found))
+    return found
+
+
+def _place(live: Live, history: History) -> float:
+    return float(live.step or 0) if history.counts_steps else live.time
 
 
 def _value(reading: Reading, of: str) -> float | None:
-    if of == "live_heap":
-        return reading.live_heap
-    if of == "anonymous":
-        filling = sum(p.resident for p in reading.parts if p.group == "unattributed" and p.resident < 0.98 * p.allocated)
-        return reading.of("torch") + reading.of("python") + reading.of("unattributed") - filling
-    return reading.of(of)
+    if of != "anonymous":
+        return reading.of(of)
+    filling = sum(p.resident for p in reading.parts if p.group == "unattributed" and p.resident < 0.98 * p.allocated)
+    return reading.of("torch") + reading.of("python") + reading.of("unattributed") - filling
 
 
-def _told(history: History, readings: list[Reading], of: str, found: Trend) -> Verdict:
+def _told(history: History, of: str, where: str, remedy: str, found: Trend) -> Verdict:
     unit = "a step" if history.counts_steps else "a second"
-    where, remedy = _where(history, readings, of, found)
     grown = found.slope * (found.last - found.first)
     return Verdict(
         name="leak",
@@ -86,17 +110,3 @@ def _told(history: History, readings: list[Reading], of: str, found: Trend) -> V
             "from": found.first, "to": found.last, "grown": grown,
         },
     )  # fmt: skip
-
-
-def _where(history: History, readings: list[Reading], of: str, found: Trend) -> tuple[str, str]:
-    if of == "workers":
-        return "environment workers", "look for what an environment keeps of every step or episode"
-    if of == "shared":
-        return "shared mappings", "look for shared memory that is made anew and never unlinked"
-    if of == "anonymous":
-        return "the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers and objects by name"
-    xs, ys = history.series(lambda reading: reading.live_python, readings)
-    python = steady_growth(xs, ys)
-    if python is not None and python.slope > 0.5 * found.slope:
-        return "Python objects", "look for lists that keep something of every step: losses, infos, observations"
-    return "arrays, tensors and large objects", "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from holdall.units import format_bytes
 from holdall.watch.history import History
 from holdall.watch.verdicts.filling import fills
@@ -38,7 +40,7 @@ def sawtooth(history: History) -> list[Verdict]:
         return []
     low, high = min(levels), max(levels)
     above = [level > (low + high) / 2 for level in levels]
-    crossings = sum(before != after for before, after in zip(above, above[1:], strict=False))
+    crossings = sum(before != after for before, after in pairwise(above))
     if high - low < _SWING * high or crossings < _CROSSINGS:
         return []
     peak = max(recent, key=lambda reading: reading.pss)
@@ -47,7 +49,7 @@ def sawtooth(history: History) -> list[Verdict]:
         Verdict(
             name="sawtooth",
             severity="info",
-            text=f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak is what has to fit",
+            text=f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit",
             remedy="a smaller batch or a shorter rollout lowers the peak; it is no leak",
             evidence={"low": low, "high": high, "crossings": crossings, "phase": peak.phase},
         )

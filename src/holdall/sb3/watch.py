@@ -1,0 +1,110 @@
+"""A callback that watches the training it is passed to, and logs its memory where its rewards are logged.
+
+In:  a model that learns.  Out: `memory/...` in Stable-Baselines3's logger, and so in TensorBoard; verdicts as warnings.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+from stable_baselines3.common.callbacks import BaseCallback
+
+from holdall.watch.public import Watch, start
+from holdall.watch.reading import GROUPS, Reading
+
+_MIB = 2.0**20
+_LOG = logging.getLogger("holdall")
+
+
+class WatchCallback(BaseCallback):
+    """Watches a training: buffers and networks by name, steps, phases and their peaks.
+
+    `model.learn(100_000, callback=WatchCallback())`
+
+    Args:
+        interval_s: Seconds between two readings, which a process beside the training takes.
+        record: A file for `holdall report`.
+        prometheus: A port of the loopback on which the newest reading is served.
+        limit: Memory that the training may use, beside the system's own limits: "8GiB" or bytes.
+        verbose: 1 logs verdicts that are warnings or errors as warnings.
+    """
+
+    def __init__(
+        self,
+        interval_s: float = 2.0,
+        record: str | os.PathLike[str] | None = None,
+        prometheus: int | None = None,
+        limit: str | int | None = None,
+        verbose: int = 1,
+    ) -> None:
+        super().__init__(verbose)
+        self._settings: dict[str, Any] = {
+            "interval_s": interval_s, "record": record, "prometheus": prometheus, "limit": limit,
+        }  # fmt: skip
+        self.watch: Watch | None = None
+        self._logged = 0.0
+        self._warned: set[str] = set()
+        self._has_phases = False
+
+    def _on_training_start(self) -> None:
+        if self.watch is None:
+            self.watch = start(**self._settings)
+        agent = self.watch.agent
+        agent.follow_model(self.model)
+        # Off-policy models turn from one to the other many times a second; there is nothing to tell apart then.
+        self._has_phases = hasattr(self.model, "rollout_buffer")
+        self._drive = agent.drive
+        agent.publish()
+
+    def _on_rollout_start(self) -> None:
+        if self._has_phases and self.watch is not None:
+            self.watch.agent.enter("collect")
+
+    def _on_rollout_end(self) -> None:
+        if self.watch is None:
+            return
+        if self._has_phases:
+            self.watch.agent.enter("train")
+        self._log(self.watch)
+
+    def _on_step(self) -> bool:
+        self._drive()
+        return True
+
+    def _on_training_end(self) -> None:
+        if self.watch is not None:
+            if self._has_phases:
+                self.watch.agent.enter(None)
+            self.watch.agent.publish()
+            self.watch.stop()
+            self.watch = None
+
+    def _log(self, watch: Watch) -> None:
+        """Hand the newest reading to the logger, once."""
+        reading = watch.reading()
+        if reading is None or reading.time <= self._logged:
+            return
+        self._logged = reading.time
+        for name, value in figures(reading).items():
+            self.logger.record(name, value)
+        for verdict in watch.verdicts():
+            if self.verbose and verdict.severity != "info" and verdict.name not in self._warned:
+                self._warned.add(verdict.name)
+                _LOG.warning("%s: %s; %s", verdict.name, verdict.text, verdict.remedy)
+
+
+def figures(reading: Reading) -> dict[str, float]:
+    """Return a reading as numbers by name, in MiB."""
+    found = {"memory/total_mib": reading.pss / _MIB, "memory/peak_mib": reading.peak / _MIB}
+    for group in GROUPS:
+        if taken := reading.of(group):
+            found[f"memory/{group}_mib"] = taken / _MIB
+    if reading.gpu is not None:
+        for name in ("allocated", "reserved", "fragmented"):
+            if (value := getattr(reading.gpu, name)) is not None:
+                found[f"memory/gpu_{name}_mib"] = value / _MIB
+    if reading.headroom:
+        found["memory/left_mib"] = min(reading.headroom.values()) / _MIB
+    return found

@@ -1,0 +1,122 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdall.footprint import LINUX
+from holdall.watch.reading import GROUPS, Reading
+from holdall.watch.watcher import Watcher
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+MIB = 2**20
+
+PROGRAM = """
+import json, mmap, sys, threading
+import numpy as np
+from holdall import watch
+from holdall.watch.agent import agent
+
+big = np.zeros(64 * 2**20, np.uint8)           # a mapping of its own
+big[: 20 * 2**20] = 1
+small = np.ones(3000, np.float64)              # somewhere in the heap
+unnamed = np.ones(32 * 2**20, np.uint8)
+objects = [bytes(100) for _ in range(300_000)]
+held = [threading.Event() for _ in range(1)]
+threads = [threading.Thread(target=held[0].wait, daemon=True) for _ in range(20)]
+for thread in threads:
+    thread.start()
+shared = mmap.mmap(-1, 8 * 2**20)              # between processes
+shared.write(bytes(8 * 2**20))
+watch.track("big.part", big, lambda: 20 / 64)
+watch.track("small", small)
+agent().step = 17
+agent().publish()
+print(json.dumps({"objects": sum(map(sys.getsizeof, objects))}), flush=True)
+input()
+"""
+
+
+@pytest.fixture(scope="module")
+def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dict[str, Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path_factory.mktemp("runtime") / "holdall"))
+        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as child:
+            assert child.stdout is not None
+            yield child.pid, json.loads(child.stdout.readline())
+            child.communicate("\n")
+
+
+@pytest.fixture(scope="module")
+def reading(trainer: tuple[int, dict[str, Any]]) -> Reading:
+    return Watcher(trainer[0]).read()
+
+
+def part(reading: Reading, name: str) -> tuple[str, int, int]:
+    found = [(one.group, one.resident, one.allocated) for one in reading.parts if one.name == name]
+    assert len(found) == 1, name
+    return found[0]
+
+
+def test_the_parts_add_up_and_nearly_all_of_them_have_a_name(reading: Reading) -> None:
+    assert sum(one.resident for one in reading.parts) == reading.pss
+    assert {one.group for one in reading.parts} <= set(GROUPS)
+    assert all(one.resident >= 0 for one in reading.parts)
+    assert reading.attributed > 0.95
+
+
+def test_a_named_array_takes_what_was_touched_of_it(reading: Reading) -> None:
+    group, resident, allocated = part(reading, "big.part")
+    assert group == "buffers"
+    assert allocated == 64 * MIB
+    assert 20 * MIB <= resident <= 22 * MIB  # the last page may be a large one of 2 MiB
+    assert part(reading, "small")[1] == 24_000
+
+
+def test_python_objects_and_blocks_without_a_name_are_told_by_their_allocators(
+    reading: Reading, trainer: tuple[int, dict[str, Any]]
+) -> None:
+    group, resident, _ = part(reading, "objects")
+    assert group == "python"
+    assert resident >= trainer[1]["objects"]
+    group, resident, _ = part(reading, "large blocks without a name")
+    assert resident == pytest.approx(32 * MIB, rel=0.25)
+
+
+def test_stacks_are_told_resident_beside_virtual(reading: Reading) -> None:
+    group, resident, allocated = part(reading, "threads")
+    assert group == "stacks"
+    assert allocated >= 20 * MIB
+    assert resident < 2 * MIB
+    assert reading.threads >= 21
+
+
+def test_memory_between_processes_is_told_apart(reading: Reading) -> None:
+    assert reading.of("shared") >= 8 * MIB
+    assert reading.of("libraries") > MIB
+
+
+def test_steps_come_from_the_process_itself(reading: Reading) -> None:
+    assert reading.step == 17
+
+
+def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
+    program = (
+        "import mmap; m = mmap.mmap(-1, 64 * 2**20, flags=2); m.write(bytes(16 * 2**20)); print(1, flush=True); input()"
+    )
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        found = Watcher(child.pid).read()
+        child.communicate("\n")
+    assert sum(one.resident for one in found.parts) == found.pss
+    mapped = [one for one in found.parts if one.name.startswith("mapping of 64.0 MiB")]
+    assert len(mapped) == 1
+    assert 16 * MIB <= mapped[0].resident <= 18 * MIB
