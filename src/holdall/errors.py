@@ -9,5 +9,57 @@
     ├── SpillError (OSError)             a disk tier that cannot be written to
     ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
     │   └── FencedError                  another writer has the place
+    ├── ShardError (RuntimeError)        a shard that does not answer, or memory that cannot be shared out
+    ├── WatchError (OSError)             a process that cannot be watched
+    └── MissingPackageError (ImportError) an optional package that this call needs
+
+Each message names the argument, its value, the rule and the remedy.
+"""
+
+
+class HoldallError(Exception):
+    """Base of all errors raised by holdall."""
+
+
+class ArgumentError(HoldallError, ValueError):
+    """An argument has a value, shape or dtype that it cannot take."""
+
+
+class SpaceError(HoldallError, TypeError):
+    """A space, or a leaf of one, cannot be stored bit for bit."""
+
+
+class TransitionIdError(HoldallError, IndexError):
+    """A transition id names nothing that is held."""
+
+
+class ClosedError(HoldallError, RuntimeError):
+    """The memory was closed."""
+
+
+class DamageError(HoldallError, OSError):
+    """Stored bytes do not make sense; nothing of them was returned."""
+
+
+class SpillError(HoldallError, OSError):
+    """The disk tier cannot be written to."""
+
+
+class CheckpointError(HoldallError, OSError):
+    """A checkpoint could not be written or found; the one before is as it was."""
+
+
+class FencedError(CheckpointError):
+    """Another writer has the place that a checkpoint was to be written to."""
+
+
+class ShardError(HoldallError, RuntimeError):
+    """A shard is needed and does not answer, or refused what was sent to it."""
+
+
 class WatchError(HoldallError, OSError):
     """A process cannot be read, or what a watch needs cannot be written."""
+
+
+class MissingPackageError(HoldallError, ImportError):
+    """An optional package is needed for this call and is not installed."""
