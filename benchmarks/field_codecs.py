@@ -15,8 +15,8 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from holdall.experience.choice import measure, measure_together
 from holdall.experience.kernels import chosen_kernels
+from holdall.experience.sealing.choice import measure, measure_together
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 

@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.experience.conveyor import SLOT_BYTES, Conveyor, Route, Span
+from holdall.experience.trajectory.conveyor import SLOT_BYTES, Conveyor, Route, Span
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""

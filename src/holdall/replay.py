@@ -36,16 +36,16 @@ from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.schema_words import schema_of, schema_words
 from holdall.checkpoint.source import library_at, newest, place_of
 from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.experience.assemble import Delivery, ObservationAssembler
-from holdall.experience.batches import Batches
 from holdall.experience.budget import Budget
-from holdall.experience.build import Job, of_ids
 from holdall.experience.crew import Crew
+from holdall.experience.delivery.assemble import Delivery, ObservationAssembler
+from holdall.experience.delivery.batches import Batches
+from holdall.experience.delivery.build import Job, of_ids
+from holdall.experience.delivery.loader import Loader
+from holdall.experience.disk.spill import SpillFolder
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.loader import Loader
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FullBlock
-from holdall.experience.spill import SpillFolder
 from holdall.experience.store import Store, Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler, as_ids, require_number

@@ -23,12 +23,12 @@ from numpy.typing import NDArray
 from holdall.arguments import generator_of, require_count, require_share
 from holdall.batch import RolloutBatch
 from holdall.errors import ArgumentError, ClosedError
-from holdall.experience.advantage import estimate_advantages
 from holdall.experience.arena import reserve
 from holdall.experience.kept import KeptRows
-from holdall.experience.landing import Fill, Landing
-from holdall.experience.sequences import Sequences
-from holdall.experience.track import Tracks
+from holdall.experience.trajectory.advantage import estimate_advantages
+from holdall.experience.trajectory.landing import Fill, Landing
+from holdall.experience.trajectory.sequences import Sequences
+from holdall.experience.trajectory.track import Tracks
 from holdall.report import FieldReport, MemoryReport
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.tracked import enlist

@@ -16,12 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall.experience import libraries
 from holdall.experience.arena import Bytes
-from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.experience.native import native_kernels
-from holdall.experience.native_codec import NativeCoder
-from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing import libraries
+from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.experience.sealing.native_codec import NativeCoder
+from holdall.experience.sealing.portable_codec import Coder, PortableCoder
 
 COUNT = 9
 SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]

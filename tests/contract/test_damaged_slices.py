@@ -34,12 +34,12 @@ from numpy.typing import NDArray
 import holdall.experience
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes
-from holdall.experience.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.experience.disk.segment_file import Extent, SegmentFile
 from holdall.experience.native import NativeKernels, native_kernels
-from holdall.experience.native_codec import NativeCoder
-from holdall.experience.portable_codec import Coder, PortableCoder
-from holdall.experience.sealed import Coded
-from holdall.experience.segment_file import Extent, SegmentFile
+from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.experience.sealing.native_codec import NativeCoder
+from holdall.experience.sealing.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.sealed import Coded
 
 COUNT = 12
 MARGIN = 64

@@ -7,11 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.experience.advantage import estimate_advantages
 from holdall.experience.crew import Crew
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.native_rollout import rollout_loops
-from holdall.experience.reels import Reels
+from holdall.experience.trajectory.advantage import estimate_advantages
+from holdall.experience.trajectory.native_rollout import rollout_loops
+from holdall.experience.trajectory.reels import Reels
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 

@@ -17,7 +17,7 @@ from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import arrival
 from holdall.checkpoint.objectstore import Objects, RemotePlace
 from holdall.experience import segment
-from holdall.experience.awaited_file import PAGE_BYTES, AwaitedFile
+from holdall.experience.disk.awaited_file import PAGE_BYTES, AwaitedFile
 from holdall.experience.kernels import Kernels, chosen_kernels
 from holdall.experience.portable import PortableKernels
 

@@ -17,7 +17,7 @@ import pytest
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint.local import LocalLibrary
 from holdall.checkpoint.manifest import Ref, signed, signed_text
-from holdall.experience.record import MAGIC, PREAMBLE
+from holdall.experience.disk.record import MAGIC, PREAMBLE
 
 ODD: list[Any] = [
     None,

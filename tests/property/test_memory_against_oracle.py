@@ -30,7 +30,7 @@ from holdall.testing.strategies import streams
 
 KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 KEPT_BATCHES = 3
-PATIENCE_S = 20
+PATIENCE_S = 90
 QUICK_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # where a sync takes no time
 
 seeds = st.integers(0, 2**32 - 1)

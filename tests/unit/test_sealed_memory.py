@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
 from holdall.experience import segment
-from holdall.experience.choice import COST_CAPS
 from holdall.experience.native import native_kernels
+from holdall.experience.sealing.choice import COST_CAPS
 from holdall.report import FieldReport
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box

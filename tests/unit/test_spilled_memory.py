@@ -18,10 +18,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.experience import budget, choice, seal, segment, spill
-from holdall.experience.choice import COST_CAPS
-from holdall.experience.codec import Codec
+from holdall.experience import budget, segment
+from holdall.experience.disk import spill
 from holdall.experience.native import native_kernels
+from holdall.experience.sealing import choice, seal
+from holdall.experience.sealing.choice import COST_CAPS
+from holdall.experience.sealing.codec import Codec
 from holdall.experience.slices import SliceBlock
 from holdall.report import MemoryReport
 from holdall.testing import OracleMemory, assert_same_bits

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 
 from holdall.errors import HoldallError
-from holdall.experience.segment_file import Extent, SegmentFile
+from holdall.experience.disk.segment_file import Extent, SegmentFile
 
 _AT_ONCE_BYTES = 4 * 2**20
 

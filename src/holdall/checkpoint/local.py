@@ -27,7 +27,7 @@ from holdall.checkpoint.manifest import (
 )
 from holdall.checkpoint.place import MOST_FORMAT_BYTES, data_name, format_text, new_epoch, require_format
 from holdall.errors import CheckpointError, DamageError, FencedError
-from holdall.experience.segment_file import SegmentFile
+from holdall.experience.disk.segment_file import SegmentFile
 
 _TEMPORARY = ".tmp"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}

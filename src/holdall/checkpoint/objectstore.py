@@ -32,8 +32,8 @@ from holdall.checkpoint.manifest import (
 )
 from holdall.checkpoint.place import MOST_FORMAT_BYTES, data_name, format_text, new_epoch, require_format
 from holdall.errors import CheckpointError, DamageError, FencedError, MissingPackageError
-from holdall.experience.awaited_file import AwaitedFile
-from holdall.experience.segment_file import SegmentFile
+from holdall.experience.disk.awaited_file import AwaitedFile
+from holdall.experience.disk.segment_file import SegmentFile
 
 SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0

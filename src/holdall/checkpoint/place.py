@@ -18,7 +18,7 @@ from typing import Protocol
 
 from holdall.checkpoint.manifest import FORMAT, VERSION, Manifest, signed, signed_text
 from holdall.errors import CheckpointError, DamageError, FencedError
-from holdall.experience.segment_file import SegmentFile
+from holdall.experience.disk.segment_file import SegmentFile
 
 MOST_FORMAT_BYTES = 4096
 

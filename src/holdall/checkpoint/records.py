@@ -2,7 +2,7 @@
 
 In:  pieces of a snapshot.  Out: buffers to write; and back, held against what the schema says.
 Invariant: nothing is allocated that the schema and the manifest do not account for, and nothing that is read runs.
-The slices of blocks that are full are records of the disk tier, see experience/slice_record.py.
+The slices of blocks that are full are records of the disk tier, see experience/disk/slice_record.py.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint import plain
 from holdall.errors import DamageError
+from holdall.experience.disk.record import Buffer, Read, Record, pack
 from holdall.experience.part import ClosedPart
-from holdall.experience.record import Buffer, Read, Record, pack
 from holdall.experience.snapshot import RowChunk
 from holdall.experience.window import Window
 from holdall.schema import Array, Leaf

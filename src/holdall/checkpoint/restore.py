@@ -34,14 +34,14 @@ from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.experience.arena import reserve
-from holdall.experience.awaited_file import Demand, bring
-from holdall.experience.codec import Dictionary
+from holdall.experience.disk.awaited_file import Demand, bring
+from holdall.experience.disk.record import Read, Record, unpack
+from holdall.experience.disk.segment_file import Extent, SegmentFile
+from holdall.experience.disk.slice_record import unpack_dictionary, unpack_slices
 from holdall.experience.part import ClosedPart
-from holdall.experience.record import Read, Record, unpack
-from holdall.experience.sealed import CarriedSlices
+from holdall.experience.sealing.codec import Dictionary
+from holdall.experience.sealing.sealed import CarriedSlices
 from holdall.experience.segment import Segment
-from holdall.experience.segment_file import Extent, SegmentFile
-from holdall.experience.slice_record import unpack_dictionary, unpack_slices
 from holdall.experience.slices import KeptBlock
 from holdall.experience.snapshot import RowChunk, StoreContent
 from holdall.schema import Leaf, Schema

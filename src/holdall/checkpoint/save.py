@@ -39,12 +39,12 @@ from holdall.checkpoint.records import (
 from holdall.checkpoint.writing import RecordWriter
 from holdall.errors import CheckpointError, DamageError
 from holdall.experience.arena import Bytes
-from holdall.experience.codec import Codec, Method, Transform
-from holdall.experience.portable_codec import Coder
-from holdall.experience.record import Buffer
-from holdall.experience.sealed import Coded
-from holdall.experience.segment_file import Extent
-from holdall.experience.slice_record import dictionary_name, pack_dictionary, pack_slices
+from holdall.experience.disk.record import Buffer
+from holdall.experience.disk.segment_file import Extent
+from holdall.experience.disk.slice_record import dictionary_name, pack_dictionary, pack_slices
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.portable_codec import Coder
+from holdall.experience.sealing.sealed import Coded
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
 

@@ -14,9 +14,9 @@ from holdall.checkpoint.manifest import Manifest, Ref
 from holdall.checkpoint.place import Library, require_files
 from holdall.checkpoint.restore import Shelf, sensible
 from holdall.errors import CheckpointError, DamageError
-from holdall.experience.portable_codec import Coder
-from holdall.experience.record import Record, numbers
-from holdall.experience.slice_record import SLICES
+from holdall.experience.disk.record import Record, numbers
+from holdall.experience.disk.slice_record import SLICES
+from holdall.experience.sealing.portable_codec import Coder
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from holdall.checkpoint.manifest import Ref
 from holdall.checkpoint.place import NewFile, Place
-from holdall.experience.record import Buffer
+from holdall.experience.disk.record import Buffer
 
 FILE_BYTES = 64 * 2**20
 _FILES = 64

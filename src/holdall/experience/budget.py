@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdall.errors import ArgumentError
-from holdall.experience.choice import COST_CAPS
+from holdall.experience.sealing.choice import COST_CAPS
 from holdall.limits import memory_limits
 from holdall.units import format_bytes, parse_bytes
 

@@ -15,7 +15,7 @@ from holdall.experience.native import native_kernels
 from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import OpenPart, Places
 from holdall.experience.portable import PortableKernels
-from holdall.experience.portable_codec import Coder
+from holdall.experience.sealing.portable_codec import Coder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 

@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes, address, release_tail
 from holdall.experience.crew import Crew
-from holdall.experience.libraries import system_libraries
-from holdall.experience.native_codec import NativeCoder
 from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import RECORD_FIELDS, Cursors, OpenPart, Places
 from holdall.experience.portable import PortableKernels
-from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.libraries import system_libraries
+from holdall.experience.sealing.native_codec import NativeCoder
+from holdall.experience.sealing.portable_codec import Coder, PortableCoder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array

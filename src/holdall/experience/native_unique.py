@@ -15,8 +15,8 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError, HoldallError
 from holdall.experience.arena import Bytes, address
 from holdall.experience.hands import Hands
-from holdall.experience.native_codec import NativeCoder
 from holdall.experience.part import RECORD_FIELDS, Places
+from holdall.experience.sealing.native_codec import NativeCoder
 
 Names = NDArray[np.int32]
 Cut = tuple[int, int, int]

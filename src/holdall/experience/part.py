@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.experience.arena import reserve
-from holdall.experience.sealed import SealedSlices
+from holdall.experience.sealing.sealed import SealedSlices
 from holdall.experience.slices import KeptBlock, SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from holdall.experience.arena import ArenaPool, Bytes, reserve
 from holdall.experience.budget import Budget
 from holdall.experience.crew import Crew
+from holdall.experience.disk.segment_file import SegmentFile
 from holdall.experience.index import SegmentIndex
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import (
@@ -26,10 +27,9 @@ from holdall.experience.part import (
     Places,
     lies_direct,
 )
-from holdall.experience.seal import FrozenBlock
-from holdall.experience.sealed import CarriedSlices, SealedSlices
+from holdall.experience.sealing.seal import FrozenBlock
+from holdall.experience.sealing.sealed import CarriedSlices, SealedSlices
 from holdall.experience.search import WindowSearches
-from holdall.experience.segment_file import SegmentFile
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FrozenSegments, FullBlock, OpenSlices, StoreContent
 from holdall.experience.tier import Allowance, Tiers

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.arena import Bytes
-from holdall.experience.sealed import SealedSlices
-from holdall.experience.segment_file import Extent
+from holdall.experience.disk.segment_file import Extent
+from holdall.experience.sealing.sealed import SealedSlices
 
 
 class SliceBlock(ABC):

@@ -20,12 +20,13 @@ from numpy.typing import NDArray
 
 from holdall.experience.arena import as_bytes
 from holdall.experience.budget import Budget
+from holdall.experience.disk.spill import SpillFolder
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import Places
 from holdall.experience.quick import QuickDictTick, QuickRows, QuickTick
 from holdall.experience.ring import ObservationRing, new_ring
-from holdall.experience.seal import Sealer
-from holdall.experience.sealed import SealedSlices
+from holdall.experience.sealing.seal import Sealer
+from holdall.experience.sealing.sealed import SealedSlices
 from holdall.experience.segment import Segments
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import (
@@ -38,7 +39,6 @@ from holdall.experience.snapshot import (
     is_settled,
     put_rows,
 )
-from holdall.experience.spill import SpillFolder
 from holdall.experience.tier import Tiers
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from holdall.experience.seal import FrozenBlock, Sealer
+from holdall.experience.sealing.seal import FrozenBlock, Sealer
 from holdall.experience.slices import SliceBlock
 
 _WORTH_TRYING_BYTES = 128 * 2**20

@@ -20,9 +20,9 @@ from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, Roll
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.errors import ArgumentError
-from holdall.experience.advantage import estimate_advantages
-from holdall.experience.landing import Fill, Landing
-from holdall.experience.track import Tracks
+from holdall.experience.trajectory.advantage import estimate_advantages
+from holdall.experience.trajectory.landing import Fill, Landing
+from holdall.experience.trajectory.track import Tracks
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.slots import SlotArray
 from holdall.schema import Leaf

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 
 from holdall.experience import segment
-from holdall.experience.choice import COST_CAPS
+from holdall.experience.sealing.choice import COST_CAPS
 from holdall.sb3 import ReplayBuffer
 
 from .comparison import Task, assert_same_learning, learn, trained

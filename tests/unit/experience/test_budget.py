@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from holdall.errors import ArgumentError, HoldallError
 from holdall.experience import budget
 from holdall.experience.budget import Budget, available_bytes
-from holdall.experience.choice import COST_CAPS
+from holdall.experience.sealing.choice import COST_CAPS
 from holdall.limits import Limit
 
 GIB = 1 << 30

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdall.experience.native import native_kernels
-from holdall.experience.native_codec import NativeCoder
-from holdall.experience.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.native_codec import NativeCoder
+from holdall.experience.sealing.portable_codec import Coder, PortableCoder
 
 
 def native_coder() -> NativeCoder | None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from holdall.experience.arena import reserve
-from holdall.experience.codec import Codec, Method, Transform
 from holdall.experience.index import AnyPart, SegmentIndex
 from holdall.experience.part import ClosedPart, OpenPart
 from holdall.experience.portable import PortableKernels
+from holdall.experience.sealing.codec import Codec, Method, Transform
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 

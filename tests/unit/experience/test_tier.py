@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 
 from holdall.experience import segment, tier
 from holdall.experience.budget import Budget
-from holdall.experience.codec import Codec, Method, Transform
+from holdall.experience.disk.segment_file import Extent
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.portable_codec import PortableCoder
-from holdall.experience.seal import FrozenBlock, Sealer
-from holdall.experience.sealed import Coded
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.seal import FrozenBlock, Sealer
+from holdall.experience.sealing.sealed import Coded
 from holdall.experience.segment import Segments
-from holdall.experience.segment_file import Extent
 from holdall.experience.slices import KeptBlock, SliceBlock
 from holdall.experience.tier import Allowance, Tiers
 from holdall.experience.window import Window

@@ -1,0 +1,1 @@
+"""Batches: from what was drawn to tensors on the device that was asked for."""

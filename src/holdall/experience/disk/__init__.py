@@ -1,0 +1,1 @@
+"""Blocks in files: records, the files that hold them, and the disk tier."""

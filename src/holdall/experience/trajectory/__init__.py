@@ -1,0 +1,1 @@
+"""Rollouts: frames stored once, advantages in place, minibatches without a flattened copy."""

@@ -1,0 +1,177 @@
+"""The loader: batches ahead of time, in order, the same for one seed, and no older than it says."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, ClosedError, DamageError, NStep, Prioritized, ReplayMemory
+from holdall.experience.delivery.build import BatchBuilder
+from holdall.testing import LeafPlan, Stream, assert_same_bits
+from holdall.testing.strategies import box
+
+
+def fed(ticks: int = 150, **options: Any) -> tuple[ReplayMemory, Stream]:
+    space = spaces.Dict(image=box((4, 36, 36), "u1"), state=box((3,), "f4"))
+    stream = Stream(space, spaces.Discrete(3), 2, plans=[LeafPlan(axis=0)])
+    memory = ReplayMemory(space, spaces.Discrete(3), 200, 2, seed=4, **options)
+    memory.extend(**stream.ticks(ticks).arguments())
+    return memory, stream
+
+
+@pytest.fixture(autouse=True)
+def no_thread_is_left() -> Iterator[None]:
+    yield
+    deadline = time.monotonic() + 20
+    while time.monotonic() < deadline and any("holdall-loader" in t.name for t in threading.enumerate()):
+        time.sleep(0.01)
+    assert not [thread for thread in threading.enumerate() if "holdall-loader" in thread.name]
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 7])
+@pytest.mark.parametrize("budget", ["auto", None])
+@pytest.mark.parametrize("device", [None, "cpu"])
+def test_batches_are_those_that_sample_would_have_drawn(prefetch: int, budget: str | None, device: str | None) -> None:
+    """In the same order, bit for bit, while nothing is added."""
+    (memory, _), (same, _) = fed(budget=budget), fed(budget=budget, device=device)
+    with memory.loader(32, prefetch, device=device) as loader:
+        for _, batch in zip(range(12), loader, strict=False):
+            assert_same_bits(batch, same.sample(32))
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_a_batch_is_as_old_as_was_said_and_no_older(prefetch: int) -> None:
+    """Drawn `prefetch` batches before it is handed out: what was added since then is not in it, what was before is."""
+    memory, stream = fed(ticks=5, sampler=Newest())
+    with memory.loader(1, prefetch) as loader:
+        added = [memory.next_id]
+        for turn in range(20):
+            batch = next(loader)
+            drawn_at = added[max(0, turn - prefetch)]
+            assert batch.ids.tolist() == [drawn_at - 1]
+            memory.add(**stream.tick().arguments())
+            added.append(memory.next_id)
+
+
+def test_one_seed_gives_one_sequence_however_quick_the_worker_is() -> None:
+    """Adding, telling priorities and drawing in turns: batches depend on the calls alone."""
+    sequences = []
+    for delay in (0.0, 0.003):
+        memory, stream = fed(sampler=NStep(3, 0.9, by=Prioritized()))
+        sequence = []
+        with memory.loader(16, prefetch=2) as loader:
+            for turn in range(25):
+                batch = next(loader)
+                sequence.append((batch.ids.tolist(), batch.obs["image"].tobytes(), batch.weights.tolist()))
+                memory.update_priorities(batch.ids, np.arange(16.0) + turn)
+                time.sleep(delay)
+                memory.add(**stream.tick().arguments())
+        sequences.append(sequence)
+    assert sequences[0] == sequences[1]
+
+
+def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() -> None:
+    """They were looked up when they were drawn, and nothing that a batch needs is freed under it."""
+    memory, stream = fed(budget=None)
+    same, _ = fed(budget=None)
+    with memory.loader(64, prefetch=3) as loader:
+        expected = [same.sample(64) for _ in range(4)]
+        assert_same_bits(next(loader), expected[0])
+        memory.extend(**stream.ticks(300).arguments())
+        for batch in expected[1:]:
+            assert_same_bits(next(loader), batch)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+def test_an_error_is_raised_in_the_consumer(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the turn of the batch that it befell; the ones before are handed out."""
+    memory, _ = fed()
+    build, built = BatchBuilder.build, []
+
+    def fail(self: BatchBuilder, *arguments: Any) -> Any:
+        built.append(1)
+        if len(built) == 3:
+            raise DamageError("bytes are damaged")
+        return build(self, *arguments)
+
+    monkeypatch.setattr(BatchBuilder, "build", fail)
+    with memory.loader(8, prefetch) as loader:
+        next(loader)
+        next(loader)
+        with pytest.raises(DamageError, match="bytes are damaged"):
+            next(loader)
+        next(loader)
+
+
+def test_a_closed_memory_ends_its_loaders() -> None:
+    """Batches that were drawn are still handed out; the next draw says what happened."""
+    memory, _ = fed()
+    with memory.loader(8, prefetch=1) as loader:
+        next(loader)
+        memory.close()
+        with pytest.raises(ClosedError, match="the memory was closed"):
+            next(loader)
+
+
+def test_a_closed_loader_says_so() -> None:
+    """And its batches stay as they were."""
+    memory, _ = fed()
+    loader = memory.loader(8)
+    batch = next(loader)
+    image = batch.obs["image"].copy()
+    loader.close()
+    loader.close()
+    with pytest.raises(ClosedError, match="the loader was closed"):
+        next(loader)
+    memory.sample(8)
+    assert (batch.obs["image"] == image).all()
+
+
+def test_a_loader_that_is_forgotten_leaves_no_thread() -> None:
+    """Nobody has to close it."""
+    memory, _ = fed()
+    next(memory.loader(8))
+
+
+def test_batches_held_stay_as_they_were() -> None:
+    """However many are under way."""
+    memory, _ = fed()
+    with memory.loader(32, prefetch=3) as loader:
+        held = [next(loader) for _ in range(6)]
+        copies = [batch.obs["image"].copy() for batch in held]
+        for _ in range(40):
+            next(loader).obs["image"][:] = 0
+        for batch, image in zip(held, copies, strict=True):
+            assert (batch.obs["image"] == image).all()
+
+
+def test_numbers_that_make_no_sense_are_refused() -> None:
+    """When the loader is made, or at the first batch if it is larger than the memory."""
+    memory, _ = fed()
+    with pytest.raises(ArgumentError, match=r"^batch_size \(0\)"):
+        memory.loader(0)
+    with pytest.raises(ArgumentError, match=r"^prefetch \(-1\)"):
+        memory.loader(8, prefetch=-1)
+    with memory.loader(500) as loader, pytest.raises(ArgumentError, match=r"batch_size \(500\) is more than the 200"):
+        next(loader)
+
+
+class Newest:
+    """A sampler that draws the newest transition."""
+
+    def draw(self, held: Any, count: int, _generator: Any) -> Any:
+        from holdall.batch import Draw
+
+        return Draw(np.full(count, held.next_id - 1), np.ones(count, np.float32))
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def restore(self, _state: Any) -> None:
+        pass

@@ -1,0 +1,200 @@
+"""A codec is chosen by what it does to a field's own slices, and by what sampling may cost."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from holdall.experience.arena import Bytes
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.sealing import choice
+from holdall.experience.sealing.choice import COST_CAPS, Measured, choose, measure, measure_together, train
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.window import Window
+from holdall.schema import Leaf
+
+CODERS: list[Any] = [
+    pytest.param(chosen_kernels().coder, id="chosen"),
+    pytest.param(PortableCoder(), id="portable"),
+]
+FRAME = Leaf("", (36, 36), np.dtype("u1"))
+WHOLE = Window.whole(FRAME)
+ANY_COST = 1e9
+
+
+def noise(count: int, seed: int = 0) -> Bytes:
+    return np.random.default_rng(seed).integers(0, 256, (count, FRAME.nbytes), np.uint8)
+
+
+def games(count: int) -> Bytes:
+    """Draw frames of noise that all frames share, and a ball in another place in each: nothing alone shrinks."""
+    frames = np.repeat(noise(1), count, axis=0)
+    for number, place in enumerate(np.random.default_rng(1).permutation(FRAME.nbytes)[:count]):
+        frames[number, place : place + 4] = 255
+    return frames
+
+
+def ratio_of(coder: Coder, slices: Bytes, codec: Codec) -> float:
+    sealed = coder.seal(slices, codec)
+    assert sealed is not None
+    return slices.nbytes / sealed.nbytes
+
+
+# ---------------------------------------------------------------- the cap
+
+
+PRICES = [("fast", 10.0, 2.0), ("dense", 100.0, 6.0), ("densest", 300.0, 20.0), ("slow and poor", 500.0, 1.5)]
+"""Name, microseconds to decode a slice, and ratio."""
+
+
+def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, hands: int = 1) -> float:
+    """Choose among codecs of known prices; return the ratio of the one chosen, 0.0 for none."""
+    ratio_by_codec = {Codec(Method.ZSTD, level, Transform(1296)): p for level, p in enumerate(PRICES, start=1)}
+    known = [Measured(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
+    patch.setattr(choice, "measure", lambda *_: known)
+    patch.setattr(choice, "_raw_us", lambda *_: raw_us)
+    codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, hands)
+    return 0.0 if codec.method is Method.STORED else ratio_by_codec[codec][2]
+
+
+@pytest.mark.parametrize(
+    ("cap", "raw_us", "ratio"),
+    [(1.0, 9.9, 0.0), (1.0, 10.0, 2.0), (9.9, 10.0, 2.0), (10.0, 10.0, 6.0), (29.0, 10.0, 6.0), (31.0, 10.0, 20.0)],
+)
+def test_the_densest_codec_within_the_cap_is_chosen(
+    monkeypatch: pytest.MonkeyPatch, cap: float, raw_us: float, ratio: float
+) -> None:
+    """A slower one never is, however small it makes slices; if all are slower, slices stay raw."""
+    assert chosen_at(monkeypatch, cap, raw_us) == ratio
+
+
+def test_hands_that_share_a_batch_may_each_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decoding is shared out; a raw gather waits for memory, and gains less from that."""
+    assert chosen_at(monkeypatch, 9.0, 10.0, hands=1) == 2.0
+    assert chosen_at(monkeypatch, 9.0, 10.0, hands=2) == 6.0
+
+
+def test_preferences_allow_more_and_more() -> None:
+    """What is preferred is what may be paid."""
+    assert 1 < COST_CAPS["speed"] < COST_CAPS["balanced"] < COST_CAPS["memory"]
+
+
+def test_a_codec_that_hardly_shrinks_is_not_worth_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then slices stay raw, and as fast as memory."""
+    poor = Measured(Codec(Method.LZ4, 0, Transform(1296)), 1.05, 0.1)
+    monkeypatch.setattr(choice, "measure", lambda *_: [poor])
+    assert choose(PortableCoder(), FRAME, WHOLE, noise(3), ANY_COST, 1).method is Method.STORED
+
+
+class SlowZstd(PortableCoder):
+    """Decodes Zstandard slowly, whatever the machine does."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Bytes) -> None:
+        super().decode(sealed, numbers, out)
+        if sealed.codec.method is Method.ZSTD:
+            time.sleep(0.02)
+
+
+def test_the_time_to_decode_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coder that is slow at one method is not asked for it where speed counts, and is where memory does."""
+    slices = (games(64) // 64) * 64
+    coder = SlowZstd()
+    slow = {m.codec.method: m.decode_us for m in measure(coder, FRAME, WHOLE, slices)}
+    assert slow[Method.ZSTD] > 300 > slow[Method.LZ4]
+    assert choose(coder, FRAME, WHOLE, slices, ANY_COST, 1).method is Method.ZSTD
+    monkeypatch.setattr(choice, "_raw_us", lambda *_: 1.0)
+    assert choose(coder, FRAME, WHOLE, slices, 300, 1).method is not Method.ZSTD
+
+
+# ---------------------------------------------------------------- the slices
+
+
+@pytest.mark.parametrize("coder", CODERS)
+@pytest.mark.parametrize("count", [1, 2, 31, 300])
+def test_noise_stays_raw(coder: Coder, count: int) -> None:
+    """Nothing pays, at any price."""
+    assert choose(coder, FRAME, WHOLE, noise(count), ANY_COST, 1) == Codec(Method.STORED, 0, Transform(FRAME.nbytes))
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_frames_that_have_much_in_common_get_a_dictionary(coder: Coder) -> None:
+    """Each alone is noise; told what they share, next to nothing is left of them."""
+    frames = games(300)
+    codec = choose(coder, FRAME, WHOLE, frames, ANY_COST, 1)
+    assert codec.dictionary is not None
+    assert ratio_of(coder, frames, replace(codec, dictionary=None, group=1)) < 1.1
+    assert ratio_of(coder, frames, replace(codec, group=1)) > 8
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_neighbours_that_resemble_each_other_are_compressed_together(coder: Coder) -> None:
+    """Each is noise, with nothing in common with the rest of the block, and nearly the same as the one before."""
+    generator = np.random.default_rng(0)
+    scenes = generator.integers(0, 256, (20, 1, FRAME.nbytes), np.uint8).repeat(16, axis=1)
+    scenes[:, :, :16] = generator.integers(0, 256, (20, 16, 16), np.uint8)
+    frames = scenes.reshape(320, -1)
+    codec = choose(coder, FRAME, WHOLE, frames, ANY_COST, 1)
+    assert codec.group > 1
+    assert ratio_of(coder, frames, codec) > 3
+    assert ratio_of(coder, frames, replace(codec, group=1, dictionary=None)) < 1.1
+
+
+def test_lanes_in_turn_are_not_neighbours() -> None:
+    """What a batch reads of one lane lies in many groups then, and that is what is timed."""
+    frames = noise(256)
+    asked: list[int] = []
+
+    class Watching(PortableCoder):
+        def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+            asked.extend(np.unique(np.diff(numbers.reshape(-1, 2))).tolist())
+            super().decode(sealed, numbers, out)
+
+    coder = Watching()
+    one = Measured(Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), 2.0, 1.0)
+    measure_together(coder, [one], WHOLE, frames, lanes=7)
+    assert set(asked) == {7}
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_a_dictionary_is_measured_on_frames_that_it_does_not_know(coder: Coder) -> None:
+    """Otherwise noise would seem to shrink: a dictionary can hold the very frames it was trained on."""
+    assert train(coder, Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), noise(300)) is None
+    known = [m for m in measure(coder, FRAME, WHOLE, noise(64)) if m.codec.dictionary]
+    assert all(m.ratio < 1.1 for m in known)
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_floats_that_take_few_values_are_numbered(coder: Coder) -> None:
+    """An image scaled to floats shrinks to its bytes, and from there on as an image does."""
+    leaf = Leaf("", (36, 36), np.dtype("f4"))
+    pixels = np.random.default_rng(0).integers(0, 3, (64, 36, 36)).cumsum(axis=2) % 256
+    slices = (pixels.astype(np.uint8) / np.float32(255)).reshape(64, -1).view(np.uint8)
+    codec = choose(coder, leaf, Window.whole(leaf), slices, ANY_COST, 1)
+    assert codec.transform.word_bytes == 4
+    assert codec.transform.predictor
+    assert ratio_of(coder, slices, codec) > 7
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_a_field_of_too_many_words_does_without_a_palette(coder: Coder) -> None:
+    """What a coder refuses is no candidate."""
+    leaf = Leaf("", (400,), np.dtype("f4"))
+    slices = np.random.default_rng(0).normal(size=(64, 400)).astype("f4").view(np.uint8)
+    assert {m.codec.transform.word_bytes for m in measure(coder, leaf, Window.whole(leaf), slices)} == {0}
+
+
+@pytest.mark.parametrize("coder", CODERS)
+def test_what_was_measured_is_what_sealing_gives(coder: Coder) -> None:
+    """Ratios are those of the samples themselves, with offsets and palette."""
+    slices = games(40)
+    for result in measure(coder, FRAME, WHOLE, slices):
+        odd = np.ascontiguousarray(slices[1::2])
+        assert result.ratio == pytest.approx(ratio_of(coder, odd, result.codec))
+        assert result.decode_us > 0

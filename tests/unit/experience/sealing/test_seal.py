@@ -1,0 +1,672 @@
+"""The worker seals blocks in order, never holds training up for long, and leaves raw what it cannot seal."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ReplayMemory
+from holdall.experience import segment
+from holdall.experience.arena import Bytes, address
+from holdall.experience.budget import Budget
+from holdall.experience.crew import Crew
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.native import native_kernels
+from holdall.experience.part import Places
+from holdall.experience.sealing import seal
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.native_codec import NativeCoder
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.seal import FrozenBlock, Sealer
+from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.segment import Segments
+from holdall.experience.slices import KeptBlock, SliceBlock
+from holdall.experience.tier import Tiers
+from holdall.experience.window import Window
+from holdall.schema import Leaf
+from holdall.testing import OracleMemory, assert_same_bits
+from holdall.testing.strategies import box
+
+LEAF = Leaf("", (500,), np.dtype("u1"))
+PATIENCE_S = 20
+CODEC = Codec(Method.ZSTD, 9, Transform(500))
+COMPRESS_ALL = Budget.of(None, "balanced", 1)
+
+
+def frozen_block(content: str = "equal", seed: int = 0) -> FrozenBlock:
+    slices = np.full((8, 500), 3, np.uint8)
+    if content == "noise":
+        slices = np.random.default_rng(seed).integers(0, 256, (8, 500), np.uint8)
+    return FrozenBlock(0, LEAF, Window.whole(LEAF), KeptBlock(500, 8, slices.reshape(-1)))
+
+
+class GatedCoder(PortableCoder):
+    """Seals when it is let to, remembers the levels, and fails where it is told to."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
+        self.levels: list[int] = []
+        self.failing = False
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        self.begun.release()
+        assert self.gate.acquire(timeout=PATIENCE_S)
+        self.levels.append(codec.level)
+        if self.failing:
+            raise OSError("out of order")
+        return super().seal(slices, codec)
+
+    def open(self, times: int = 1000) -> None:
+        self.gate.release(times)
+
+
+class Keeper:
+    """Takes what was sealed, in order."""
+
+    def __init__(self) -> None:
+        self.kept: list[tuple[SliceBlock, SealedSlices]] = []
+        self.left: list[SliceBlock] = []  # as they are
+        self.failing = False
+
+    def keep(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
+        if self.failing:
+            raise OSError("no place")
+        if sealed is None:
+            self.left.append(block)
+        else:
+            self.kept.append((block, sealed))
+
+    @property
+    def blocks(self) -> list[SliceBlock]:
+        return [block for block, _ in self.kept]
+
+
+class Bench:
+    """A sealer with a coder that can be held up and a list to seal into; always the same codec is chosen."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.codec = CODEC
+        self.choices = 0
+        patch.setattr(seal, "choose", self._choose)
+        patch.setattr(seal, "_WAIT_FROM", 4)
+        self.coder, self.keeper = GatedCoder(), Keeper()
+        self.sealer = Sealer(self.coder, 2.0, 1, self.keeper.keep)
+
+    def submit(self, *blocks: FrozenBlock) -> None:
+        for block in blocks:
+            self.sealer.submit(block)
+
+    def rest(self) -> None:
+        """Wait until the worker waits for blocks: one that comes then is not late."""
+        self.sealer.drain()
+        wait_until(lambda: bool(self.sealer._queue.changed._waiters))  # type: ignore[attr-defined]  # its threads
+
+    def _choose(self, *_: Any) -> Codec:
+        self.choices += 1
+        return self.codec
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
+    bench = Bench(monkeypatch)
+    yield bench
+    bench.coder.open()
+    bench.sealer.stop()
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    end = time.monotonic() + PATIENCE_S
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.002)
+
+
+OTHERS: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _others() -> None:
+    """Leave aside the workers of memories that other tests dropped a moment ago."""
+    OTHERS.clear()
+    OTHERS.update(threading.enumerate())
+
+
+def workers() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "holdall-sealer" and thread not in OTHERS]
+
+
+# ---------------------------------------------------------------- the queue
+
+
+def test_blocks_are_sealed_in_the_order_they_came(bench: Bench) -> None:
+    """And each one's sealed form is its own."""
+    blocks = [frozen_block() for _ in range(6)]
+    bench.coder.open()
+    bench.submit(*blocks)
+    bench.sealer.drain()
+    assert bench.keeper.blocks == [each.block for each in blocks]
+    assert bench.sealer.backlog == 0
+    for block, sealed in bench.keeper.kept:
+        out = np.empty((8, 500), np.uint8)
+        bench.coder.decode(sealed, np.arange(8), out)
+        assert out.tobytes() == block.arena.tobytes()
+
+
+def test_the_backlog_counts_what_waits_and_what_is_being_sealed(bench: Bench) -> None:
+    """From the moment a block is handed over until it is sealed."""
+    bench.submit(frozen_block(), frozen_block(), frozen_block())
+    assert bench.sealer.backlog == 3
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    assert bench.sealer.backlog == 3
+    bench.coder.open(1)
+    wait_until(lambda: bench.sealer.backlog == 2)
+    assert len(bench.keeper.kept) == 1
+
+
+def test_there_is_no_worker_before_the_first_block(bench: Bench) -> None:
+    """A memory that is never full of anything large costs no thread."""
+    assert not workers()
+    bench.sealer.drain()
+    bench.sealer.wait_for_room()
+    bench.submit(frozen_block())
+    assert len(workers()) == 1
+
+
+def test_a_backlog_is_sealed_in_a_hurry(bench: Bench) -> None:
+    """While blocks queue up, they are sealed at a faster level; once the worker caught up, carefully again."""
+    bench.coder.open(1)
+    bench.submit(frozen_block())
+    bench.rest()
+    bench.submit(*[frozen_block() for _ in range(5)])
+    bench.coder.open()
+    bench.rest()
+    assert bench.coder.levels[2:4] == [1, 1]
+    bench.submit(frozen_block())
+    bench.rest()
+    assert bench.coder.levels[-1] == 9
+    assert len(bench.keeper.kept) == 7
+
+
+def test_blocks_that_come_one_by_one_are_sealed_carefully(bench: Bench) -> None:
+    """The first one too: nobody waited for it."""
+    bench.coder.open()
+    seal_one_by_one(bench, ["equal"] * 4)
+    assert bench.coder.levels == [9, 9, 9, 9]
+
+
+def test_whoever_adds_waits_while_too_many_blocks_are_queued(bench: Bench) -> None:
+    """So what is raw is bounded, however slow the compressor is."""
+    bench.submit(frozen_block())
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM - 1)])
+    bench.sealer.wait_for_room()  # returns at once: there is room for one more
+    bench.submit(frozen_block())
+    waiting = threading.Thread(target=bench.sealer.wait_for_room)
+    waiting.start()
+    waiting.join(0.1)
+    assert waiting.is_alive()
+    bench.coder.open(1)
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+
+
+def test_a_few_more_may_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A choice takes long and comes seldom; what is raw is bounded all the same."""
+    chosen = threading.Event()
+
+    def choose_slowly(*_: Any) -> Codec:
+        assert chosen.wait(PATIENCE_S)
+        return CODEC
+
+    monkeypatch.setattr(seal, "choose", choose_slowly)
+    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
+    bench.submit(frozen_block())
+    wait_until(lambda: bench.sealer._work.is_choosing)
+    crowded = []
+    for _ in range(seal._WAIT_WHILE_CHOOSING_FROM):
+        bench.submit(frozen_block())
+        crowded.append(bench.sealer.is_crowded)
+    assert crowded == [False] * (seal._WAIT_WHILE_CHOOSING_FROM - 1) + [True]
+    chosen.set()
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    assert bench.sealer.is_crowded
+
+
+def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
+    """For room, or for the last block."""
+    bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM + 2)])
+    waiting = [threading.Thread(target=act) for act in (bench.sealer.wait_for_room, bench.sealer.drain)]
+    for thread in waiting:
+        thread.start()
+    stopping = threading.Thread(target=bench.sealer.stop)
+    stopping.start()
+    for thread in waiting:
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    bench.coder.open()
+    stopping.join(PATIENCE_S)
+    assert not stopping.is_alive()
+
+
+def test_stopping_ends_the_worker_after_the_block_it_is_at(bench: Bench) -> None:
+    """What was not begun stays raw; stopping twice does no harm."""
+    bench.submit(*[frozen_block() for _ in range(3)])
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    stopping = threading.Thread(target=bench.sealer.stop)
+    stopping.start()
+    wait_until(lambda: bench.sealer._queue.stopped)
+    bench.coder.open()
+    stopping.join(PATIENCE_S)
+    assert not workers()
+    assert len(bench.coder.levels) == 1
+    bench.sealer.stop()
+
+
+# ---------------------------------------------------------------- the choice
+
+
+def test_a_codec_is_chosen_once_and_kept(bench: Bench) -> None:
+    """Measuring costs more than sealing."""
+    bench.coder.open()
+    bench.submit(*[frozen_block() for _ in range(30)])
+    bench.sealer.drain()
+    assert bench.choices == 1
+
+
+def test_a_codec_is_chosen_for_each_field_and_window(bench: Bench) -> None:
+    """What suits one need not suit another."""
+    bench.coder.open()
+    narrow = Window.along(LEAF, 0, 250)
+    one = frozen_block()
+    for field, window in ((0, one.window), (1, one.window), (0, narrow), (1, one.window)):
+        bench.submit(FrozenBlock(field, LEAF, window, frozen_block().block))
+    bench.sealer.drain()
+    assert bench.choices == 3
+
+
+def seal_one_by_one(bench: Bench, contents: list[str]) -> None:
+    """Without a backlog: in a hurry nothing is chosen anew."""
+    for seed, content in enumerate(contents):
+        bench.submit(frozen_block(content, seed))
+        bench.rest()
+
+
+def test_a_ratio_that_drifts_asks_for_a_new_choice(bench: Bench) -> None:
+    """Slices that look different from those measured: not at once, but after some blocks."""
+    bench.coder.open()
+    seal_one_by_one(bench, ["equal"] * 3 + ["noise"] * 4)
+    assert bench.choices == 1
+    seal_one_by_one(bench, ["equal"] * 20)
+    assert bench.choices == 1
+    bench.codec = Codec(Method.LZ4, 0, Transform(500))
+    seal_one_by_one(bench, ["noise"])
+    assert bench.choices == 2
+    seal_one_by_one(bench, ["equal"])
+    assert bench.keeper.kept[-1][1].codec.method is Method.LZ4
+
+
+def test_a_field_that_was_left_raw_is_looked_at_again(bench: Bench) -> None:
+    """Now and then, not at every block."""
+    bench.coder.open()
+    bench.codec = Codec(Method.STORED, 0, Transform(500))
+    seal_one_by_one(bench, ["noise"] * seal._REST)
+    assert bench.choices == 1
+    assert not bench.keeper.kept
+    bench.codec = CODEC
+    seal_one_by_one(bench, ["equal"] * 3)
+    assert bench.choices == 2
+    assert len(bench.keeper.kept) >= 1
+
+
+def test_a_block_that_does_not_shrink_stays_raw(bench: Bench) -> None:
+    """Offsets would only make it larger, and decoding slower."""
+    bench.coder.open()
+    block = frozen_block("noise")
+    bench.submit(block)
+    bench.sealer.drain()
+    assert not bench.keeper.kept
+    assert bench.keeper.left == [block.block]
+    assert not bench.sealer.failure
+
+
+# ---------------------------------------------------------------- what goes wrong
+
+
+def test_an_error_leaves_the_block_raw_and_the_worker_at_work(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    """It is told in the log and in `failure`; the next block is sealed as if nothing had been."""
+    bench.coder.open()
+    bench.coder.failing = True
+    broken, whole = frozen_block(), frozen_block()
+    with caplog.at_level(logging.WARNING, "holdall"):
+        bench.submit(broken)
+        bench.sealer.drain()
+    assert bench.sealer.failure == "OSError: out of order"
+    assert "could not be compressed" in caplog.text
+    assert bench.keeper.left == [broken.block]
+    bench.coder.failing = False
+    bench.submit(whole)
+    bench.sealer.drain()
+    assert bench.keeper.blocks == [whole.block]
+
+
+def test_a_place_that_fails_leaves_the_worker_at_work(bench: Bench) -> None:
+    """Also where the error comes from whoever takes the sealed block."""
+    bench.coder.open()
+    bench.keeper.failing = True
+    bench.submit(frozen_block())
+    bench.sealer.drain()
+    assert bench.sealer.failure == "OSError: no place"
+    bench.keeper.failing = False
+    bench.submit(frozen_block())
+    bench.sealer.drain()
+    assert len(bench.keeper.kept) == 1
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["sealed", "failed"])
+def test_the_worker_holds_on_to_nobody(monkeypatch: pytest.MonkeyPatch, failing: bool) -> None:
+    """When whoever takes the blocks is dropped, the worker lets go of it, whatever happened before."""
+    monkeypatch.setattr(seal._LOG, "disabled", True)  # pytest keeps records, and with them the frames of an error
+    bench = Bench(monkeypatch)
+    bench.coder.open()
+    bench.keeper.failing = failing
+    block = frozen_block()
+    bench.submit(block)
+    bench.sealer.drain()
+    owner, kept, sealer = weakref.ref(bench.keeper), weakref.ref(block.block), bench.sealer
+    del block
+    bench.keeper = Keeper()
+    gc.collect()
+    wait_until(lambda: owner() is None and kept() is None)
+    sealer.stop()
+
+
+# ---------------------------------------------------------------- in a memory
+
+
+SPACE = box((4, 24, 24), "u1")
+
+
+def fill(memory: ReplayMemory, ticks: int, oracle: OracleMemory | None = None, first: int = 0) -> None:
+    """Add stacks of frames that say their numbers."""
+    for tick in range(first, first + ticks):
+        frames = (np.arange(tick, tick + 5) % 251).astype(np.uint8)
+        film = np.broadcast_to(frames[:, None, None], (5, 24, 24))
+        given: dict[str, Any] = {
+            "obs": film[None, :4].copy(),
+            "next_obs": film[None, 1:].copy(),
+            "action": np.array([tick % 2]),
+            "reward": np.array([tick], np.float32),
+            "terminated": np.zeros(1, np.bool_),
+            "truncated": np.zeros(1, np.bool_),
+        }
+        memory.add(**given)
+        if oracle is not None:
+            oracle.add(**given)
+
+
+@pytest.fixture
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 20_000)
+
+
+def memory_with(coder: PortableCoder | None, patch: pytest.MonkeyPatch, capacity: int = 5_000) -> ReplayMemory:
+    """Make a memory that compresses all; with a coder of ours, by the portable loops."""
+    if coder is not None:
+        patch.setenv("HOLDALL_KERNELS", "portable")
+        patch.setattr("holdall.experience.portable.PortableCoder", lambda: coder)
+        patch.setattr(seal, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
+    return ReplayMemory(SPACE, spaces.Discrete(2), capacity, budget=None)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_training_goes_on_when_compressing_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every row is right, every block raw, and the report says why."""
+    coder = GatedCoder()
+    coder.open()
+    coder.failing = True
+    oracle = OracleMemory(5_000)
+    with memory_with(coder, monkeypatch) as memory:
+        fill(memory, 300, oracle)
+        memory.drain()
+        report = memory.report()
+        assert report.failure == "OSError: out of order"
+        assert "out of order" in str(report)
+        assert "sealed by" not in str(report)
+        fill(memory, 100, oracle, first=300)
+        assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
+        assert len(coder.levels) > 5
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_adding_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compressor that stands still, so does `add`, after a few blocks; the report shows the backlog."""
+    coder = GatedCoder()
+    with memory_with(coder, monkeypatch) as memory:
+        adding = threading.Thread(target=fill, args=(memory, 2_000))
+        adding.start()
+        wait_until(lambda: memory.report().backlog > seal._WAIT_FROM)
+        adding.join(0.2)
+        assert adding.is_alive()
+        assert memory.report().backlog == seal._WAIT_FROM + 1
+        assert "blocks wait to be compressed" in str(memory.report())
+        memory.sample(8)  # reading does not wait
+        coder.open()
+        adding.join(PATIENCE_S)
+        assert not adding.is_alive()
+        memory.drain()
+        assert memory.report().backlog == 0
+        coder.open()
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_extending_waits_rather_than_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A long trajectory is held up as its steps would be."""
+    coder = GatedCoder()
+    frames = np.random.default_rng(0).integers(0, 9, (1_003, 24, 24), np.uint8)
+    film = np.stack([frames[t : t + 4] for t in range(1_000)])[:, None]
+    given = (film[:-1], np.zeros((999, 1), np.int64), np.zeros((999, 1), np.float32), film[1:])
+    flags = np.zeros((999, 1), np.bool_)
+    with memory_with(coder, monkeypatch) as memory:
+        extending = threading.Thread(target=memory.extend, args=(*given, flags, flags))
+        extending.start()
+        extending.join(0.5)
+        backlog = memory.report().backlog if extending.is_alive() else 1_000
+        coder.open()
+        extending.join(PATIENCE_S)
+        assert backlog <= seal._WAIT_FROM + 1
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_closing_a_memory_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No thread is left behind."""
+    memory = memory_with(None, monkeypatch)
+    fill(memory, 300)
+    assert workers()
+    memory.close()
+    assert not workers()
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_dropping_a_memory_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without `close` too: a worker holds on to no memory, so one that is let go of goes, and its worker with it."""
+    memory = memory_with(None, monkeypatch)
+    fill(memory, 300)
+    memory.drain()
+    assert workers()
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
+    wait_until(lambda: not workers())
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_dropping_a_memory_in_the_middle_of_sealing_ends_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The block at work is finished for nobody."""
+    coder = GatedCoder()
+    memory = memory_with(coder, monkeypatch)
+    fill(memory, 60)
+    assert coder.begun.acquire(timeout=PATIENCE_S)
+    gone = weakref.ref(memory)
+    del memory
+    gc.collect()
+    assert gone() is None
+    coder.open()
+    wait_until(lambda: not workers())
+
+
+class Waiting(Sealer):
+    """Remembers what it was to seal, and seals nothing."""
+
+    def __init__(self) -> None:
+        self.submitted: list[FrozenBlock] = []
+
+    def submit(self, frozen: FrozenBlock) -> None:
+        self.submitted.append(frozen)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_readers_of_the_raw_form_keep_it() -> None:
+    """Places that were looked up before a block was sealed read the same bytes after; none writes to its arena."""
+    leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
+    kernels, sealer, oracle = chosen_kernels(), Waiting(), list[bytes]()
+    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(sealer), COMPRESS_ALL)
+    film = np.random.default_rng(0).integers(0, 4, (700, 24, 24), np.uint8)
+
+    def run(first: int, end: int) -> None:
+        for tick in range(first, end):
+            segments.append(tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
+            oracle.append(film[tick : tick + 4].tobytes())
+
+    def read(places: Places) -> bytes:
+        obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
+        kernels.gather(places, 0, obs, next_obs, Crew(hands=1))
+        assert next_obs[:-1].tobytes() == obs[1:].tobytes()
+        return obs.tobytes()
+
+    run(0, 300)
+    ticks, lanes = np.arange(300), np.zeros(300, np.int64)
+    before = segments.places(ticks, lanes)
+    arenas = {address(frozen.block.arena) for frozen in sealer.submitted}
+    assert len(arenas) > 5
+    for frozen in sealer.submitted:
+        slices = frozen.block.arena[: frozen.block.used_bytes].reshape(frozen.block.used, -1)
+        sealed = kernels.coder.seal(slices, Codec(Method.LZ4, 0, Transform(576)))
+        assert sealed is not None
+        segments.seal(frozen.block, sealed)
+    run(300, 650)
+    assert not arenas & {address(closed.parts[0].block.arena) for closed in segments._closed}
+    assert read(before) == b"".join(oracle[:300])
+    assert read(segments.places(ticks, lanes)) == b"".join(oracle[:300])
+
+
+class AtOnce(Sealer):
+    """Seals a block the moment it comes, as a worker may that is quick."""
+
+    def __init__(self) -> None:
+        self.segments: Segments | None = None
+
+    def submit(self, frozen: FrozenBlock) -> None:
+        if self.segments is not None:
+            seal_block(self.segments, frozen.block)
+
+
+def seal_block(segments: Segments, block: SliceBlock) -> None:
+    slices = block.arena[: block.used_bytes].reshape(block.used, -1)
+    sealed = chosen_kernels().coder.seal(slices, Codec(Method.LZ4, 0, Transform(block.slice_bytes)))
+    assert sealed is not None
+    segments.seal(block, sealed)
+
+
+@pytest.mark.usefixtures("small_segments")
+def test_a_loaded_block_may_be_sealed_at_once() -> None:
+    """Raw blocks of a loaded memory go to the sealer when everything else is in place, not before."""
+    leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
+    kernels, waiting, at_once = chosen_kernels(), Waiting(), AtOnce()
+    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(waiting), COMPRESS_ALL)
+    film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
+    for tick in range(300):
+        segments.append(tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
+    for frozen in waiting.submitted[1::2]:
+        seal_block(segments, frozen.block)
+    loaded = Segments(kernels, [], 1, 3_000, Tiers(at_once), COMPRESS_ALL)
+    at_once.segments = loaded
+    loaded.restore(pickle.loads(pickle.dumps(segments.state(), protocol=5)), [leaf])
+    assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
+    obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
+    places = loaded.places(np.arange(300), np.zeros(300, np.int64))
+    kernels.gather(places, 0, obs, next_obs, Crew(hands=1))
+    assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
+
+
+class SealedWhenLookedAt(KeptBlock):
+    """A block that the worker seals between two looks of another thread."""
+
+    @property
+    def sealed(self) -> SealedSlices | None:
+        seen: SealedSlices | None = self.__dict__.get("hidden")
+        if seen is None and self.__dict__.get("armed"):
+            self.__dict__["armed"] = False
+            slices = self.arena.reshape(self.used, -1)
+            sealed = PortableCoder().seal(slices, CODEC)
+            assert sealed is not None
+            self.replace_by(sealed)
+        return seen
+
+    @sealed.setter
+    def sealed(self, value: SealedSlices | None) -> None:
+        self.__dict__["hidden"] = value
+
+
+def test_a_block_that_is_sealed_while_it_is_pickled_is_pickled_whole() -> None:
+    """In either form: a pickle is written outside the lock."""
+    content = frozen_block().block.arena
+    block = SealedWhenLookedAt(500, 8, content)
+    block.__dict__["armed"] = True
+    _, (_, used, kept) = block.__reduce__()
+    assert used == 8
+    raw = np.empty((8, 500), np.uint8)
+    if isinstance(kept, SealedSlices):
+        PortableCoder().decode(kept, np.arange(8), raw)
+    else:
+        raw = kept
+    assert raw.tobytes() == content.tobytes()
+
+
+EXIT = """
+import threading, time
+import numpy as np
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.native import native_kernels
+
+coder = native_kernels().coder
+slices = np.random.default_rng(0).integers(0, 40, (4, 1 << 21), np.uint8)
+codec = Codec(Method.ZSTD, 19, Transform(1 << 21))
+threading.Thread(target=coder.seal, args=(slices, codec), daemon=True).start()
+time.sleep(0.3)
+"""
+
+
+def has_native_coder() -> bool:
+    kernels = native_kernels()
+    return kernels is not None and isinstance(kernels.coder, NativeCoder)
+
+
+@pytest.mark.skipif(not has_native_coder(), reason="the compiled loops, libzstd or liblz4 are missing here")
+def test_a_process_may_end_while_a_block_is_being_sealed() -> None:
+    """Nothing is freed under the worker, which would end a finished training with a crash."""
+    done = subprocess.run([sys.executable, "-c", EXIT], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode == 0, done.stderr
