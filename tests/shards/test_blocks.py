@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, DamageError
-from holdall.experience.choice import choose
-from holdall.experience.codec import Codec
+from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.kernels import Kernels, chosen_kernels
 from holdall.experience.native import native_kernels
 from holdall.experience.portable import PortableKernels
-from holdall.experience.slice_record import dictionary_name
+from holdall.experience.sealing.choice import choose
+from holdall.experience.sealing.codec import Codec
 from holdall.experience.store import Tick
 from holdall.ray.answer import Answer, pack_answer, unpack_answer
 from holdall.ray.block import Block, pack_block, unpack_block

@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from holdall.checkpoint.plain import dtype_name, dtype_of
 from holdall.checkpoint.records import window_of, window_words
 from holdall.errors import DamageError
-from holdall.experience.codec import Dictionary
+from holdall.experience.disk.record import Buffer, Record, pack
+from holdall.experience.disk.slice_record import codec_words
 from holdall.experience.part import NEXT_IS_WHOLE
-from holdall.experience.record import Buffer, Record, pack
-from holdall.experience.slice_record import codec_words
+from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.block import MOST_ROWS, array_of, as_buffer, coded_of, open_record, read_part, whole
 from holdall.ray.layout import Layout
 from holdall.ray.shelf import Form, Found, Stretch

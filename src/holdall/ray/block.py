@@ -17,11 +17,11 @@ from numpy.typing import NDArray
 from holdall.checkpoint.plain import dtype_name, dtype_of
 from holdall.checkpoint.records import window_of, window_words
 from holdall.errors import DamageError
-from holdall.experience.codec import Codec, Dictionary
+from holdall.experience.disk.record import Buffer, Record, numbers, pack, unpack
+from holdall.experience.disk.slice_record import codec_of, codec_words
 from holdall.experience.part import NEXT_IS_WHOLE
-from holdall.experience.record import Buffer, Record, numbers, pack, unpack
-from holdall.experience.sealed import Coded
-from holdall.experience.slice_record import codec_of, codec_words
+from holdall.experience.sealing.codec import Codec, Dictionary
+from holdall.experience.sealing.sealed import Coded
 from holdall.experience.window import Window
 from holdall.ray.layout import Layout
 from holdall.schema import Array, Leaf

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.experience.assemble import Delivery, ObservationAssembler
 from holdall.experience.crew import Crew
+from holdall.experience.delivery.assemble import Delivery, ObservationAssembler
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import ClosedPart, Places
 from holdall.experience.slices import KeptBlock

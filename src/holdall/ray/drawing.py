@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, HoldallError, ShardError
-from holdall.experience.codec import Dictionary
+from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, unpack_answer
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer

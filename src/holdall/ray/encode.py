@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 
 from holdall.experience.arena import Bytes, reserve
-from holdall.experience.codec import Codec, Method, Transform
 from holdall.experience.kernels import Kernels
 from holdall.experience.part import Cursors, OpenPart
-from holdall.experience.sealed import Coded
+from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.sealed import Coded
 from holdall.experience.search import WindowSearches
 from holdall.experience.store import Tick
 from holdall.experience.window import Window

@@ -26,9 +26,9 @@ from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch
 from holdall.checkpoint.schema_words import schema_words
 from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
-from holdall.experience.choice import COST_CAPS
+from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.loader import Loader
+from holdall.experience.sealing.choice import COST_CAPS
 from holdall.ray.actors import start_roster, start_shard
 from holdall.ray.cluster import LOSSES, POLICIES, Cluster
 from holdall.ray.deliver import Deliverer

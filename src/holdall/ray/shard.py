@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from holdall.arguments import generator_of
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ArgumentError, DamageError
-from holdall.experience.codec import Dictionary
-from holdall.experience.record import pack
-from holdall.experience.slice_record import dictionary_name
+from holdall.experience.disk.record import pack
+from holdall.experience.disk.slice_record import dictionary_name
+from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, pack_answer
 from holdall.ray.block import dictionaries_of, open_record, read_part, unpack_block
 from holdall.ray.envelope import Ack, Envelope, Verdict

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 
 from holdall.checkpoint.records import window_words
 from holdall.errors import ArgumentError
-from holdall.experience.codec import Codec
+from holdall.experience.disk.slice_record import codec_words
 from holdall.experience.part import NEXT_IS_WHOLE
-from holdall.experience.sealed import Coded
-from holdall.experience.slice_record import codec_words
+from holdall.experience.sealing.codec import Codec
+from holdall.experience.sealing.sealed import Coded
 from holdall.experience.window import Window
 from holdall.ray.block import Block, SlicedField
 from holdall.ray.layout import Layout

@@ -18,9 +18,9 @@ import ray
 
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ClosedError, ShardError
-from holdall.experience.codec import Dictionary
+from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.slice_record import dictionary_name
+from holdall.experience.sealing.codec import Dictionary
 from holdall.experience.store import Tick
 from holdall.ray.block import dictionaries_of, pack_block
 from holdall.ray.encode import Encoder
