@@ -7,11 +7,12 @@ Invariant: a child never outlives whoever reads it, and what it complained of is
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, TextIO
 
 from holdall.errors import HoldallError
 
@@ -20,9 +21,19 @@ class ChildError(HoldallError, RuntimeError):
     """A measurement in a process of its own did not end well."""
 
 
+_CHANNEL: dict[str, TextIO] = {}
+
+
 def emit(message: Mapping[str, Any]) -> None:
-    """Write one JSON line and push it out at once: the parent's progress bar waits for it."""
-    print(json.dumps(message), flush=True)  # noqa: T201 the line is the child's output
+    """Write one JSON line and push it out at once: the parent's progress bar waits for it.
+
+    Libraries greet on stdout, too; from the first line on, whatever else is printed goes to stderr.
+    """
+    if not _CHANNEL:
+        sys.stdout.flush()
+        _CHANNEL["lines"] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+    print(json.dumps(message), file=_CHANNEL["lines"], flush=True)
 
 
 def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
@@ -35,8 +46,7 @@ def messages(command: list[str], environment: Mapping[str, str] | None = None) -
     ):
         try:
             for line in child.stdout or ():
-                if line.startswith("{"):  # libraries greet on stdout, too
-                    yield json.loads(line)
+                yield json.loads(line)
         except BaseException:  # Ctrl-C, or nobody reads on: the child must not outlive its parent
             child.kill()
             raise

@@ -52,6 +52,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, required=True)
     wanted = parser.parse_args()
+    emit({"done": 0, "total": wanted.transitions})
     record(make(wanted.env, wanted.wrapper), wanted.transitions, wanted.stack, wanted.seed, wanted.out)
 
 

@@ -59,7 +59,7 @@ class Trace:
         try:
             with np.load(file, allow_pickle=False) as loaded:
                 return cls({name: loaded[name] for name in loaded.files}, file.name)
-        except (OSError, ValueError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
             if isinstance(error, ArgumentError):
                 raise
             raise ArgumentError(f"trace ({file}) cannot be read ({error}); name an .npz file") from error

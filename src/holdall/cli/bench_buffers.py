@@ -19,8 +19,6 @@ from holdall.cli.lists import ListsCommand
 from holdall.cli.verbosity import Verbose
 from holdall.errors import ArgumentError
 
-INTERRUPTED = 130
-
 
 class BuffersCommand(ListsCommand):
     """Its options that take several words."""
@@ -79,6 +77,9 @@ def _cases(names: list[str] | None, traces: list[Path] | None, env: str | None, 
     if sum(bool(given) for given in (names, traces, env)) > 1:
         raise ArgumentError("case, trace and env are three ways to say what is played; give one of them")
     if traces:
+        for file in traces:
+            if not file.is_file():
+                raise ArgumentError(f"trace ({file}) is no file; name an .npz file, or record one with --env")
         return [Case(file.stem, file=file) for file in traces]
     if env:
         return [Case(env, env, wrapper, stack)]
@@ -97,7 +98,7 @@ def _opened(path: Path) -> Any:
 def _show(records: list[dict[str, Any]]) -> None:
     console = Console()
     for case in cases_of(records):
-        console.print(drawn(records, case))
+        console.print(drawn(records, case), soft_wrap=True)
         console.print()
     for line in absences(records):
         console.print(line, style="dim", highlight=False, soft_wrap=True)

@@ -17,38 +17,17 @@ import torch
 from stable_baselines3 import SAC
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
-from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.demo.camera import CameraRover
+from holdall.demo.eyes import SmallEyes
 from holdall.demo.result import Result
 from holdall.footprint import held_bytes, peak_bytes
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
 RANDOM_STEPS = 100  # before the first gradient step
-PATCH_PX = 12  # what the network sees at once
 READ_EVERY = 500  # transitions between two readings of the process's memory
 SEED = 7
-
-
-class SmallEyes(BaseFeaturesExtractor):
-    """One wide convolution and the state vector: enough to learn from, quick on two cores."""
-
-    def __init__(self, observation_space: Any) -> None:
-        super().__init__(observation_space, features_dim=32 + observation_space["state"].shape[0])
-        channels, height, width = observation_space["camera"].shape  # SB3 has moved the channels to the front
-        patches = (height // PATCH_PX) * (width // PATCH_PX)
-        self.look = torch.nn.Sequential(
-            torch.nn.Conv2d(channels, 8, kernel_size=PATCH_PX, stride=PATCH_PX),
-            torch.nn.ReLU(),
-            torch.nn.Flatten(),
-            torch.nn.Linear(8 * patches, 32),
-            torch.nn.ReLU(),
-        )
-
-    def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Join what the camera shows with the state."""
-        return torch.cat([self.look(observations["camera"]), observations["state"]], dim=1)
 
 
 class Progress(BaseCallback):

@@ -29,7 +29,9 @@ class CpprbBuffer(Buffer):
         parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
         self._observed = {f"obs_{key}": part for key, part in parts.items()}
         self._is_dict = isinstance(observation, spaces.Dict)
-        fields: dict[str, Any] = {name: {"shape": part.shape, "dtype": part.dtype} for name, part in self._observed.items()}
+        fields: dict[str, Any] = {
+            name: {"shape": part.shape, "dtype": part.dtype} for name, part in self._observed.items()
+        }
         fields |= {"action": {"shape": action.shape or 1, "dtype": action.dtype}, "reward": {"dtype": np.float32}}
         fields |= {name: {"dtype": np.bool_} for name in _FLAGS}
         self.buffer = ReplayBuffer(capacity, fields, next_of=tuple(self._observed))

@@ -25,7 +25,7 @@ from holdall.bench.buffers.right import compare
 from holdall.bench.buffers.ways import WAYS, Buffer, Way
 from holdall.bench.child import emit
 from holdall.bench.trace import Step, Trace
-from holdall.plan.process import begin_peak, held_bytes, peak_bytes
+from holdall.footprint import begin_peak, held_bytes, peak_bytes
 
 BATCH = 256
 _BLOCK = 50
@@ -125,6 +125,7 @@ def main() -> None:
     parser.add_argument("--transitions", type=int, required=True)
     parser.add_argument("--check", action="store_true")
     wanted = parser.parse_args()
+    emit({"done": 0, "total": wanted.transitions})
     warnings.simplefilter("ignore")  # what other libraries warn of is no figure
     emit({"result": measure(wanted.way, wanted.trace, wanted.transitions, checks=wanted.check)})
 

@@ -1,0 +1,163 @@
+"""Which is best, where that can be told: medians, intervals, and refusals.
+
+In:  runs.  Out: an order by memory, by speed and by reward; or why there is none.
+Invariant: nothing is ranked by memory that was not filled, and by nothing where the seeds do not tell it apart.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, median, stdev
+from typing import Any
+
+from holdall.bench.result import Run
+
+_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1 on; the normal one beyond."""
+_NORMAL = 1.96
+_SAME = 0.03
+"""Peaks that differ by less count as the same: a heap's holes are not the buffer's doing."""
+_NEARLY_FULL = 0.999
+
+Name = tuple[str, str]  # profile and buffer
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean over seeds, and where the true one lies with 95 %; None: one seed alone says nothing of that."""
+
+    mean: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Work it out."""
+        count = len(values)
+        if count < 2:
+            return cls(fmean(values), None)
+        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
+        return cls(fmean(values), quantile * stdev(values) / sqrt(count))
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two cannot be told apart."""
+        if self.half is None or other.half is None:
+            return True
+        return abs(self.mean - other.mean) <= self.half + other.half
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """All seeds of one profile with one buffer."""
+
+    name: Name
+    runs: tuple[Run, ...]
+
+    @property
+    def done(self) -> tuple[Run, ...]:
+        """Those that ended."""
+        return tuple(run for run in self.runs if run.status == "done")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Median of the peaks."""
+        return int(median(run.peak_bytes for run in self.done)) if self.done else 0
+
+    @property
+    def bytes_per_transition(self) -> float | None:
+        """Median of the slopes."""
+        found = [run.bytes_per_transition for run in self.done if run.bytes_per_transition is not None]
+        return median(found) if found else None
+
+    @property
+    def speed(self) -> Interval | None:
+        """Steps per second."""
+        found = [run.steps_per_second for run in self.done if run.steps_per_second is not None]
+        return Interval.of(found) if found else None
+
+    @property
+    def reward(self) -> Interval | None:
+        """What episodes of the later half of training returned, on average."""
+        means = [fmean(run.rewards[len(run.rewards) // 2 :]) for run in self.done if run.rewards]
+        return Interval.of(means) if means else None
+
+    def checkpoint(self, what: str) -> float | None:
+        """Median of one figure of saving."""
+        found = [run.checkpoint[what] for run in self.done if run.checkpoint and run.checkpoint.get(what) is not None]
+        return median(found) if found else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ranking:
+    """An order, the best first; or why there is none."""
+
+    by: str
+    order: tuple[Name, ...]
+    refused: str | None = None
+    same: tuple[tuple[Name, Name], ...] = ()  # neighbours in the order that cannot be told apart
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {
+            "kind": "ranking",
+            "by": self.by,
+            "order": [list(name) for name in self.order],
+            "refused": self.refused,
+            "same": [[list(one), list(other)] for one, other in self.same],
+        }
+
+
+def summaries(runs: Sequence[Run]) -> list[Summary]:
+    """Gather the seeds of every profile and buffer."""
+    names = dict.fromkeys((run.profile, run.buffer) for run in runs)
+    return [Summary(name, tuple(run for run in runs if (run.profile, run.buffer) == name)) for name in names]
+
+
+def rankings(runs: Sequence[Run]) -> list[Ranking]:
+    """Rank by memory, speed and reward."""
+    known = summaries(runs)
+    measured = [summary for summary in known if summary.done]
+    return [_by_memory(known, measured), _by_speed(measured), _by_reward(measured)]
+
+
+def _by_memory(known: Sequence[Summary], measured: Sequence[Summary]) -> Ranking:
+    for summary in known:
+        for run in summary.runs:
+            if run.status == "done" and run.filled < _NEARLY_FULL:
+                held, named = int(run.filled * run.size), " with ".join(summary.name)
+                why = f"{named} held {held:,} of {run.size:,} transitions when it was measured"
+                return Ranking("memory", (), f"{why}: fill the buffers, or what they would take is not seen")
+            if run.status in {"failed", "stopped"}:
+                return Ranking("memory", (), f"{' with '.join(summary.name)} {run.status}; --resume runs it again")
+    if not measured:
+        return Ranking("memory", (), "nothing was measured")
+    order = sorted(measured, key=lambda summary: summary.peak_bytes)
+    same = [
+        (one.name, other.name)
+        for one, other in itertools.pairwise(order)
+        if other.peak_bytes - one.peak_bytes < _SAME * one.peak_bytes
+    ]
+    return Ranking("memory", tuple(summary.name for summary in order), None, tuple(same))
+
+
+def _by_speed(measured: Sequence[Summary]) -> Ranking:
+    return _by_interval("speed", [(summary.name, summary.speed) for summary in measured])
+
+
+def _by_reward(measured: Sequence[Summary]) -> Ranking:
+    return _by_interval("reward", [(summary.name, summary.reward) for summary in measured])
+
+
+def _by_interval(by: str, found: Sequence[tuple[Name, Interval | None]]) -> Ranking:
+    known = sorted(((name, value) for name, value in found if value is not None), key=lambda pair: -pair[1].mean)
+    if not known:
+        return Ranking(by, (), f"no {by} was measured")
+    if any(interval.half is None for _, interval in known):
+        return Ranking(by, (), "one seed says nothing of how far another would be from it; give --seeds 3 or more")
+    pairs = list(itertools.pairwise(known))
+    same = [(one[0], other[0]) for one, other in pairs if one[1].overlaps(other[1])]
+    if pairs and len(same) == len(pairs):
+        return Ranking(by, (), "the intervals of all neighbours overlap; more seeds or steps would tell them apart")
+    return Ranking(by, tuple(name for name, _ in known), None, tuple(same))

@@ -1,0 +1,213 @@
+"""One training in a process of its own: `python -m holdall.bench.training TASK`, the task as JSON.
+
+Out: JSON lines, {"phase", "done", "total"} while it runs and {"result"} last.
+The buffer is filled first, by random actions in the real environment: then memory means something, and steps are timed
+with a buffer that is as large as it gets. Peaks are resident bytes, begun anew with every phase.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.logger import configure
+
+from holdall.bench.child import emit
+from holdall.footprint import begin_peak, held_bytes, peak_bytes
+from holdall.plan import spacetext
+from holdall.plan.environment import make
+from holdall.plan.spec import ALGORITHMS
+
+_TELL_EVERY_S = 0.2
+_READINGS = 50
+_WARM_UP = 0.2  # share of the steps that are not timed
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one process trains."""
+
+    env_id: str
+    algo: str
+    buffer: str
+    size: int  # capacity of a replay buffer, or steps of a rollout
+    batch_size: int
+    timesteps: int
+    seed: int
+    fills: bool
+    features: str
+    policy_kwargs: dict[str, Any]
+
+
+class Watcher(BaseCallback):
+    """Reads memory at even distances, notes when steps were done, and what episodes returned."""
+
+    def __init__(self, phase: str, total: int) -> None:
+        super().__init__()
+        self.phase, self.total = phase, total
+        self.moments: list[float] = []  # when each step, or each rollout, began
+        self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
+        self.returns: list[float] = []
+        self._every = max(total // _READINGS, 1)
+        self._told = 0.0
+        self._steps = 0
+
+    def _on_rollout_start(self) -> None:
+        self.moments.append(time.perf_counter())
+
+    def _on_step(self) -> bool:
+        self._steps += 1
+        now = time.perf_counter()
+        self.returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
+        if self._steps % self._every == 0:
+            self.readings.append((self._steps, held_bytes().unique))
+        if now - self._told > _TELL_EVERY_S:
+            self._told = now
+            emit({"phase": self.phase, "done": self._steps, "total": self.total})
+        return self._steps < self.total
+
+    def _on_training_end(self) -> None:
+        self.moments.append(time.perf_counter())
+
+
+def trained(task: Task) -> dict[str, Any]:
+    """Construct, fill, train, save; measure each."""
+    started = time.perf_counter()
+    model, peaks = None, {"base": held_bytes().resident}
+    begin_peak()
+    model = _model(task)
+    found: dict[str, Any] = {
+        "observation": spacetext.describe(model.observation_space),
+        "action": spacetext.describe(model.action_space),
+        "processes": [],
+    }
+    peaks["construct"] = peak_bytes()
+    on_policy = ALGORITHMS[task.algo].on_policy
+    found |= (_rollouts if on_policy else _replay)(model, task, peaks)
+    found["checkpoint"] = _saved(model, task, peaks)
+    return found | {"peaks": peaks, "seconds": time.perf_counter() - started}
+
+
+def _replay(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    fill = task.size if task.fills else max(2 * task.batch_size, 100)
+    filling = Watcher("fill", fill)
+    begin_peak()
+    model.learning_starts = fill + 1  # no update happens before, only random actions
+    model.learn(fill, callback=filling)
+    peaks["collect"] = peak_bytes()
+    if task.buffer == "holdall":
+        model.replay_buffer.memory.drain()
+    held = model.replay_buffer.size()
+    model.learning_starts = 0
+    training = Watcher("train", task.timesteps)
+    begin_peak()
+    model.learn(task.timesteps, callback=training, reset_num_timesteps=False)
+    peaks["train"] = peak_bytes()
+    seconds = np.diff(training.moments)
+    settled = seconds[int(_WARM_UP * len(seconds)) :]
+    return {
+        "steps": len(seconds),
+        "filled": held / model.replay_buffer.buffer_size,
+        # The median: on a shared machine the mean tells more about the neighbours than about the run.
+        "steps_per_second": 1.0 / float(np.median(settled)),
+        "seconds_of_steps": float(seconds.sum()),
+        "fill_per_second": fill / (filling.moments[-1] - filling.moments[0]),
+        "bytes_per_transition": _slope(filling.readings),
+        "rewards": training.returns[-1_000:],
+    }
+
+
+def _rollouts(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    total = max(task.timesteps, task.size) if task.fills else task.timesteps
+    training = Watcher("train", -(-total // task.size) * task.size)
+    begin_peak()
+    model.learn(total, callback=training)
+    peaks["train"] = peaks["collect"] = peak_bytes()
+    seconds = np.diff(training.moments)
+    return {
+        "steps": training.num_timesteps,
+        "filled": min(training.num_timesteps / task.size, 1.0),
+        "steps_per_second": task.size / float(np.median(seconds)),
+        "seconds_of_steps": float(seconds.sum()),
+        "fill_per_second": None,
+        "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= task.size]),
+        "rewards": training.returns[-1_000:],
+    }
+
+
+def _model(task: Task) -> Any:
+    algorithm = ALGORITHMS[task.algo]
+    env = make(task.env_id)
+    cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
+    is_dict = hasattr(env.observation_space, "spaces")
+    if algorithm.on_policy:
+        settings |= {"n_steps": task.size, "n_epochs": 2}
+        if task.buffer == "holdall":
+            settings["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
+    else:
+        own = importlib.import_module("holdall.sb3").ReplayBuffer if task.buffer == "holdall" else None
+        settings |= {"buffer_size": task.size, "train_freq": 1}
+        settings["replay_buffer_class"] = own or (DictReplayBuffer if is_dict else ReplayBuffer)
+    if task.features:
+        module, _, name = task.features.partition(":")
+        settings["policy_kwargs"]["features_extractor_class"] = getattr(importlib.import_module(module), name)
+    policy = "MultiInputPolicy" if is_dict else _policy(env)
+    model = cls(policy, env, seed=task.seed, device="cpu", **settings)
+    model.set_logger(configure(None, []))
+    return model
+
+
+def _policy(env: Any) -> str:
+    return "CnnPolicy" if spacetext.has_images(env.observation_space) else "MlpPolicy"
+
+
+def _saved(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    """Save what a resumed training needs: the model, and the replay buffer if there is one."""
+    emit({"phase": "save", "done": 0, "total": 1})
+    before = held_bytes().resident
+    has_peak = begin_peak()
+    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
+        place = Path(folder)
+        start = time.perf_counter()
+        replay = getattr(model, "replay_buffer", None)
+        if replay is not None and task.buffer == "holdall":
+            files = importlib.import_module("holdall.sb3.checkpoint").training_files(model, None)
+            replay.memory.save(place / "run", attach=files).result()
+        else:
+            model.save(place / "model.zip")
+            if replay is not None:
+                model.save_replay_buffer(place / "buffer.pkl")
+        seconds = time.perf_counter() - start
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    peaks["save"] = peak_bytes()
+    return {"seconds": seconds, "bytes": size, "extra": max(peaks["save"] - before, 0) if has_peak else None}
+
+
+def _slope(readings: list[tuple[int, int]]) -> float | None:
+    """Return the bytes that one more transition costs: a line through the later readings."""
+    late = readings[len(readings) // 4 :]
+    if len(late) < 3:
+        return None
+    held, taken = np.array(late, np.float64).T
+    return float(np.polyfit(held, taken, 1)[0])
+
+
+def main() -> None:
+    """Read the task, train, and print the result."""
+    task = Task(**json.loads(sys.argv[1]))
+    emit({"phase": "construct", "done": 0, "total": 1})
+    emit({"result": trained(task)})
+
+
+if __name__ == "__main__":
+    main()
