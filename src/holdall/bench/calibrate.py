@@ -117,6 +117,7 @@ def _trial(settings: Settings, batch: int, buffer: str) -> dict[str, Any]:
         True,
         settings.features,
         dict(settings.policy_kwargs),
+        settings.threads,
     )
     start = time.perf_counter()
     found: dict[str, Any] = {}

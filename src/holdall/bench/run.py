@@ -105,6 +105,7 @@ def _run(turn: Turn, settings: Settings, calibration: Calibration, tell: Callabl
         settings.fills,
         settings.features,
         dict(settings.policy_kwargs),
+        settings.threads,
     )
     start = time.perf_counter()
     found: dict[str, Any] = {}

@@ -29,11 +29,17 @@ class Shipped:
     limit: str
     timesteps: int
     batch_size: int
+    threads: int  # more than one wait for each other longer than networks of this size take
 
 
 SHIPPED = {
     "demo": Shipped(
-        "holdall.demo.camera:CameraRover", "holdall.demo.eyes:SmallEyes", limit="2GiB", timesteps=500, batch_size=32
+        "holdall.demo.camera:CameraRover",
+        "holdall.demo.eyes:SmallEyes",
+        limit="2GiB",
+        timesteps=500,
+        batch_size=32,
+        threads=1,
     )
 }
 
@@ -55,6 +61,7 @@ class Settings:
     env_id: str = ""
     features: str = ""
     policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 0  # of torch; 0: as many as it takes by itself
 
     @property
     def on_policy(self) -> bool:
@@ -81,6 +88,7 @@ def settings_of(
     limit: str | None,
     *,
     fills: bool = True,
+    threads: int | None = None,
 ) -> Settings:
     """Check what was asked for, and complete it."""
     names = list(PROFILES) if profiles == ["all"] else profiles
@@ -103,6 +111,7 @@ def settings_of(
         env_id=shipped.env if shipped else env,
         features=shipped.features if shipped else "",
         policy_kwargs={"net_arch": [64, 64]} if shipped else {},
+        threads=threads if threads is not None else shipped.threads if shipped else 0,
     )
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
@@ -46,6 +47,7 @@ class Task:
     fills: bool
     features: str
     policy_kwargs: dict[str, Any]
+    threads: int  # of torch; 0: as many as it takes by itself
 
 
 class Watcher(BaseCallback):
@@ -73,7 +75,7 @@ class Watcher(BaseCallback):
         if now - self._told > _TELL_EVERY_S:
             self._told = now
             emit({"phase": self.phase, "done": self._steps, "total": self.total})
-        return self._steps < self.total
+        return True
 
     def _on_training_end(self) -> None:
         self.moments.append(time.perf_counter())
@@ -82,7 +84,9 @@ class Watcher(BaseCallback):
 def trained(task: Task) -> dict[str, Any]:
     """Construct, fill, train, save; measure each."""
     started = time.perf_counter()
-    model, peaks = None, {"base": held_bytes().resident}
+    peaks = {"base": held_bytes().resident}
+    if task.threads:
+        torch.set_num_threads(task.threads)
     begin_peak()
     model = _model(task)
     found: dict[str, Any] = {

@@ -55,6 +55,9 @@ def profiles(
     limit: Annotated[
         str | None, typer.Option(help='What the profiles are shares of: "2GiB", or machine; for demo 2GiB.')
     ] = None,
+    threads: Annotated[
+        int | None, typer.Option(help="torch's threads; for demo 1, else its own number.", min=1)
+    ] = None,
     fill: Annotated[bool, typer.Option(help="Fill buffers before training; without, memory is not ranked.")] = True,
     out: Annotated[Path, typer.Option(help="Results, a JSON object a line.")] = Path("results.jsonl"),
     resume: Annotated[Path | None, typer.Option(help="Finish a bench that was stopped: its results.")] = None,
@@ -71,7 +74,15 @@ def profiles(
         out = resume
     else:
         settings = settings_of(
-            env, algo, profiles or ["all"], timesteps, seeds, buffers or ["sb3", "holdall"], limit, fills=fill
+            env,
+            algo,
+            profiles or ["all"],
+            timesteps,
+            seeds,
+            buffers or ["sb3", "holdall"],
+            limit,
+            fills=fill,
+            threads=threads,
         )
         calibration, done = _calibrated(settings, told), []
         first = header(settings, calibration, announced(settings, calibration))
