@@ -6,19 +6,17 @@ run the seconds that it is expected to take.
 
 from __future__ import annotations
 
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdall.bench.child import messages, module
 from holdall.bench.settings import Settings
-from holdall.bench.training import Task
+from holdall.bench.task import Task, run_task
 from holdall.limits import Limit
 from holdall.plan import spacetext
 from holdall.plan.answers import PROFILES, Known, profiles
-from holdall.plan.experience import from_spaces
+from holdall.plan.filling import from_spaces
 from holdall.plan.phases import Measured
 from holdall.plan.spec import Spec
 from holdall.plan.verdict import Room
@@ -72,11 +70,6 @@ class Calibration:
         """Make it of what `as_dict` returned."""
         sizes = {name: Size(**{**size, "fits": tuple(size["fits"])}) for name, size in data["sizes"].items()}
         return cls(sizes, dict(data["seconds"]))
-
-
-def run_task(task: Task) -> Iterator[dict[str, Any]]:
-    """Run one training in a process of its own; yield what it says."""
-    return messages(module("bench.training", json.dumps(asdict(task))))
 
 
 def calibrated(settings: Settings, tell: Callable[[str, float], None]) -> Calibration:

@@ -12,12 +12,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdall.bench.calibrate import Calibration, run_task
+from holdall.bench.calibrate import Calibration
 from holdall.bench.child import ChildError
 from holdall.bench.machine import machine, versions
 from holdall.bench.result import FORMAT, Run
 from holdall.bench.settings import Settings
-from holdall.bench.training import Task
+from holdall.bench.task import Task, run_task
 
 Tell = Callable[[str, float], None]
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}

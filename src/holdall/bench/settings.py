@@ -37,8 +37,8 @@ SHIPPED = {
         "holdall.demo.camera:CameraRover",
         "holdall.demo.eyes:SmallEyes",
         limit="2GiB",
-        timesteps=500,
-        batch_size=32,
+        timesteps=400,
+        batch_size=16,
         threads=1,
     )
 }

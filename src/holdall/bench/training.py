@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import configure
 
 from holdall.bench.child import emit
+from holdall.bench.task import Task
 from holdall.footprint import begin_peak, held_bytes, peak_bytes
 from holdall.plan import spacetext
 from holdall.plan.environment import make
@@ -31,23 +31,6 @@ from holdall.plan.spec import ALGORITHMS
 _TELL_EVERY_S = 0.2
 _READINGS = 50
 _WARM_UP = 0.2  # share of the steps that are not timed
-
-
-@dataclass(frozen=True, slots=True)
-class Task:
-    """What one process trains."""
-
-    env_id: str
-    algo: str
-    buffer: str
-    size: int  # capacity of a replay buffer, or steps of a rollout
-    batch_size: int
-    timesteps: int
-    seed: int
-    fills: bool
-    features: str
-    policy_kwargs: dict[str, Any]
-    threads: int  # of torch; 0: as many as it takes by itself
 
 
 class Watcher(BaseCallback):

@@ -1,0 +1,101 @@
+"""`holdall bench`, run as its users run it, at toy size: real processes, real trainings."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdall.bench.calibrate import Calibration, Size
+from holdall.bench.result import Lines, read, runs_of
+from holdall.bench.run import header
+from holdall.bench.settings import settings_of
+from holdall.cli import app
+
+BENCH = [sys.executable, "-m", "holdall", "bench"]
+
+
+def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills: bool = True, **changes: Any) -> None:
+    """Write the header of a bench of which nothing was run yet: one small profile."""
+    given: dict[str, Any] = {"buffers": ["sb3", "holdall"], "seeds": 1} | changes
+    settings = settings_of(env, algo, ["fast"], timesteps=60, limit="1GiB", fills=fills, threads=1, **given)
+    sizes = {"fast": Size(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
+    calibration = Calibration(sizes, {"fast/sb3": 5.0, "fast/holdall": 5.0})
+    with path.open("w") as file:
+        Lines(file).write(header(settings, calibration, 10.0))
+
+
+def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
+    done = subprocess.run([*BENCH, "--resume", str(path), "--json"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    begun(path, 1_200)
+    child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    until = time.monotonic() + 90
+    while not runs_of(read(path)[1]) and time.monotonic() < until:
+        time.sleep(0.1)
+    os.kill(child.pid, signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    assert child.returncode == 130, said
+    assert "--resume" in said.replace("\n", " ")
+    (first,) = runs_of(read(path)[1])
+
+    records, _ = finished(path)
+    runs = {run.buffer: run for run in runs_of(records)}
+    assert runs["sb3"] == first, "what was done is not run again"
+    assert [run.status for run in runs.values()] == ["done", "done"]
+    assert all(run.filled == 1.0 for run in runs.values())
+    assert runs["holdall"].rewards == runs["sb3"].rewards, "only the buffer differs"
+    assert runs["holdall"].bytes_per_transition < 0.6 * runs["sb3"].bytes_per_transition  # type: ignore[operator]  # both were measured
+    assert runs["holdall"].checkpoint["bytes"] < runs["sb3"].checkpoint["bytes"]  # type: ignore[index]  # both were saved
+    ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
+    assert (ranking["order"], ranking["refused"]) == ([["fast", "holdall"], ["fast", "sb3"]], None)
+
+
+@pytest.mark.nightly
+def test_buffers_that_were_not_filled_are_not_ranked_by_memory(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    begun(path, 5_000, fills=False, buffers=["holdall"])
+    records, _ = finished(path)
+    (run,) = runs_of(records)
+    assert run.filled < 0.1
+    ranking = next(record for record in records if record["kind"] == "ranking" and record["by"] == "memory")
+    assert ranking["order"] == []
+    assert "of 5,000 transitions when it was measured" in ranking["refused"]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("algo", "env"), [("td3", "Pendulum-v1"), ("dqn", "CartPole-v1"), ("ppo", "CartPole-v1")])
+def test_every_algorithm_runs_with_either_buffer(tmp_path: Path, algo: str, env: str) -> None:
+    path = tmp_path / "results.jsonl"
+    begun(path, 256, env=env, algo=algo)
+    runs = runs_of(finished(path)[0])
+    assert [run.status for run in runs] == ["done", "done"]
+    assert runs[0].rewards == runs[1].rewards
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--profiles", "fast", "slow"], "profiles (slow) must be among memory-efficient, fast"),
+        (["--algo", "a3c"], "algo (a3c) must be among sac, td3, dqn, ppo"),
+        (["--resume", "nowhere.jsonl"], "results (nowhere.jsonl) cannot be read"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
+    told = CliRunner().invoke(app, ["bench", *words])
+    assert told.exit_code == 1
+    assert said in told.stderr
+    assert told.stderr.count("\n") == 1
