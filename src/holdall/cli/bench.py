@@ -25,6 +25,7 @@ from holdall.bench.table import tables
 from holdall.cli.bench_buffers import BuffersCommand, buffers
 from holdall.cli.lists import ListsGroup
 from holdall.cli.verbosity import Verbose
+from holdall.cli.width import wide_console
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.units import format_bytes
 
@@ -170,7 +171,7 @@ def _show(as_json: bool, first: dict[str, Any], runs: list[Run], found: list[Any
         for record in (first, *(run.as_dict() for run in runs), *(ranking.as_dict() for ranking in found)):
             typer.echo(json_format.dumps(record))
         return
-    console = Console(highlight=False)
+    console = wide_console()
     for part in tables(first, runs, found):
         console.print(part, soft_wrap=True)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)

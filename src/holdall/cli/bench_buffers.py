@@ -17,6 +17,7 @@ from holdall.bench.buffers.table import absences, cases_of, drawn
 from holdall.bench.buffers.ways import ways_of
 from holdall.cli.lists import ListsCommand
 from holdall.cli.verbosity import Verbose
+from holdall.cli.width import wide_console
 from holdall.errors import ArgumentError
 
 
@@ -96,7 +97,7 @@ def _opened(path: Path) -> Any:
 
 
 def _show(records: list[dict[str, Any]]) -> None:
-    console = Console()
+    console = wide_console()
     for case in cases_of(records):
         console.print(drawn(records, case), soft_wrap=True)
         console.print()
