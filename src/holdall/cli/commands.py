@@ -10,7 +10,7 @@ import typer
 
 from holdall.cli.verbosity import OneLineErrors
 
-COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "watch")
+COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
 """Each is a module here, with a function, or a Typer of subcommands, of the same name."""
 
 

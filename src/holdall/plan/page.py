@@ -1,176 +1,189 @@
-"""A plan as one HTML page that needs nothing else: no scripts, no fonts, no network; light and dark.
+"""A plan as one page: checks, memory by phase, capacity against memory, profiles, and the lines to paste.
 
-In:  a `Plan`.  Out: text.  Invariant: everything that came from the user is escaped.
+In:  a `Plan`.  Out: the text of one self-contained HTML file.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from html import escape
+from collections.abc import Sequence
 
-from holdall.plan.answers import Row
-from holdall.plan.phases import Phase
+import numpy as np
+
+from holdall.page.bars import Piece, Row, bars
+from holdall.page.cards import Card, Tile, cards, code, said, table, tiles
+from holdall.page.document import document, section
+from holdall.page.markup import Child, Markup, joined, tag
+from holdall.page.plot import Layer, Plot
+from holdall.page.scale import Scale, bytes_scale
+from holdall.plan.phases import Part, Phase
 from holdall.plan.planned import Plan
-from holdall.plan.words import both_units, heading, row_name, size_name
+from holdall.plan.verdict import Check, largest
+from holdall.plan.words import both_units, heading, largest_sizes, row_name, size_name
+from holdall.units import format_bytes
 
-_WIDTH, _BAR, _LEFT = 760, 26, 110
-_COLOURS = 7
-_STYLE = """
-:root { color-scheme: light dark; --ink: #1d2733; --soft: #5b6b7c; --line: #d5dde5; --page: #ffffff; --card: #f5f8fa;
-  --good: #1a7f4b; --warn: #a86400; --bad: #b3261e; --c0: #33658a; --c1: #86bbd8; --c2: #758e4f; --c3: #f6ae2d;
-  --c4: #f26419; --c5: #8a5a83; --c6: #5f7470; }
-@media (prefers-color-scheme: dark) { :root { --ink: #e6edf3; --soft: #9aa9b8; --line: #33404d; --page: #0f151b;
-  --card: #18212a; --good: #4cc38a; --warn: #f0b429; --bad: #ff7b72; --c0: #5b9bd0; --c1: #2f5f7d; --c2: #9dbb6f;
-  --c3: #d99a1b; --c4: #e0713a; --c5: #b98ab2; --c6: #8aa39e; } }
-body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--page); margin: 2rem auto;
-  max-width: 860px; padding: 0 1rem; }
-h1 { font-size: 1.5rem; margin-bottom: .2rem } h2 { font-size: 1.1rem; margin-top: 2rem }
-p.soft, figcaption, .soft { color: var(--soft) } table { border-collapse: collapse; width: 100% }
-th, td { text-align: right; padding: .25rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap }
-th:first-child, td:first-child { text-align: left } th { color: var(--soft); font-weight: 600 }
-.fits { color: var(--good) } .tight { color: var(--warn) } .no { color: var(--bad) }
-pre { background: var(--card); padding: .8rem 1rem; overflow-x: auto; border-radius: 6px }
-figure { margin: 1rem 0; overflow-x: auto } svg text { fill: var(--ink); font-size: 12px }
-svg text.soft { fill: var(--soft) } .key { display: inline-block; width: .8em; height: .8em; border-radius: 2px }
-"""
+_TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
+_COLOURS = {
+    "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "context": "c5", "batch": "c2",
+}  # fmt: skip
+"""By a word in the name of a part; environments and processes have the one that is left."""
+_KNOWN_BY = "Every part says how it is known: exact, measured, traced, or an estimate."
 
 
 def page(plan: Plan) -> str:
     """Write the page."""
-    title = escape(heading(plan))
-    limit, host = plan.known.room.limit_bytes, (*plan.phases, *plan.holdall_phases)
-    vram = plan.known.room.vram.free_bytes if plan.known.room.vram else 0
-    body = [
-        f"<h1>{title}</h1>",
-        f'<p class="{_css(str(plan.verdict))}"><strong>{plan.verdict}</strong></p>',
-        _checks(plan),
-        "<h2>Memory by phase</h2>",
-        _bars(plan.phases, limit, host, "With Stable-Baselines3's buffer"),
-        _bars(plan.holdall_phases, limit, host, "With holdall's memory") if plan.holdall_phases else "",
-        _bars(plan.vram, vram, plan.vram, "On the GPU") if plan.vram else "",
-        f"<h2>{row_name(plan.spec)} against memory</h2>",
-        _curves(plan.table, plan.known.room.limit_bytes),
-        _capacities(plan),
-        "<h2>Profiles, as shares of the limit</h2>",
-        _profiles(plan),
-        "<h2>To paste</h2>",
-        f"<p>{escape(plan.change.title)}: {escape(plan.change.why)}.</p>" if plan.change else "",
-        f"<pre>{escape(plan.code)}</pre>",
-        "<ul>" + "".join(f'<li class="soft">{escape(note)}</li>' for note in plan.notes) + "</ul>",
+    sections = [_tiles(plan), _answer(plan), _checks(plan), *_phases(plan), _capacities(plan), _profiles(plan)]
+    if plan.notes:
+        notes = tag("ul", *(tag("li", f"{note[:1].upper()}{note[1:]}.") for note in plan.notes), class_="notes")
+        sections.append(section("What was left out", notes))
+    return document(heading(plan), "plan", (), sections)
+
+
+def _said(verdict: object) -> Markup:
+    return said(str(verdict), _TONES[str(verdict)])
+
+
+def _tiles(plan: Plan) -> Markup:
+    check = plan.checks[0]
+    verdict = str(plan.verdict)
+    shown = [
+        Tile("verdict", verdict, check.what, _TONES[verdict]),
+        Tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}"),
+        Tile("free", format_bytes(check.limit.free_bytes), check.limit.name),
     ]
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    return f"<!doctype html><html lang=en><head>{head}<style>{_STYLE}</style></head><body>{''.join(body)}</body></html>"
+    return tiles(shown)
 
 
-def _css(verdict: str) -> str:
-    return {"fits": "fits", "tight": "tight"}.get(verdict, "no")
+def _answer(plan: Plan) -> Markup:
+    found: list[Child] = []
+    if plan.change is not None:
+        found.append(cards([Card("info", plan.change.title, f"{plan.change.why[:1].upper()}{plan.change.why[1:]}.")]))
+    elif plan.verdict.value:
+        found.append(cards([Card("error", "No single change makes it fit here", "")]))
+    title = "The cheapest change that makes it fit" if plan.change else "To paste"
+    return section(title, *found, code(plan.code))
 
 
-def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    head = "".join(f"<th>{escape(text)}</th>" for text in heads)
-    lines = ("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(lines)}</tbody></table>"
-
-
-def _said(verdict: object) -> str:
-    return f'<span class="{_css(str(verdict))}">{verdict}</span>'
-
-
-def _checks(plan: Plan) -> str:
+def _checks(plan: Plan) -> Markup:
+    heads = ["", "", "needs", "at most", "free"]
     rows = [
-        (
-            escape(check.what),
+        [
+            joined(check.what, tag("small", f"of {check.limit.name}")),
+            _said(check.verdict),
             both_units(check.need_bytes),
             both_units(check.most_bytes),
-            escape(check.limit.name),
             both_units(check.limit.free_bytes),
-            _said(check.verdict),
-        )
+        ]
         for check in plan.checks
     ]
-    return _table(("", "needs", "at most", "against", "free", ""), rows)
+    lead = (
+        "A run fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
+    )
+    return section("Against what there is", table(heads, rows, "Checks", words=2), lead=lead)
 
 
-def _bars(phases: Sequence[Phase], limit: int, beside: Sequence[Phase], caption: str) -> str:
-    """Draw a stacked bar a phase, and the limit as a line, on a scale that holds what stands beside it, too."""
+def _phases(plan: Plan) -> list[Markup]:
+    limit = plan.checks[0].limit
+    host = (*plan.phases, *plan.holdall_phases)
+    scale = _fitting(limit.free_bytes, host)
+    groups = [("With Stable-Baselines3's buffer", plan.phases), ("With holdall's memory", plan.holdall_phases)]
+    charts = [_chart(title, phases, scale, limit.free_bytes) for title, phases in groups if phases]
+    lead = f"A run needs the largest of its phases, not their sum. {_KNOWN_BY}"
+    shown = [section("Memory by phase", *charts, lead=lead)]
+    gpu = next((check for check in plan.checks if check.what.startswith("GPU")), None)
+    if plan.vram:
+        shown.append(section("On the GPU", _gpu_chart(plan.vram, gpu), lead=_KNOWN_BY))
+    return shown
+
+
+def _gpu_chart(phases: Sequence[Phase], check: Check | None) -> Markup:
+    free = 0 if check is None else check.limit.free_bytes
+    return _chart("GPU memory", phases, _fitting(free, phases), free)
+
+
+def _fitting(limit: int, phases: Sequence[Phase]) -> Scale:
+    """Choose a scale that holds the limit, unless it is so far away that nothing else could be seen."""
+    most = max(phase.nbytes for phase in phases)
+    return bytes_scale(limit if most <= limit <= 4 * most else most)
+
+
+def _chart(title: str, phases: Sequence[Phase], scale: Scale, limit: int) -> Markup:
     names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts))
-    most = max([limit, *(phase.nbytes for phase in beside)]) or 1
-    scale = (_WIDTH - _LEFT - 10) / most
-    marks = []
-    for line, phase in enumerate(phases):
-        top, left = line * (_BAR + 8), float(_LEFT)
-        marks.append(f'<text x="0" y="{top + 17}">{escape(phase.name)}</text>')
-        for part in phase.parts:
-            wide = part.nbytes * scale
-            colour = f"var(--c{names.index(part.name) % _COLOURS})"
-            tip = escape(f"{part.name}: {both_units(part.nbytes)}, {part.how}")
-            marks.append(
-                f'<rect x="{left:.1f}" y="{top}" width="{wide:.1f}" height="{_BAR}" fill="{colour}">'
-                f"<title>{tip}</title></rect>"
-            )
-            left += wide
-    tall = len(phases) * (_BAR + 8)
-    if limit:
-        x = _LEFT + limit * scale
-        marks.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="0" y2="{tall}" stroke="var(--bad)" stroke-dasharray="4 3"/>')
-    keys = "".join(
-        f'<span class="key" style="background: var(--c{i % _COLOURS})"></span> {escape(name)} &nbsp; '
-        for i, name in enumerate(names)
-    )
-    dashed = f"The dashed line is the limit, {both_units(limit)}." if limit else ""
-    svg = f'<svg viewBox="0 0 {_WIDTH} {tall}" width="{_WIDTH}" role="img">{"".join(marks)}</svg>'
-    return f"<figure>{svg}<figcaption>{escape(caption)}. {keys}<br>{dashed}</figcaption></figure>"
+    colours = {name: _colour(name) for name in names}
+    peak = largest(phases)
+    rows = [
+        Row(
+            phase.name,
+            [
+                Piece(part.nbytes, colours[part.name], f"{phase.name}: {part.name}\n{_sizes(part)}")
+                for part in phase.parts
+                if part.nbytes
+            ],
+            format_bytes(phase.nbytes),
+            "" if phase.happens else "if ever",
+            strong=phase is peak,
+        )
+        for phase in phases
+    ]  # fmt: skip
+    named = (float(limit), f"limit {format_bytes(limit)}") if limit else None
+    legend = list(colours.items())
+    return tag("div", tag("h4", title), bars(rows, scale, title, legend=legend, limit=named))
 
 
-def _curves(rows: Sequence[Row], limit: int) -> str:
-    """Draw bytes over capacity for both buffers."""
-    tall, most_size = 240, max(row.size for row in rows)
-    most = max([limit, *(row.sb3_bytes for row in rows)]) or 1
-
-    def at(size: int, nbytes: int) -> str:
-        return f"{_LEFT + (_WIDTH - _LEFT - 90) * size / most_size:.1f},{tall - (tall - 20) * nbytes / most:.1f}"
-
-    marks = [f'<line x1="{_LEFT}" x2="{_WIDTH - 90}" y1="{tall}" y2="{tall}" stroke="var(--line)"/>']
-    curves = {"SB3": [(row.size, row.sb3_bytes) for row in rows]}
-    curves["holdall"] = [(row.size, row.holdall_bytes) for row in rows if row.holdall_bytes is not None]
-    for number, (name, points) in enumerate(curves.items()):
-        if points:
-            path = " ".join(at(*point) for point in [*points, (0, 0)])
-            x, y = at(*points[0]).split(",")
-            marks.append(f'<polyline points="{path}" fill="none" stroke="var(--c{4 * number})" stroke-width="2.5"/>')
-            marks.append(f'<text x="{float(x) + 6}" y="{y}">{name}</text>')
-    y = at(0, limit).split(",")[1]
-    marks.append(
-        f'<line x1="{_LEFT}" x2="{_WIDTH - 90}" y1="{y}" y2="{y}" stroke="var(--bad)" stroke-dasharray="4 3"/>'
-        f'<text x="0" y="{float(y) + 4}" class="soft">limit</text>'
-        f'<text x="{_WIDTH - 90}" y="{tall + 16}" text-anchor="end" class="soft">{size_name(most_size)}</text>'
-    )
-    return (
-        f'<figure><svg viewBox="0 0 {_WIDTH} {tall + 22}" width="{_WIDTH}" role="img">{"".join(marks)}</svg></figure>'
-    )
+def _sizes(part: Part) -> str:
+    return f"{both_units(part.nbytes)}, {part.how}\nat most {format_bytes(part.most_bytes)}"
 
 
-def _capacities(plan: Plan) -> str:
-    rows = []
+def _colour(name: str) -> str:
+    """Give a part the same colour in every chart of the page."""
+    return next((colour for word, colour in _COLOURS.items() if word in name), "c6")
+
+
+def _capacities(plan: Plan) -> Markup:
+    name = row_name(plan.spec)
+    heads = [name.lower(), "SB3's buffer", "the run"]
+    holdall = plan.known.experience is not None
+    rows: list[list[Child]] = []
     for row in plan.table:
-        cells = [size_name(row.size), both_units(row.sb3_bytes), _said(row.sb3_verdict)]
+        cells: list[Child] = [size_name(row.size), both_units(row.sb3_bytes), _said(row.sb3_verdict)]
         if row.holdall_bytes is not None:
             cells += [both_units(row.holdall_bytes), _said(row.holdall_verdict)]
         rows.append(cells)
-    heads = [row_name(plan.spec).lower(), "SB3's buffer", "the run"]
-    return _table(heads + (["holdall's", "the run"] if plan.known.experience else []), rows)
+    figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
+    sizes = tiles(Tile(f"largest {what}", size) for what, size in largest_sizes(plan))
+    lead = "What the buffer takes; verdicts are on the whole run. Each of the largest is for all else as it is."
+    return section(f"{name} against memory", sizes, _curves(plan), figures, lead=lead)
 
 
-def _profiles(plan: Plan) -> str:
+def _curves(plan: Plan) -> Markup:
+    rows = sorted(plan.table, key=lambda row: row.size)
+    sizes = np.array([0, *(row.size for row in rows)], np.float64)
+    layers = [Layer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
+    ours = [row.holdall_bytes for row in rows]
+    if all(size is not None for size in ours):
+        layers.append(Layer("holdall's memory", "c0", np.array([0, *ours], np.float64)))
+    limit = plan.known.room.limit_bytes
+    most = max(float(layer.values.max()) for layer in layers)
+    scale = bytes_scale(limit if most <= limit <= 2 * most else most)
+    unit = row_name(plan.spec).lower()
+    heads = [f"{unit} {size:,.0f}" for size in sizes]
+    marked = {0, len(sizes) - 1, len(sizes) // 2}
+    ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
+    named = (float(limit), f"limit {format_bytes(limit)}")
+    plot = Plot(f"{row_name(plan.spec)} against memory", sizes / sizes[-1], heads, layers, scale, ticks, False, named)
+    return plot.markup()
+
+
+def _profiles(plan: Plan) -> Markup:
+    heads = ["profile", "of the limit", "for the run", "batch", "SB3 holds", "holdall holds"]
     rows = [
-        (
+        [
             profile.name,
             f"{profile.share:.0%}",
             both_units(profile.limit_bytes),
             size_name(profile.batch_size),
             size_name(profile.sb3_size),
-            "" if profile.holdall_size is None else size_name(profile.holdall_size),
-        )
+            "-" if profile.holdall_size is None else size_name(profile.holdall_size),
+        ]
         for profile in plan.profiles
     ]
-    return _table(("profile", "of the limit", "for the run", "batch", "SB3 holds", "holdall holds"), rows)
+    return section("Profiles", table(heads, rows, "Profiles"), lead="Shares of the limit for the whole run.")

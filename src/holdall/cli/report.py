@@ -1,0 +1,44 @@
+"""`holdall report`: one self-contained page of what `watch` recorded or `bench` found."""
+
+from __future__ import annotations
+
+import json as json_format
+import webbrowser
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from holdall.cli.verbosity import Verbose
+from holdall.errors import ArgumentError
+from holdall.page.report import read_report
+
+
+def report(
+    file: Annotated[Path, typer.Argument(help="What `holdall watch --record` or `holdall bench` wrote.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", help="The page; FILE with the ending .html by default.")
+    ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print a summary as one JSON object, and write no page.")
+    ] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""
+    found = read_report(file)
+    if json:
+        typer.echo(json_format.dumps({"file": str(file), "format": found.form} | found.summary()))
+        return
+    target = output or file.with_suffix(".html")
+    if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
+        raise ArgumentError(f"output ({target}) is the file itself; name another one")
+    try:
+        target.write_text(found.page(), encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"output ({target}) cannot be written: {error.strerror}; name a file in a directory that exists"
+        ) from error
+    typer.echo(str(target))
+    if show:
+        webbrowser.open(target.absolute().as_uri())

@@ -1,0 +1,43 @@
+"""Means over a few runs, and how far they can be trusted.
+
+In:  one value a run.  Out: the mean, and the half width of its 95 % confidence interval by Student's t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean, stdev
+
+_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1 on; the normal one beyond."""
+_NORMAL = 1.96
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean, and where the true one lies with 95 %; None: one run alone says nothing of that."""
+
+    mean: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Work it out; there is at least one value."""
+        count = len(values)
+        if count < 2:
+            return cls(fmean(values), None)
+        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
+        return cls(fmean(values), quantile * stdev(values) / sqrt(count))
+
+    @property
+    def ends(self) -> tuple[float, float] | None:
+        """Both ends of the interval."""
+        return None if self.half is None else (self.mean - self.half, self.mean + self.half)
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two cannot be told apart."""
+        if self.half is None or other.half is None:
+            return True
+        return abs(self.mean - other.mean) <= self.half + other.half
