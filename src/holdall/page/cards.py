@@ -98,6 +98,11 @@ def code(text: str) -> Markup:
     return tag("div", tag("pre", tag("code", text), tabindex="0"), button, class_="code")
 
 
+def sentence(text: str) -> str:
+    """Begin with a capital letter and end with a full stop."""
+    return text and f"{text[:1].upper()}{text[1:]}{'' if text[-1] in '.!?…' else '.'}"
+
+
 def said(text: str, tone: str) -> Markup:
     """Write a word whose tone is shown by a sign and a colour: good, warning or error."""
     return tag("span", tag("span", _SEVERITY_WORDS[tone][1], aria_hidden="true"), f" {text}", class_=f"said {tone}")

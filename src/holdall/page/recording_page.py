@@ -14,8 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.page.bars import Piece, Row, bars
-from holdall.page.cards import Card, Tile, cards, table, tiles
+from holdall.page.cards import Card, Tile, cards, sentence, table, tiles
 from holdall.page.document import details, document, section
+from holdall.page.evidence import in_words
 from holdall.page.markup import Markup, joined, tag
 from holdall.page.plot import Flag, Layer, Plot
 from holdall.page.recording import GROUPS, Part, Recording, Verdict
@@ -31,6 +32,10 @@ _LIMIT_IN_SIGHT = 2.5
 _NEAR = 0.9
 _COLOURS = {name: f"c{at}" for at, name in enumerate(GROUPS)}
 _NOT_MEASURED = "not measured"
+_PHASES_LEAD = (
+    "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
+    "and in proportion above."
+)
 
 
 def page(recording: Recording) -> str:
@@ -144,25 +149,9 @@ def _card(recording: Recording, verdict: Verdict) -> Card:
     when = "" if moment is None else f"after {duration(moment)}"
     if verdict.times > 1 and first is not None:
         when += f", {verdict.times} times, first after {duration(first)}"
-    evidence = [(name.replace("_", " "), _evidence(name, value)) for name, value in verdict.evidence]
     name = verdict.name.replace("_", " ").capitalize()
-    return Card(verdict.severity, name, verdict.text, evidence, verdict.remedy, when)
-
-
-def _evidence(name: str, value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if value is None:
-        return _NOT_MEASURED
-    if isinstance(value, float):
-        per = name.endswith(("per_step", "per_second"))
-        sized = "bytes" in name
-        return (
-            format_bytes(value)
-            if sized and (not per or abs(value) >= 1024)
-            else number(value) + (" B" if sized else "")
-        )
-    return str(value)
+    remedy = sentence(verdict.remedy)
+    return Card(verdict.severity, name, sentence(verdict.text), list(in_words(verdict.evidence)), remedy, when)
 
 
 def _memory(recording: Recording) -> Markup | None:
@@ -262,7 +251,7 @@ def _phases(recording: Recording) -> Markup | None:
     ]
     named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}")
     return section("Peaks by phase", bars(rows, scale, "Peak memory by phase", limit=named),
-                   lead="The most that the process held while it was in each phase.")  # fmt: skip
+                   lead=_PHASES_LEAD)  # fmt: skip
 
 
 def _spent(count: float | None, seconds: float | None) -> str:

@@ -11,7 +11,7 @@ from typing import Any
 
 from holdall.interval import Interval
 from holdall.page.bars import Piece, Row, bars
-from holdall.page.cards import Card, Tile, cards, table, tiles
+from holdall.page.cards import Card, Tile, cards, sentence, table, tiles
 from holdall.page.document import details, document, section
 from holdall.page.jsonlines import Line
 from holdall.page.markup import Markup, tag
@@ -139,7 +139,7 @@ def _ranking(ranking: Ranking, results: Results) -> Markup:
     title = tag("h4", f"By {ranking.by}")
     if ranking.refused or not ranking.order:
         why = ranking.refused or "nothing was measured"
-        return tag("div", title, cards([Card("warning", "Not ranked", f"{why[:1].upper()}{why[1:]}.")]))
+        return tag("div", title, cards([Card("warning", "Not ranked", sentence(why))]))
     items = [
         tag("li", tag("span", _named(name)), tag("strong", _figure(ranking.by, results.of(*name))))
         for name in ranking.order

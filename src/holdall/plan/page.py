@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from holdall.page.bars import Piece, Row, bars
-from holdall.page.cards import Card, Tile, cards, code, said, table, tiles
+from holdall.page.cards import Card, Tile, cards, code, said, sentence, table, tiles
 from holdall.page.document import document, section
 from holdall.page.markup import Child, Markup, joined, tag
 from holdall.page.plot import Layer, Plot
@@ -33,7 +33,7 @@ def page(plan: Plan) -> str:
     """Write the page."""
     sections = [_tiles(plan), _answer(plan), _checks(plan), *_phases(plan), _capacities(plan), _profiles(plan)]
     if plan.notes:
-        notes = tag("ul", *(tag("li", f"{note[:1].upper()}{note[1:]}.") for note in plan.notes), class_="notes")
+        notes = tag("ul", *(tag("li", sentence(note)) for note in plan.notes), class_="notes")
         sections.append(section("What was left out", notes))
     return document(heading(plan), "plan", (), sections)
 
@@ -56,7 +56,7 @@ def _tiles(plan: Plan) -> Markup:
 def _answer(plan: Plan) -> Markup:
     found: list[Child] = []
     if plan.change is not None:
-        found.append(cards([Card("info", plan.change.title, f"{plan.change.why[:1].upper()}{plan.change.why[1:]}.")]))
+        found.append(cards([Card("info", plan.change.title, sentence(plan.change.why))]))
     elif plan.verdict.value:
         found.append(cards([Card("error", "No single change makes it fit here", "")]))
     title = "The cheapest change that makes it fit" if plan.change else "To paste"

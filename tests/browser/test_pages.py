@@ -1,0 +1,158 @@
+"""Pages in a real browser: drawn, silent, alone, and usable by pointer and keyboard at any width and in both themes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from .conftest import Open
+
+KINDS = ["recorded", "long", "results", "buffers", "plan"]
+
+_DRAWN = """[...document.querySelectorAll('.plot svg path, .bars rect.mark, .bars circle.mark')]
+    .map((shape) => shape.getBoundingClientRect()).filter((box) => box.width > 0).length"""
+_WIDTHS = "[document.documentElement.scrollWidth, document.documentElement.clientWidth]"
+_FAINT = """(() => {
+  const parsed = (colour) => colour.match(/[\\d.]+/g).map(Number);
+  const light = (colour) => parsed(colour).slice(0, 3).map((value) => value / 255)
+    .map((value) => value <= 0.04045 ? value / 12.92 : ((value + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, value, at) => sum + value * [0.2126, 0.7152, 0.0722][at], 0);
+  const behind = (element) => {
+    for (; element; element = element.parentElement) {
+      const colour = parsed(getComputedStyle(element).backgroundColor);
+      if (colour.length === 3 || colour[3] === 1) return getComputedStyle(element).backgroundColor;
+    }
+  };
+  const faint = [];
+  for (const element of document.querySelectorAll('body *')) {
+    const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
+    if (!own || !element.checkVisibility() || element.closest('script, .band-name, svg')) continue;
+    const [one, other] = [light(getComputedStyle(element).color), light(behind(element))].sort((a, b) => b - a);
+    if ((one + 0.05) / (other + 0.05) < 4.5) faint.push(element.className + ': ' + element.textContent.slice(0, 40));
+  }
+  return faint;
+})()"""
+_TIP_ENDS = "(({left, right}) => [left, right])(document.getElementById('tip').getBoundingClientRect())"
+_UNNAMED = """[...document.querySelectorAll('[tabindex="0"], button, summary, a, [role]')]
+    .filter((element) => !(element.getAttribute('aria-label') || element.innerText || element.id === 'tip')).length"""
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [1200, 400])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_page_is_drawn_and_silent_and_alone(
+    kind: str, width: int, dark: bool, pages: dict[str, Path], opened: Open
+) -> None:
+    page = opened(pages[kind], width, dark=dark)
+    assert page.complaints == []
+    assert page.requests == []
+    assert page.ask(_DRAWN) > 5
+    scrolled, seen = page.ask(_WIDTHS)
+    assert scrolled <= seen == width
+    ground = page.ask("getComputedStyle(document.body).backgroundColor")
+    assert ground == ("rgb(13, 18, 23)" if dark else "rgb(245, 246, 248)")
+    assert page.ask(_FAINT) == []
+    assert page.ask(_UNNAMED) == 0
+
+
+def test_what_a_file_says_never_becomes_code(pages: dict[str, Path], opened: Open) -> None:
+    for kind in ("long", "plan"):
+        page = opened(pages[kind])
+        assert page.ask("window.harmed") is None
+        assert page.ask("document.images.length") == 0
+        assert page.ask("document.body.innerText.includes('</script><script>window.harmed=1')") is True
+
+
+def test_a_reading_is_told_under_the_pointer_and_gone_when_it_leaves(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["recorded"])
+    assert page.tip() is None
+    page.point(".plot", 0.5)
+    before = page.tip() or ""
+    assert all(word in before for word in ("step", "buffers", "together", "MiB"))
+    page.point(".plot", 0.9)
+    assert page.tip() not in {before, None}
+    page.point("h1")
+    assert page.tip() is None
+
+
+def test_the_peak_of_a_thinned_recording_is_still_there(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["long"])
+    page.point(".plot", 0.5)
+    assert "1.4 GiB" in (page.tip() or "")  # 400 MiB and the spike of one reading in 5,000
+    assert pages["long"].stat().st_size < 600_000
+
+
+@pytest.mark.parametrize("width", [1200, 400])
+def test_plots_and_bars_are_reached_and_read_with_the_keyboard_alone(
+    width: int, pages: dict[str, Path], opened: Open
+) -> None:
+    page = opened(pages["recorded"], width)
+    active = "document.activeElement.className.baseVal ?? document.activeElement.className"
+    reached = []
+    for _ in range(25):
+        page.press("Tab")
+        reached.append(str(page.ask(active)))
+        if "mark c0" in reached[-1]:
+            break
+    assert any("plot" in name for name in reached)
+    assert "mark c0" in reached[-1]
+    first = page.tip() or ""
+    assert "peak" in first
+    page.press("ArrowRight")
+    assert page.tip() not in {first, None}
+    page.press("Escape")
+    assert page.tip() is None
+
+
+def test_arrow_keys_move_through_the_readings(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["recorded"])
+    page.ask("document.querySelector('.plot').focus({focusVisible: true})")
+    last = page.tip()
+    page.press("Home")
+    first = page.tip() or ""
+    assert first.startswith("after 0 s")
+    page.press("ArrowRight")
+    assert page.tip() not in {first, last, None}
+    page.press("End")
+    assert page.tip() == last
+    spoken = page.ask("document.querySelector('.plot').getAttribute('aria-valuetext')")
+    assert "buffers" in spoken
+    page.ask("document.activeElement.blur()")
+    assert page.tip() is None
+
+
+def test_bars_tell_their_figures_under_the_pointer(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["results"])
+    page.point(".bars .mark")
+    assert "train: 512.0 MiB" in (page.tip() or "")
+
+
+def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["recorded"], 400)
+    for share in (0.01, 0.5, 0.99):
+        page.point(".plot", share)
+        left, right = page.ask(_TIP_ENDS)
+        assert 0 <= left < right <= 400
+
+
+def test_the_theme_can_be_switched_and_is_said(pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages["plan"])
+    ground = "getComputedStyle(document.body).backgroundColor"
+    light = page.ask(ground)
+    assert page.ask("document.getElementById('theme').textContent") == "Dark"
+    page.ask("document.getElementById('theme').click()")
+    assert page.ask(ground) != light
+    assert page.ask("document.getElementById('theme').textContent") == "Light"
+    page.ask("document.getElementById('theme').click()")
+    assert page.ask(ground) == light
+
+
+def test_a_page_says_everything_without_its_script(pages: dict[str, Path], opened: Open, tmp_path: Path) -> None:
+    text = pages["recorded"].read_text(encoding="utf-8")
+    still = tmp_path / "still.html"
+    still.write_text(text.replace("sha256-", "sha256-not"), encoding="utf-8")
+    page = opened(still)
+    assert "Content Security Policy" in page.complaints[0]  # it would be heard of
+    assert page.ask(_DRAWN) > 5
+    assert page.ask("document.querySelectorAll('details table tbody tr').length") > 10
