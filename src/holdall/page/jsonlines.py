@@ -40,7 +40,7 @@ class Line:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             self._refuse(name, value, "must be a number")
-        if not math.isfinite(value) or abs(value) > _MOST_NUMBER:
+        if abs(value) > _MOST_NUMBER or not math.isfinite(value):  # in this order: a whole number may be no float
             self._refuse(name, value, "must be a finite number, and not above 10^18")
         return float(value)
 

@@ -181,7 +181,7 @@ def _memory(recording: Recording) -> Markup | None:
         ],
         "Memory over time",
     )  # fmt: skip
-    thinned = "" if len(chosen) == len(pss) else f" {len(pss):,} readings are thinned; peaks and troughs are kept."
+    thinned = "" if len(chosen) == len(pss) else f" {len(pss):,} readings are thinned; peaks and lows are kept."
     lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
     return section("Memory over time", plot, details("These figures as a table", figures), lead=lead)
 

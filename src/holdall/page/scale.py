@@ -15,6 +15,7 @@ from holdall.units import format_bytes
 _STEPS = (1, 2, 2.5, 5, 10)
 _BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_SMALLEST = 1e-6
 _MINUTE, _HOUR, _DAY = 60, 3600, 86400
 
 
@@ -34,7 +35,8 @@ class Scale:
 
 def bytes_scale(largest: float, ticks: int = 5) -> Scale:
     """Make an axis of bytes, with round values in binary units."""
-    unit = 1024.0 ** max(min(int(math.log(max(largest, 1), 1024)), 4), 0)
+    largest = max(largest, 1.0)
+    unit = 1024.0 ** min(int(math.log(largest, 1024)), 4)
     steps = [step * unit * shift for shift in (1 / 1024, 1) for step in _BINARY_STEPS]
     steps += [2.0**power for power in range(41, 63)]
     return _scale(largest, ticks, steps, _round_bytes, "bytes", tight=True)
@@ -42,13 +44,15 @@ def bytes_scale(largest: float, ticks: int = 5) -> Scale:
 
 def number_scale(largest: float, ticks: int = 5) -> Scale:
     """Make an axis of plain numbers."""
-    power = 10.0 ** math.floor(math.log10(largest)) if largest > 0 else 1.0
+    largest = max(largest, _SMALLEST) if largest else 1.0
+    power = 10.0 ** math.floor(math.log10(largest))
     steps = [step * power * shift for shift in (0.01, 0.1, 1) for step in _STEPS]
     return _scale(largest, ticks, steps, number, "number", tight=True)
 
 
 def seconds_scale(largest: float, ticks: int = 8) -> Scale:
     """Make an axis of time that ends where the data end."""
+    largest = max(largest, _SMALLEST) if largest else 1.0
     days = [float(_DAY * 2**power) for power in range(1, 12)]
     return _scale(largest, ticks, [*_SECONDS, *days], duration, "seconds", tight=False)
 
@@ -56,7 +60,6 @@ def seconds_scale(largest: float, ticks: int = 8) -> Scale:
 def _scale(
     largest: float, ticks: int, steps: list[float], text: Callable[[float], str], unit: str, *, tight: bool
 ) -> Scale:
-    largest = largest if largest > 0 else 1.0
     step = next((step for step in steps if largest / step <= ticks), largest / ticks)
     count = math.ceil(largest / step - 1e-9) if tight else math.floor(largest / step + 1e-9)
     end = count * step if tight else largest

@@ -1,4 +1,4 @@
-"""Thinning: fewer points, and every peak and every trough still there.
+"""Thinning: fewer points, and every peak and every low still there.
 
 In:  a long series.  Out: the positions to draw, in order.
 """

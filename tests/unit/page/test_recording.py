@@ -1,0 +1,126 @@
+"""Recorded runs: what `holdall watch` writes, and what may be missing in it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from holdall.errors import ArgumentError
+from holdall.page.jsonlines import read_lines
+from holdall.page.recording import GROUPS, Recording
+from holdall.page.recording_page import page, summary
+from holdall.page.report import read_report
+from holdall.watch.reading import GROUPS as WATCHED
+
+HEADER = {"kind": "header", "format": "holdall-watch-1", "command": ["python", "train.py"], "limits": {"memory": 1000}}
+RECORDED = Path(__file__).parents[1] / "watch" / "run.jsonl"
+
+
+def _file(tmp_path: Path, *lines: dict[str, Any]) -> Path:
+    path = tmp_path / "run.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def _reading(time: float, **values: Any) -> dict[str, Any]:
+    parts = [{"group": "buffers", "name": "replay", "resident": 60, "allocated": 100, "fill": 0.6}]
+    return {"kind": "reading", "time": time, "pss": 60, "parts": parts} | values
+
+
+def _summary(tmp_path: Path, *lines: dict[str, Any]) -> dict[str, Any]:
+    report = read_report(_file(tmp_path, HEADER, *lines))
+    assert "<!doctype html>" in report.page()
+    return report.summary()
+
+
+def test_the_groups_are_those_that_watch_records() -> None:
+    assert tuple(GROUPS) == WATCHED
+
+
+def test_a_real_recording_adds_up() -> None:
+    report = read_report(RECORDED)
+    found = report.summary()
+    assert found["readings"] > 10
+    assert sum(found["groups"].values()) == found["last_bytes"]
+    assert {phase["name"] for phase in found["phases"]} == {"collect", "train"}
+    assert "leak" in {verdict["name"] for verdict in found["verdicts"]}
+    assert report.page().count("<svg") > 5
+
+
+def test_the_last_phase_of_a_name_and_the_last_verdict_count(tmp_path: Path) -> None:
+    found = _summary(
+        tmp_path,
+        _reading(0),
+        {"kind": "phase", "name": "train", "peak": 1, "count": 1, "seconds": 1.0},
+        {"kind": "phase", "name": "train", "peak": 9, "count": 2, "seconds": 2.0},
+        {"kind": "verdict", "time": 1, "name": "leak", "severity": "info", "text": "once"},
+        {"kind": "verdict", "time": 2, "name": "leak", "severity": "error", "text": "again"},
+        {"kind": "verdict", "time": 2, "name": "plateau", "severity": "no such", "text": ""},
+    )
+    assert found["phases"] == [{"name": "train", "peak_bytes": 9, "count": 2, "seconds": 2.0}]
+    assert [(one["name"], one["severity"], one["times"]) for one in found["verdicts"]] == [
+        ("leak", "error", 2),
+        ("plateau", "info", 1),
+    ]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        [],
+        [_reading(5)],
+        [{"kind": "reading"}],
+        [{"kind": "reading", "time": 1, "parts": [{}]}],
+        [_reading(5, parts=[{"group": "new", "resident": 5}], pss=None), _reading(1)],
+        [_reading(0), {"kind": "verdict"}, {"kind": "event"}, {"kind": "phase"}, {"kind": "unheard of"}, {}],
+        [_reading(0, gpu={}), _reading(1, gpu={"allocated": 5})],
+        [_reading(0, gpu={"requested": 3, "allocated": 5, "reserved": 9, "limit": 10}, steps_per_second=0, pressure=0)],
+    ],
+)
+def test_what_is_missing_is_not_measured_and_no_error(tmp_path: Path, lines: list[dict[str, Any]]) -> None:
+    assert _summary(tmp_path, *lines)["readings"] == sum(line.get("kind") == "reading" for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (_reading(0, pss="much"), r"line 2: 'pss' \('much'\) must be a number"),
+        (_reading(0, parts={}), "line 2: 'parts' .* must be a list"),
+        (_reading(0, parts=[{"resident": -1}]), "line 2, 'parts': 'resident' .* must not be negative"),
+        ({"kind": "phase", "name": 5}, "line 2: 'name' .* must be text"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        read_report(_file(tmp_path, HEADER, line))
+
+
+def test_the_smallest_limit_counts(tmp_path: Path) -> None:
+    header = HEADER | {"limits": {"memory": 1000, "cgroup": 500}}
+    assert read_report(_file(tmp_path, header, _reading(0))).summary()["limit_bytes"] == 500
+    header = HEADER | {"limits": {"memory": None, "cgroup": None}}
+    assert read_report(_file(tmp_path, header, _reading(0))).summary()["limit_bytes"] is None
+
+
+def test_a_long_recording_makes_a_small_page_that_keeps_its_peak(tmp_path: Path) -> None:
+    lines = [_reading(at, pss=60 + 2**20 * (at == 7_777)) for at in range(20_000)]
+    for line in lines:
+        line["parts"] = [{"group": "torch", "name": "heap", "resident": line["pss"]}]
+    report = read_report(_file(tmp_path, HEADER, *lines))
+    assert report.summary()["peak_bytes"] == 60 + 2**20
+    text = report.page()
+    assert len(text) < 200_000
+    assert "1048636" in text
+
+
+def test_times_that_go_back_do_not_break_the_axis(tmp_path: Path) -> None:
+    path = _file(tmp_path, HEADER, _reading(10), _reading(4), _reading(12))
+    lines = read_lines(path)
+    recording = Recording.read(next(lines), lines)
+    assert (np.diff(recording.times) >= 0).all()
+    assert "after 2 s" in page(recording)
+    assert summary(recording)["seconds"] == 2

@@ -1,0 +1,124 @@
+"""Results of benches: means over seeds, intervals, refusals, and what did not end well."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdall.errors import ArgumentError
+from holdall.interval import Interval
+from holdall.page.report import Report, read_report
+
+BENCH = {"kind": "header", "format": "holdall-bench-1", "env": "demo", "algo": "sac", "limit": 1000}
+BUFFERS = {"kind": "header", "format": "holdall-bench-buffers-1"}
+
+
+def _report(tmp_path: Path, *lines: dict[str, Any]) -> Report:
+    path = tmp_path / "results.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return read_report(path)
+
+
+def _run(profile: str, buffer: str, seed: int, **values: Any) -> dict[str, Any]:
+    run = {"kind": "run", "profile": profile, "buffer": buffer, "seed": seed, "status": "done"}
+    return run | {"peaks": {"train": 100 + seed, "construct": 10}, "steps_per_second": 50.0 + seed} | values
+
+
+def test_an_interval_is_students_t() -> None:
+    found = Interval.of([1.0, 2.0, 3.0])
+    assert found.mean == 2
+    assert found.half == pytest.approx(4.303 / 3**0.5, rel=1e-3)
+    assert Interval.of([5.0]).half is None
+    assert Interval.of([5.0]).overlaps(found)
+    assert not Interval(0.0, 1.0).overlaps(Interval(3.0, 1.0))
+
+
+def test_seeds_are_summed_up_by_profile_and_buffer(tmp_path: Path) -> None:
+    runs = [_run("fast", buffer, seed, rewards=[0, 0, 4, 6]) for buffer in ("sb3", "holdall") for seed in range(3)]
+    found = _report(tmp_path, BENCH, *runs).summary()["profiles"]
+    assert [(one["profile"], one["buffer"], one["done"]) for one in found] == [
+        ("fast", "sb3", 3),
+        ("fast", "holdall", 3),
+    ]
+    assert found[0]["peak_bytes"] == 101
+    assert found[0]["steps_per_second"]["mean"] == 51
+    assert found[0]["reward"]["mean"] == 5  # of the later half
+    assert list(found[0]["peaks"]) == ["construct", "train"]
+
+
+def test_a_run_that_is_there_twice_counts_once_and_the_last_one(tmp_path: Path) -> None:
+    runs = [_run("fast", "sb3", 0, status="failed", reason="no room"), _run("fast", "sb3", 0)]
+    found = _report(tmp_path, BENCH, *runs).summary()["profiles"]
+    assert [(one["runs"], one["done"]) for one in found] == [(1, 1)]
+
+
+def test_a_refused_ranking_says_why_and_ranks_nothing(tmp_path: Path) -> None:
+    refused = {"kind": "ranking", "by": "memory", "order": [], "refused": "fast held 5 of 100 transitions"}
+    text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), refused).page()
+    assert "Not ranked" in text
+    assert "Fast held 5 of 100 transitions." in text
+    assert "<ol" not in text
+
+
+def test_what_did_not_end_well_is_listed_with_its_reason(tmp_path: Path) -> None:
+    text = _report(tmp_path, BENCH, _run("fast", "sb3", 1, status="does not fit", reason="25 % of nothing")).page()
+    assert "does not fit" in text
+    assert "25 % of nothing" in text
+
+
+def test_one_seed_has_no_interval(tmp_path: Path) -> None:
+    found = _report(tmp_path, BENCH, _run("fast", "sb3", 0)).summary()["profiles"]
+    assert found[0]["steps_per_second"] == {"mean": 50.0, "half_width_95": None}
+
+
+@pytest.mark.parametrize("header", [BENCH, BUFFERS])
+def test_a_bench_that_was_stopped_at_once_is_a_page_too(tmp_path: Path, header: dict[str, Any]) -> None:
+    assert "<!doctype html>" in _report(tmp_path, header).page()
+
+
+def test_whether_data_came_back_right_is_said_in_words(tmp_path: Path) -> None:
+    lines = [
+        {
+            "kind": "buffer",
+            "library": name,
+            "case": "atari",
+            "transitions": 10,
+            "bytes": 500,
+            "exact": exact,
+            "note": "",
+        }
+        for name, exact in (("holdall", True), ("other", False), ("third", None))
+    ]
+    report = _report(tmp_path, BUFFERS, *lines, {"kind": "absent", "library": "fourth", "reason": "not installed"})
+    text = report.page()
+    assert all(word in text for word in (" yes", " no", "not compared", "fourth: not installed"))
+    assert [one["bytes_per_transition"] for one in report.summary()["buffers"]] == [50, 50, 50]
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ({"kind": "run", "profile": 5}, "line 2: 'profile'"),
+        ({"kind": "run", "peaks": {"train": "x"}}, "line 2, 'peaks': 'train'"),
+        ({"kind": "ranking", "by": "memory", "order": [["a"]]}, "line 2: 'order'"),
+    ],
+)
+def test_what_is_wrong_is_named_with_its_line(tmp_path: Path, line: dict[str, Any], said: str) -> None:
+    with pytest.raises(ArgumentError, match=said):
+        _report(tmp_path, BENCH, line)
+
+
+@pytest.mark.parametrize(
+    "first", [{}, {"kind": "header"}, {"kind": "header", "format": "other-1"}, BENCH | {"kind": "run"}]
+)
+def test_a_file_that_is_not_holdalls_is_refused(tmp_path: Path, first: dict[str, Any]) -> None:
+    with pytest.raises(ArgumentError, match="holdall watch --record"):
+        _report(tmp_path, first)
+
+
+def test_an_empty_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ArgumentError, match="is empty"):
+        _report(tmp_path)

@@ -1,0 +1,31 @@
+"""Thinning: peaks and troughs are never lost."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdall.page.thin import kept
+
+
+@given(st.lists(st.floats(-1e12, 1e12), max_size=3_000), st.integers(4, 200))
+def test_both_ends_the_smallest_and_the_largest_are_kept(values: list[float], most: int) -> None:
+    array = np.array(values)
+    chosen = kept(array, most)
+    assert (np.diff(chosen) > 0).all()
+    assert len(chosen) <= max(most, 4)
+    if values:
+        assert (chosen[0], chosen[-1]) == (0, len(values) - 1)
+        assert array[chosen].min() == array.min()
+        assert array[chosen].max() == array.max()
+
+
+def test_every_stretch_keeps_its_own_peak() -> None:
+    values = np.zeros(10_000)
+    values[[17, 3_333, 9_000]] = (1, 2, 3)
+    assert {17, 3_333, 9_000} <= set(kept(values, 600).tolist())
+
+
+def test_a_short_series_stays_as_it_is() -> None:
+    assert kept(np.arange(5.0), 600).tolist() == [0, 1, 2, 3, 4]
