@@ -19,6 +19,7 @@ if TYPE_CHECKING:
         FencedError,
         HoldallError,
         MissingPackageError,
+        ShardError,
         SpaceError,
         TransitionIdError,
     )
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutMemory",
     "SaveHandle",
     "Sequence",
+    "ShardError",
     "SharedObservations",
     "SpaceError",
     "TransitionIdError",
@@ -60,7 +62,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = frozenset({"elegantrl", "lint", "plan", "sb3", "testing", "threads", "watch"})
+_MODULES = frozenset({"elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "watch"})
 """Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
 
 _HOMES = {
@@ -68,7 +70,7 @@ _HOMES = {
     "checkpoint.handle": ("Checkpoint", "SaveHandle"),
     "errors": (
         "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
-        "MissingPackageError", "SpaceError", "TransitionIdError",
+        "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",
     ),
     "replay": ("ReplayMemory",),
     "report": ("FieldReport", "MemoryReport"),

@@ -34,7 +34,7 @@ from holdall.testing.strategies import streams
 from holdall.testing.streams import Step
 
 Ids = NDArray[np.int64]
-NOWHERE = Standing(0, 0, 0, 0, 0, 0, 0.0)
+NOWHERE = Standing(0, 0, 0, 0, 0, 0, 0, 0.0)
 FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
 
 

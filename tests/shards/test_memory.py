@@ -80,6 +80,7 @@ def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
     step = arguments(stream())
     with pytest.raises(ArgumentError, match="reward"):
         four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
+    assert len(four.gather([])) == 0
     with pytest.raises(ArgumentError, match="0 transitions held"):
         four.sample(1)
     four.add(*step)

@@ -41,6 +41,16 @@ class _Member:
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
 
+    def keep(self, standing: Standing) -> None:
+        """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
+        if self.standing is not None and standing.epoch != self.standing.epoch:
+            self.begin_anew()
+        self.standing = standing
+
+    def begin_anew(self) -> None:
+        """Number calls from 0 on, under another name."""
+        self.client, self.turn = secrets.token_bytes(16), 0
+
 
 class Cluster:
     """All shards of a memory."""
@@ -58,7 +68,8 @@ class Cluster:
         with self._lock:
             member = self._members[shard]
             turn, member.turn = member.turn, member.turn + 1
-            return getattr(member.handle, method).remote(member.client, turn, *arguments)
+            epoch = -1 if member.standing is None else member.standing.epoch
+            return getattr(member.handle, method).remote(member.client, epoch, turn, *arguments)
 
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
@@ -101,7 +112,7 @@ class Cluster:
         with self._lock:
             member = self._members.get(shard)
             if member is not None and is_newer(standing, member.standing):
-                member.standing = standing
+                member.keep(standing)
 
     def ask_again(self, shards: list[int]) -> None:
         """Have shards say how they stand, without waiting for it; those that are not drawn from would not."""
@@ -136,8 +147,8 @@ class Cluster:
                 return
             self.losses += not member.lost
             member.lost = True
-            member.client, member.turn = secrets.token_bytes(16), 0
-            member.probe = None
+            member.begin_anew()
+            member.probe, member.probed_at = None, 0.0
 
     def wait_for(self, shard: int) -> None:
         """Wait until a shard answers again."""
@@ -171,8 +182,10 @@ class Cluster:
             if ready:
                 probe, member.probe = member.probe, None
                 try:
-                    member.standing = Standing.of(ray.get(probe))
+                    told = Standing.of(ray.get(probe))
                     member.lost = False
+                    if is_newer(told, member.standing):
+                        member.keep(told)
                 except LOSSES:
                     member.lost = True
         if member.lost and member.probe is None and now - member.probed_at > _PROBE_AGAIN_S:

@@ -16,7 +16,7 @@ from holdall.batch import Batch
 from holdall.experience.crew import Crew
 from holdall.experience.delivery.assemble import Delivery, ObservationAssembler
 from holdall.experience.kernels import Kernels
-from holdall.experience.part import ClosedPart, Places
+from holdall.experience.part import RECORD_FIELDS, ClosedPart, Places
 from holdall.experience.slices import KeptBlock
 from holdall.ray.answer import Answer
 from holdall.ray.layout import Layout
@@ -105,8 +105,9 @@ class Deliverer:
             block = KeptBlock(window.slice_bytes, coded.count, self._kernels.coder.adopt(coded))
             log = stretch.log.reshape(-1, 1)
             parts.append(ClosedPart(window, log, len(log), block, coded.count, len(rows), coded.count))
+        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
         return Places(
-            records=[np.array([part.record() for part in parts], np.int64)],
+            records=[records],
             segment=segment,
             cursors=[cursors],
             lane=np.zeros(count, np.int32),

@@ -22,10 +22,10 @@ from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, unpack_answer
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
+from holdall.ray.dictionaries import unpack_dictionary
 from holdall.ray.ids import ids_of
 from holdall.ray.layout import Layout
 from holdall.ray.router import assigned, weights_of
-from holdall.ray.shard import unpack_dictionary
 from holdall.ray.standing import Standing
 from holdall.sampling.draw import Sampler
 from holdall.sampling.prioritized import Prioritized

@@ -16,7 +16,7 @@ from holdall.errors import DamageError
 from holdall.ray.standing import Standing
 
 _ENVELOPE = struct.Struct("<16sqq")
-_ACK = struct.Struct("<qqq56s")
+_ACK = struct.Struct("<qqq64s")
 
 
 class Verdict(IntEnum):

@@ -11,6 +11,7 @@ batches of a local memory with the same seed.
 
 from __future__ import annotations
 
+import os
 import secrets
 import threading
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from numpy.typing import NDArray
 from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch
 from holdall.checkpoint.schema_words import schema_words
+from holdall.checkpoint.source import place_of
 from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
@@ -62,6 +64,7 @@ class ReplayMemory:
             `url` first, and a restarted shard goes on with it.
         on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
             "raise" raises `ShardError`.
+        url: Where journals are kept: a path that every machine sees, or a prefix of an object store.
         sampler: `Uniform()` or `Prioritized(...)`.
         patience_s: Seconds after which a shard that says nothing counts as lost.
 
@@ -77,6 +80,7 @@ class ReplayMemory:
         *,
         shards: int = 8,
         durability: str = "memory",
+        url: str | os.PathLike[str] | None = None,
         on_shard_loss: str = "degrade",
         prefer: str = "balanced",
         device: str | None = None,
@@ -91,6 +95,11 @@ class ReplayMemory:
         _require_one_of("durability", durability, DURABILITIES)
         _require_one_of("on_shard_loss", on_shard_loss, POLICIES)
         _require_one_of("prefer", prefer, tuple(COST_CAPS))
+        if (url is None) == (durability == "segment"):
+            raise ArgumentError(
+                f"url ({url!r}) does not go with durability={durability!r}; name where journals are kept for "
+                "durability='segment', and nothing for 'memory'"
+            )
         self._sampler: Sampler = Uniform() if sampler is None else sampler
         if type(self._sampler) not in (Uniform, Prioritized):
             raise ArgumentError(
@@ -103,6 +112,7 @@ class ReplayMemory:
         self._deliverer = Deliverer(self._layout, chosen_kernels(), device)
         self._shard_rows = capacity // num_envs // shards * num_envs
         self._seed = seed
+        self._url = None if url is None else place_of(url)
         self._words = schema_words(schema)
         self._next_shard = 0
         self._lock = threading.RLock()
@@ -135,7 +145,9 @@ class ReplayMemory:
             if number >= MOST_SHARDS:
                 raise ArgumentError(f"the memory had {number} shards, and there are no more numbers; make a new one")
             self._next_shard += 1
-            handle = start_shard(number, self._words, self._shard_rows, self._sampler, self._seed, self._name)
+            handle = start_shard(
+                number, self._words, self._shard_rows, self._sampler, self._seed, self._name, self._url
+            )
             self._actors.append(handle)
             ray.get(self._roster.admit.remote(number, [handle]))
             return number

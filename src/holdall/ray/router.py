@@ -52,4 +52,4 @@ def weights_of(
 
 def is_newer(told: Standing, known: Standing | None) -> bool:
     """Whether a shard said this after what is known; calls may overtake each other."""
-    return known is None or (told.epoch, told.inserted) >= (known.epoch, known.inserted)
+    return known is None or (told.epoch, told.changes) >= (known.epoch, known.changes)

@@ -1,8 +1,8 @@
 """Shards: the actors that hold transitions.
 
 In:  blocks of many writers; counts to draw; priorities.  Out: acknowledgements; answers, still compressed.
-Invariant: a writer's blocks are accepted in order and each once. What was acknowledged can be drawn. Nothing is
-decoded here.
+Invariant: a writer's blocks are accepted in order and each once. What was acknowledged can be drawn, and, where there
+is a journal, was written to it first. Nothing is decoded here.
 """
 
 from __future__ import annotations
@@ -18,25 +18,30 @@ from numpy.typing import NDArray
 from holdall.arguments import generator_of
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ArgumentError, DamageError
-from holdall.experience.disk.record import pack
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, pack_answer
-from holdall.ray.block import dictionaries_of, open_record, read_part, unpack_block
+from holdall.ray.block import dictionaries_of, unpack_block
+from holdall.ray.commit import Committer, Staged
+from holdall.ray.dictionaries import pack_dictionary, unpack_dictionary
 from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of
+from holdall.ray.journal import Entry, Journal
 from holdall.ray.layout import Layout
 from holdall.ray.shelf import Shelf
+from holdall.ray.slots import slots_at
 from holdall.ray.standing import Standing
-from holdall.ray.turns import Turns
+from holdall.ray.turns import OutOfTurnError, Turns
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 
 NAMESPACE = "holdall"
-DICTIONARY = "dictionary"
-GROUPS = {"insert": 8, "sample": 4, "control": 4}
+GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""
 _MOST_CREDITS = 4
+_CROWDED_BYTES = 32 * 2**20
+_OVERTAKEN_S = 2.0
+"""How long a block waits for those before it, which Ray may deliver later, before the writer is asked for them."""
 
 Ids = NDArray[np.int64]
 
@@ -49,22 +54,39 @@ class Shard:
         words: The memory's schema, see checkpoint/schema_words.py.
         capacity: Most rows held.
         memory: The name of the memory's roster. A handle in its place could not be had again after a restart.
+        url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
     """
 
     def __init__(
-        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str
+        self,
+        number: int,
+        words: dict[str, Any],
+        capacity: int,
+        sampler: Sampler,
+        seed: int | None,
+        memory: str,
+        url: str | None = None,
     ) -> None:
         self._number = number
         self._layout = Layout.of(schema_of(words))
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self._turns = Turns()
         self._dictionaries: dict[str, Dictionary] = {}
-        self._expected: dict[bytes, int] = {}
+        self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
         self._inserted = 0
+        self._changes = 0
         self._sampler = sampler
-        roster: Any = ray.get_actor(memory, NAMESPACE)
-        self._epoch: int = ray.get(roster.begin_life.remote(number))
-        self._shelf: Shelf = Shelf(self._layout, capacity, first_row_of(self._epoch))
+        self._shelf: Shelf = Shelf(self._layout, capacity)
+        self._committer: Committer | None = None
+        if url is None:
+            roster: Any = ray.get_actor(memory, NAMESPACE)
+            self._epoch: int = ray.get(roster.begin_life.remote(number))
+            self._shelf = Shelf(self._layout, capacity, first_row_of(self._epoch))
+        else:
+            journal = Journal(slots_at(url, "journal", f"{number:05d}"))
+            self._take_over(journal, capacity)
+            self._committer = Committer(journal, self._shelf.next_row, self._apply)
         # The first life of the only shard draws as a local memory with the same seed does.
         first = number == 0 and self._epoch == 0
         own_seed = seed if seed is None or first else [seed, number, self._epoch]
@@ -76,19 +98,26 @@ class Shard:
         sent = Envelope.of(envelope)
         try:
             with self._lock:
-                if not self._is_next(sent):
+                if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
                 if any(name not in self._dictionaries for name in dictionaries_of(payload)):
                     return self._ack(sent.writer, Verdict.NEEDS_DICTIONARY)
                 dictionaries = dict(self._dictionaries)
             block = unpack_block(payload, self._layout, dictionaries)
-            with self._lock:
-                if not self._is_next(sent):
+            staged = Staged(Entry(sent.writer, sent.sequence, payload), block)
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
+                if sent.sequence != self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
-                before = self._shelf.next_row
-                self._shelf.append(block)
-                self._inserted += self._shelf.next_row - before
+                self._shelf.require(block)
                 self._expected[sent.writer] = sent.sequence + 1
+                if self._committer is None:
+                    self._take(staged)
+                else:
+                    self._committer.stage(staged)
+                self._changed.notify_all()
+            staged.wait()
+            with self._lock:
                 return self._ack(sent.writer, Verdict.ACCEPTED)
         except (ArgumentError, DamageError) as error:
             with self._lock:
@@ -117,8 +146,9 @@ class Shard:
         return pack_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, client: bytes, turn: int, count: int) -> bytes:
+    def sample(self, client: bytes, epoch: int, turn: int, count: int) -> bytes:
         """Draw rows; of an empty shard, return how it stands."""
+        self._require_epoch(epoch)
         with self._turns.taken(client, turn), self._lock:
             if self._shelf.transitions == 0:
                 return self._standing().packed()
@@ -133,14 +163,18 @@ class Shard:
             return self._answer(wanted)
 
     @ray.method(concurrency_group="sample")
-    def update_priorities(self, client: bytes, turn: int, rows: bytes, priorities: bytes, dtype: str) -> bytes:
+    def update_priorities(
+        self, client: bytes, epoch: int, turn: int, rows: bytes, priorities: bytes, dtype: str
+    ) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
         wanted, told = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         if not isinstance(self._sampler, Prioritized):
             raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
+        self._require_epoch(epoch)
         with self._turns.taken(client, turn), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             self._sampler.update_priorities(self._held(), wanted, told)
+            self._changes += 1
             return self._standing().packed()
 
     @ray.method(concurrency_group="control")
@@ -161,11 +195,47 @@ class Shard:
         with self._lock:
             return None if self._shelf.reward_dtype is None else self._shelf.reward_dtype.str
 
-    def _is_next(self, sent: Envelope) -> bool:
-        return sent.epoch == self._epoch and sent.sequence == self._expected.get(sent.writer, 0)
+    def _require_epoch(self, epoch: int) -> None:
+        """Refuse calls that count on what was said to this shard before it was restarted."""
+        if epoch != self._epoch:
+            raise OutOfTurnError(f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {epoch}")
+
+    def _is_due(self, sent: Envelope) -> bool:
+        return sent.sequence <= self._expected.get(sent.writer, 0)
+
+    def _take_over(self, journal: Journal, capacity: int) -> None:
+        """Go on with all that the journal holds."""
+        shelf: Shelf | None = None
+        for entry in journal.open():
+            shelf = shelf or Shelf(self._layout, capacity, journal.first_row)
+            shelf.append(unpack_block(entry.payload, self._layout, journal.dictionaries))
+        self._shelf = shelf or self._shelf
+        self._epoch = journal.epoch
+        self._expected = dict(journal.expected)
+        self._dictionaries = dict(journal.dictionaries)
+        self._inserted = self._shelf.next_row
+
+    def _apply(self, staged: list[Staged]) -> int:
+        """Show what is durable now; return the first row that is still needed."""
+        with self._lock:
+            for each in staged:
+                self._take(each)
+            return self._shelf.first_row
+
+    def _take(self, staged: Staged) -> None:
+        before = self._shelf.next_row
+        self._shelf.append(staged.block)
+        self._inserted += self._shelf.next_row - before
+        self._changes += 1
+        staged.done.set()
 
     def _ack(self, writer: bytes, verdict: Verdict, reason: str = "") -> bytes:
-        return Ack(verdict, self._expected.get(writer, 0), _MOST_CREDITS, self._standing(), reason).packed()
+        return Ack(verdict, self._expected.get(writer, 0), self._credits(), self._standing(), reason).packed()
+
+    def _credits(self) -> int:
+        """Blocks that a writer may have under way: fewer when much waits to be made durable."""
+        waiting = 0 if self._committer is None else self._committer.backlog
+        return _MOST_CREDITS if waiting < _CROWDED_BYTES else 1
 
     def _answer(self, rows: Ids) -> bytes:
         held = self._held()
@@ -177,25 +247,10 @@ class Shard:
         mass = float(shelf.transitions)
         if isinstance(self._sampler, Prioritized):
             mass = self._sampler.mass(self._held()) if shelf.next_row > shelf.first_row else 0.0
-        return Standing(
-            self._epoch, shelf.first_row, shelf.next_row, shelf.transitions, self._inserted, 0, mass
-        )  # fmt: skip
+        backlog = 0 if self._committer is None else self._committer.backlog
+        rows = (shelf.first_row, shelf.next_row, shelf.transitions)
+        return Standing(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
 
     def _held(self) -> Held:
         shelf = self._shelf
         return Held(shelf.first_row, shelf.next_row, 1, shelf.capacity, shelf)
-
-
-def pack_dictionary(dictionary: Dictionary) -> bytes:
-    """Return a dictionary as a record."""
-    name = dictionary_name(dictionary)
-    return b"".join(pack(DICTIONARY, {"name": name}, {"content": dictionary.content}, frozenset()))
-
-
-def unpack_dictionary(payload: bytes) -> Dictionary:
-    """Read a dictionary that was received."""
-    record = open_record(payload, DICTIONARY)
-    dictionary = Dictionary(read_part(record, payload, "content"))
-    if dictionary_name(dictionary) != record.head.get("name"):
-        raise DamageError("a dictionary was received that is not what its name says; it is not used")
-    return dictionary

@@ -216,6 +216,10 @@ class Shelf:
 
     def find(self, rows: Ids) -> Found:
         """Read rows, all of them held."""
+        if not len(rows):
+            like = self._layout.with_reward(self.reward_dtype or np.dtype(np.float32))
+            nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in like.items() if name != "valid"}
+            return Found(nothing, tuple(() for _ in self._fields))
         first = self._block_rows.held
         dropped = self._block_rows.end - len(first)
         place = np.searchsorted(first[:, 0], rows, side="right") - 1

@@ -1,6 +1,6 @@
 """Standings: what a shard says of itself with every answer.
 
-In:  counts.  Out: 56 bytes, and back.
+In:  counts.  Out: 64 bytes, and back.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import ClassVar, Self
 
 from holdall.errors import DamageError
 
-_FORM = struct.Struct("<qqqqqqd")
+_FORM = struct.Struct("<qqqqqqqd")
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +25,7 @@ class Standing:
     next_row: int
     transitions: int  # rows held that can be drawn
     inserted: int  # transitions ever accepted
+    changes: int  # of what is held or of priorities, since it was started
     backlog: int  # bytes that wait to be made durable
     mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
 

@@ -58,6 +58,7 @@ class Stream:
         self._epoch = -1
         self._credits = 1
         self.standing: Standing | None = None  # when the shard last said so
+        self._failing_since: float | None = None
         self.waited_s = 0.0  # for room
         self.resent = 0
 
@@ -117,6 +118,7 @@ class Stream:
                 ack = Ack.of(ray.get(oldest.call))
             except ray.exceptions.RayError as error:
                 _LOG.info("shard %d did not answer (%s); asking it what it expects", self.number, type(error).__name__)
+                self._endure(error)
                 self._meet()
                 return
             self._credits = max(1, ack.credits)
@@ -125,7 +127,20 @@ class Stream:
                 self._settle(ack, oldest)
                 return
             self._under_way.popleft()
+            self._failing_since = None
             wait = False
+
+    def _endure(self, error: Exception) -> None:
+        """Pause before the next try; tell the caller if none has succeeded for long."""
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        if now - self._failing_since > self._patience_s:
+            self._failing_since = None
+            raise ShardError(
+                f"shard {self.number} accepts nothing ({error}); the {len(self._under_way)} blocks under way are kept: "
+                "call flush() to try again"
+            ) from error
+        time.sleep(_PAUSE_S)
 
     def _settle(self, ack: Ack, oldest: _UnderWay) -> None:
         """Go on after a block that was not accepted."""

@@ -23,10 +23,10 @@ from holdall.experience.kernels import chosen_kernels
 from holdall.experience.sealing.codec import Dictionary
 from holdall.experience.store import Tick
 from holdall.ray.block import dictionaries_of, pack_block
+from holdall.ray.dictionaries import pack_dictionary
 from holdall.ray.encode import Encoder
 from holdall.ray.habits import Habits
 from holdall.ray.layout import Layout
-from holdall.ray.shard import pack_dictionary
 from holdall.ray.standing import Standing
 from holdall.ray.stream import GoneError, Stream
 from holdall.schema import Schema, fit_flags, fit_reward

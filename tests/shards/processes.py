@@ -1,0 +1,31 @@
+"""The processes of shards, so that tests can kill and freeze them."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import psutil
+import ray
+
+PATIENCE_S = 30.0
+
+
+def process_of(shard: Any) -> int:
+    """Return the id of the process that a shard's actor runs in."""
+    return int(ray.get(shard.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def kill(process: int) -> None:
+    """End a process as the machine's out-of-memory killer would."""
+    psutil.Process(process).kill()
+
+
+def wait_until(is_so: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    until = time.monotonic() + patience_s
+    while not is_so():
+        if time.monotonic() > until:
+            raise TimeoutError("it never came to be so")
+        time.sleep(0.02)

@@ -1,0 +1,123 @@
+"""Journals: everything that was acknowledged comes back, and one who was overtaken acknowledges nothing more."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+
+from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.experience.sealing.codec import Dictionary
+from holdall.ray.journal import Entry, Journal
+from holdall.ray.slots import LocalSlots
+
+ANN, BEN = b"a" * 16, b"b" * 16
+
+
+def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
+    return Entry(writer, sequence, bytes([sequence % 256]) * nbytes)
+
+
+def opened(folder: Path) -> tuple[Journal, list[Entry]]:
+    journal = Journal(LocalSlots(folder))
+    return journal, list(journal.open())
+
+
+def test_what_was_appended_is_found_again_in_order(tmp_path: Path) -> None:
+    journal, found = opened(tmp_path)
+    assert (found, journal.epoch, journal.expected) == ([], 0, {})
+    first, second = [entry(ANN, 0), entry(BEN, 0), entry(ANN, 1)], [entry(ANN, 2)]
+    journal.append(first, 0, [])
+    journal.append(second, 3, [Dictionary(b"words")])
+    again, found = opened(tmp_path)
+    assert found == first + second
+    assert again.expected == {ANN: 3, BEN: 1}
+    assert [each.content for each in again.dictionaries.values()] == [b"words"]
+    assert again.epoch > journal.epoch
+
+
+def test_one_who_was_overtaken_writes_nothing_more(tmp_path: Path) -> None:
+    zombie, _ = opened(tmp_path)
+    zombie.append([entry(ANN, 0)], 0, [])
+    owner, _ = opened(tmp_path)
+    with pytest.raises(FencedError, match="another shard has opened"):
+        zombie.append([entry(ANN, 1)], 1, [])
+    owner.append([entry(ANN, 1)], 1, [])
+    with pytest.raises(FencedError):
+        zombie.append([entry(ANN, 2)], 2, [])
+    assert opened(tmp_path)[1] == [entry(ANN, 0), entry(ANN, 1)]
+
+
+def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path) -> None:
+    zombie, _ = opened(tmp_path)
+    owner = Journal(LocalSlots(tmp_path))
+    taking_over = owner.open()
+    slots = LocalSlots(tmp_path)
+    known = slots.numbers()
+    owner._slots.numbers = lambda: known  # type: ignore[method-assign]  # it looked before the zombie's last write
+    zombie.append([entry(ANN, 0)], 0, [])
+    assert list(taking_over) == [entry(ANN, 0)]
+    with pytest.raises(FencedError):
+        zombie.append([entry(ANN, 1)], 1, [])
+
+
+def test_a_zombie_stays_fenced_when_all_else_was_removed(tmp_path: Path) -> None:
+    zombie, _ = opened(tmp_path)
+    zombie.append([entry(ANN, 0)], 0, [])
+    owner, _ = opened(tmp_path)
+    for number in range(1, 200):
+        owner.append([entry(ANN, number)], number, [])
+        owner.trim(number)
+    assert len(LocalSlots(tmp_path).numbers()) < 100
+    with pytest.raises(FencedError):
+        zombie.append([entry(BEN, 0)], 1, [])
+
+
+def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    journal.append([entry(BEN, 0)], 0, [Dictionary(b"words")])
+    for number in range(150):
+        journal.append([entry(ANN, number)], 1 + number, [])
+        journal.trim(1 + number - 10)
+    again, found = opened(tmp_path)
+    assert again.expected == {ANN: 150, BEN: 1}
+    assert [each.sequence for each in found][-10:] == list(range(140, 150))
+    assert again.first_row == 1 + found[0].sequence
+    assert len(again.dictionaries) == 1
+
+
+def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None:
+    won: list[int] = []
+
+    def create(who: int) -> None:
+        if LocalSlots(tmp_path).create(7, bytes([who])):
+            won.append(who)
+
+    threads = [threading.Thread(target=create, args=(who,)) for who in range(16)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(won) == 1
+    assert LocalSlots(tmp_path).read(7) == bytes(won)
+    assert os.listdir(tmp_path) == ["0000000000000007.slot"]  # noqa: PTH208  names alone
+
+
+def test_a_slot_that_was_damaged_is_refused(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    journal.append([entry(ANN, 0)], 0, [])
+    path = tmp_path / "0000000000000001.slot"
+    content = path.read_bytes()
+    for damaged in (content[:-1], b"", content[:200] + b"\xff" + content[201:]):
+        path.write_bytes(damaged)
+        with pytest.raises(DamageError):
+            opened(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes where it may not")
+def test_a_place_that_cannot_be_written_to_is_refused(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(CheckpointError, match="cannot be"):
+        opened(tmp_path / "below")

@@ -1,0 +1,160 @@
+"""Shards that are killed, and those that come: nothing acknowledged is lost or doubled, and draws stay right."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import Prioritized, ShardError
+from holdall.ray import ReplayMemory
+from holdall.ray.ids import shards_of
+
+from .processes import kill, process_of, wait_until
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+SPACE = spaces.Box(-np.inf, np.inf, (3,), np.float32)
+ACTION = spaces.Discrete(2)
+
+
+def numbered(memory: Any, first: int, end: int) -> None:
+    """Add transitions whose reward tells which one they are."""
+    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    for number in range(first, end):
+        memory.add(row, action, np.array([number], np.float64), row, no, no)
+
+
+def held(memory: ReplayMemory) -> list[int]:
+    """Return which transitions are held, from all shards."""
+    memory.flush()
+    found: list[int] = []
+    for shard, standing in memory._cluster.refresh().items():
+        rows = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+        found += memory.gather(rows).reward.astype(int).tolist()
+    return sorted(found)
+
+
+def all_answer(memory: ReplayMemory) -> bool:
+    return len(memory._cluster.masses()) == len(memory._cluster.numbers)
+
+
+def draw_often(memory: ReplayMemory) -> None:
+    for _ in range(1_000):
+        memory.sample(100)
+
+
+def chi_square_p(counts: NDArray[np.int64], expected: NDArray[np.float64]) -> float:
+    """Return how likely counts are that differ this much, by Wilson and Hilferty's approximation."""
+    from math import erfc, sqrt
+
+    degrees = len(counts) - 1
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    normal = ((statistic / degrees) ** (1 / 3) - (1 - 2 / (9 * degrees))) / sqrt(2 / (9 * degrees))
+    return erfc(normal / sqrt(2)) / 2
+
+
+def drawn(memory: ReplayMemory, draws: int, transitions: int) -> NDArray[np.int64]:
+    counts = np.zeros(transitions, np.int64)
+    size = 2_048
+    for _ in range(draws // size):
+        counts += np.bincount(memory.sample(size).reward.astype(np.int64), minlength=transitions)
+    return counts
+
+
+@pytest.fixture(scope="module")
+def durable(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayMemory]:
+    url = tmp_path_factory.mktemp("journals")
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, durability="segment", url=url, seed=1) as memory:
+        yield memory
+
+
+def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable: ReplayMemory) -> None:
+    for count in (1_000, 2_000, 3_000):
+        numbered(durable, count - 1_000, count - 300)
+        kill(process_of(durable._cluster.handle(count // 1_000 % 2)))
+        numbered(durable, count - 300, count)
+        durable.flush()
+        wait_until(lambda: all_answer(durable))
+        assert held(durable) == list(range(count))
+    batch = durable.sample(500)
+    assert set(shards_of(batch.ids).tolist()) == {0, 1}
+
+
+def test_draws_go_on_without_a_shard_and_it_comes_back_as_another() -> None:
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, seed=1) as memory:
+        writer = memory.writer()
+        numbered(writer, 0, 2_000)
+        writer.flush()
+        before = memory.sample(1_000)
+        lost = 1
+        kill(process_of(memory._cluster.handle(lost)))
+        batch = memory.sample(1_000)
+        assert set(shards_of(batch.ids).tolist()) == {0}
+        wait_until(lambda: all_answer(memory))
+        numbered(writer, 2_000, 6_000)
+        writer.flush()
+        wait_until(lambda: len(memory) > 4_000)
+        new = memory.sample(2_000)
+        assert set(shards_of(new.ids).tolist()) == {0, 1}
+        of_lost = [batch.ids[shards_of(batch.ids) == lost] for batch in (before, new)]
+        assert not np.intersect1d(*of_lost).size  # an id is never used again
+
+
+@pytest.mark.parametrize("policy", ["raise", "block"])
+def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: ReplayMemory) -> None:
+    durable._drawing._policy = policy
+    numbered(durable, 3_000, 4_000)
+    durable.sample(100)
+    kill(process_of(durable._cluster.handle(0)))
+    if policy == "raise":
+        with pytest.raises(ShardError, match="on_shard_loss"):
+            draw_often(durable)
+        wait_until(lambda: all_answer(durable))
+    assert set(shards_of(durable.sample(500).ids).tolist()) == {0, 1}
+
+
+@pytest.mark.parametrize("prioritized", [pytest.param(False, marks=pytest.mark.nightly), True])
+def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_loss(prioritized: bool) -> None:
+    transitions, draws = 3_000, 200_000
+    sampler = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if prioritized else None
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=3, sampler=sampler, seed=2) as memory:
+        numbered(memory, 0, transitions)
+        priorities = np.random.default_rng(0).uniform(0.5, 4.0, transitions)
+
+        def tell() -> None:
+            memory.flush()
+            for shard, standing in memory._cluster.refresh().items():
+                ids = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+                if prioritized and len(ids):
+                    memory.update_priorities(ids, priorities[memory.gather(ids).reward.astype(int)])
+            memory.sample(transitions)  # so that every shard has said how it stands now
+
+        def check(present: NDArray[np.int64]) -> None:
+            counts = drawn(memory, draws, transitions)
+            share = priorities[present] if prioritized else np.ones(len(present))
+            assert counts.sum() == counts[present].sum()
+            assert chi_square_p(counts[present], counts.sum() * share / share.sum()) > 1e-4
+
+        tell()
+        check(np.arange(transitions))
+        memory.add_shard()
+        transitions = 4_500
+        priorities = np.random.default_rng(1).uniform(0.5, 4.0, transitions)
+        numbered(memory, 3_000, transitions)
+        tell()
+        check(np.arange(transitions))
+        kill(process_of(memory._cluster.handle(0)))
+        memory.sample(transitions // 4)
+        wait_until(lambda: all_answer(memory))
+        check(np.array(held(memory)))
+        batch = memory.sample(1_000)
+        if prioritized:
+            told = priorities[batch.reward.astype(int)]
+            assert np.allclose(batch.weights, told.min() / told, rtol=1e-4)
+        else:
+            assert (batch.weights == 1).all()
