@@ -28,6 +28,7 @@ PUBLIC = [
     "RolloutBatch",
     "RolloutMemory",
     "SaveHandle",
+    "ShardError",
     "SharedObservations",
     "SpaceError",
     "TransitionIdError",
