@@ -385,6 +385,27 @@ class ReplayMemory:
                 return []
             return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
 
+    def relieve(self, nbytes: int) -> None:
+        """Hold that much less in memory from now on, where that can be done without losing a transition.
+
+        What is raw is compressed, and with a `spill_dir` the oldest goes to disk; in the background, and adding waits
+        for it. Called when memory runs short, see `holdall.watch`.
+        """
+        require_count("nbytes", nbytes, 0)
+        with self._lock:
+            self._open().large_segments.relieve(int(nbytes))
+
+    @property
+    def spill_dir(self) -> str | os.PathLike[str] | None:
+        """Where transitions go that the budget does not hold."""
+        return self._spill_dir
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes that lie there."""
+        with self._lock:
+            return 0 if self._store is None else self._store.disk_bytes
+
     @property
     def fill(self) -> float:
         """How full the memory is, of 1."""

@@ -10,7 +10,7 @@ import typer
 
 from holdall.cli.verbosity import OneLineErrors
 
-COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "watch")
+COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "trim", "watch")
 """Each is a module here, with a function, or a Typer of subcommands, of the same name."""
 
 

@@ -23,7 +23,7 @@ SEGMENTS_ON_THE_WAY = 6
 """One open, one waiting to be sealed, one being sealed, what it becomes, that being written out, and a spare arena."""
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
-_NO_LIMIT = 1 << 62
+NO_LIMIT = 1 << 62
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,10 +43,10 @@ class Budget:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
         cap = COST_CAPS[prefer]
         if budget is None:
-            return cls(None, 0, 0 if spills else _NO_LIMIT, cap, hands)
+            return cls(None, 0, 0 if spills else NO_LIMIT, cap, hands)
         if budget == "auto":
             available = available_bytes()
-            closed = available // _SHARE_BEFORE_DISK if spills else _NO_LIMIT
+            closed = available // _SHARE_BEFORE_DISK if spills else NO_LIMIT
             return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, hands)
         limit = parse_bytes(budget, "budget")
         return cls(limit, limit, limit, cap, hands)
@@ -54,12 +54,12 @@ class Budget:
     @property
     def segment_bytes(self) -> int:
         """Most that one segment may take."""
-        return _NO_LIMIT if self.limit is None else self.limit // _SEGMENTS_OF_A_BUDGET
+        return NO_LIMIT if self.limit is None else self.limit // _SEGMENTS_OF_A_BUDGET
 
     @property
     def staging_bytes(self) -> int:
         """Most that may be kept for the next batches."""
-        return _NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
+        return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
 
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for what is needed whatever comes.

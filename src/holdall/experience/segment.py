@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.experience.arena import ArenaPool, Bytes, reserve
-from holdall.experience.budget import Budget
+from holdall.experience.budget import NO_LIMIT, Budget
 from holdall.experience.crew import Crew
 from holdall.experience.disk.segment_file import SegmentFile
 from holdall.experience.index import SegmentIndex
@@ -93,6 +93,7 @@ class Segments:
         self._arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
         self._budget = budget
+        self._most_raw = self._most_closed = NO_LIMIT  # what is left of the budget after `relieve`
         self.fixed_bytes = 0  # what the store's rings take, for the budget
         self._index = SegmentIndex()
         self._blocks_on_disk = 0
@@ -466,9 +467,22 @@ class Segments:
     def _settle(self, evict: Callable[[], int | None]) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
         if self._tiers is not None and self._budget is not None:
-            closed = self._closed_allowed(self._budget)
+            closed = min(self._closed_allowed(self._budget), self._most_closed)
             at_most = closed + _SPARED_WHILE_STUCK * self.segment_bytes
-            self._tiers.settle(Allowance(min(self._budget.raw_bytes, closed), closed, at_most), evict)
+            self._tiers.settle(Allowance(min(self._budget.raw_bytes, self._most_raw, closed), closed, at_most), evict)
+
+    def relieve(self, nbytes: int) -> None:
+        """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
+
+        Nothing is evicted for it. It takes effect as the worker gets to it.
+        """
+        tiers = self._tiers
+        if tiers is None:
+            return
+        self._most_raw = min(self._most_raw, max(tiers.raw_bytes - nbytes, 0))
+        if tiers.spills:
+            self._most_closed = min(self._most_closed, max(tiers.held_bytes - nbytes, 0))
+        self._settle(lambda: None)
 
     def _closed_allowed(self, budget: Budget) -> int:
         return budget.closed_allowed(self.fixed_bytes, self._overhead_bytes, self.segment_bytes)

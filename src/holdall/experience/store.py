@@ -288,6 +288,11 @@ class Store:
         found += [(name, ring) for name in rest for ring in self._rings()[name]]
         return found + [("spare", array) for array in self._segments.spare_arrays()]
 
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of all fields on disk."""
+        return sum(self._segments.field_bytes(field).disk for field in range(len(self._large)))
+
     def close(self) -> None:
         """End the sealer and delete what was spilled."""
         self.sealer.stop()

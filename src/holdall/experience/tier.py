@@ -120,6 +120,21 @@ class Tiers:
         self._sealer.withdraw(gone)
 
     @property
+    def spills(self) -> bool:
+        """Whether there is a disk tier."""
+        return self._spills
+
+    @property
+    def raw_bytes(self) -> int:
+        """What raw blocks take that are not on their way to the sealer."""
+        return self._raw.nbytes
+
+    @property
+    def held_bytes(self) -> int:
+        """What closed blocks take."""
+        return self._held
+
+    @property
     def _held(self) -> int:
         """What closed blocks take, those on their way as if they had arrived: for these, memory is set aside."""
         ratio = self._sealed.nbytes / self._sealed.whole_bytes if self._sealed.whole_bytes else 0.0

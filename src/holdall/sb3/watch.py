@@ -11,6 +11,9 @@ from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
 
+from holdall.errors import ArgumentError
+from holdall.sb3.checkpoint import CheckpointCallback
+from holdall.watch.guard import OnPressure
 from holdall.watch.public import Watch, start
 from holdall.watch.reading import GROUPS, Reading
 
@@ -28,6 +31,9 @@ class WatchCallback(BaseCallback):
         record: A file for `holdall report`.
         prometheus: A port of the loopback on which the newest reading is served.
         limit: Memory that the training may use, beside the system's own limits: "8GiB" or bytes.
+        on_pressure: What is done when memory runs short: "warn"; "spill", for holdall's buffers; "checkpoint".
+        pressure_at: Share of a limit from which on memory is short.
+        checkpoint: The callback that saves, between two steps, for `on_pressure="checkpoint"`.
         verbose: 1 logs verdicts that are warnings or errors as warnings.
     """
 
@@ -37,10 +43,22 @@ class WatchCallback(BaseCallback):
         record: str | os.PathLike[str] | None = None,
         prometheus: int | None = None,
         limit: str | int | None = None,
+        on_pressure: OnPressure = "warn",
+        pressure_at: float = 0.9,
+        checkpoint: CheckpointCallback | None = None,
         verbose: int = 1,
     ) -> None:
         super().__init__(verbose)
+        if on_pressure == "checkpoint" and checkpoint is None:
+            raise ArgumentError(
+                "on_pressure is 'checkpoint', but checkpoint is None; pass a holdall.sb3.CheckpointCallback"
+            )
+        self._checkpoint = checkpoint
+        self._saves_next = False
         self._settings: dict[str, Any] = {
+            "on_pressure": on_pressure,
+            "pressure_at": pressure_at,
+            "checkpoint": self._save_soon,
             "interval_s": interval_s, "record": record, "prometheus": prometheus, "limit": limit,
         }  # fmt: skip
         self.watch: Watch | None = None
@@ -58,7 +76,16 @@ class WatchCallback(BaseCallback):
         self._drive = agent.drive
         agent.publish()
 
+    def _save_soon(self) -> None:
+        """Ask for a checkpoint; it is taken between two steps."""
+        self._saves_next = True
+
     def _on_rollout_start(self) -> None:
+        if self._saves_next and self._checkpoint is not None:
+            self._saves_next = False
+            self._checkpoint.init_callback(self.model)
+            self._checkpoint.num_timesteps = self.num_timesteps
+            self._checkpoint.save()
         if self._has_phases and self.watch is not None:
             self.watch.agent.enter("collect")
 

@@ -29,6 +29,7 @@ from holdall.watch.named import (
     torch_if_imported,
 )
 from holdall.watch.sidecar import PhasePeak, Region, Told
+from holdall.watch.trim import answer_request
 
 _SHARE_OF_TIME = 0.002
 _INTERVAL_S = 0.25
@@ -126,6 +127,8 @@ class Agent:
 
     def _beat(self) -> None:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s / 4)):
+            with contextlib.suppress(OSError):
+                answer_request()
             silent = time.monotonic() - self.due > _SILENCE * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_driven):
                 self.publish()
@@ -238,7 +241,7 @@ def _spilled() -> dict[str, int]:
     for memory in tracked.living():
         folder = getattr(memory, "spill_dir", None)
         if folder is not None:
-            found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(memory.disk_bytes)  # type: ignore[attr-defined]
+            found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(getattr(memory, "disk_bytes", 0))
     return found
 
 

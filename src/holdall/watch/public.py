@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -19,6 +20,7 @@ import holdall
 from holdall.errors import ArgumentError
 from holdall.units import parse_bytes
 from holdall.watch.agent import Agent, agent
+from holdall.watch.guard import Guard, OnPressure
 from holdall.watch.named import Fill
 from holdall.watch.newest import newest
 from holdall.watch.reading import Reading
@@ -46,6 +48,9 @@ def start(
     record: str | os.PathLike[str] | None = None,
     prometheus: int | None = None,
     limit: str | int | None = None,
+    on_pressure: OnPressure = "warn",
+    pressure_at: float = 0.9,
+    checkpoint: Callable[[], Any] | None = None,
 ) -> Watch:
     """Watch this process from a small one beside it, until it ends or `stop` is called.
 
@@ -54,11 +59,17 @@ def start(
         record: A file for `holdall report`.
         prometheus: A port of the loopback on which the newest reading is served.
         limit: Memory that this process and its workers may use, beside the system's own limits: "8GiB" or bytes.
+        on_pressure: What is done when memory runs short: "warn" logs it; "spill" has holdall's memories compress more
+            and move more to their `spill_dir`; "checkpoint" calls `checkpoint`.
+        pressure_at: Share of a limit from which on memory is short.
+        checkpoint: Saves what is worth saving; called in a thread of its own, once each time memory runs short.
     """
     if not interval_s >= 0.1:
         raise ArgumentError(f"interval_s ({interval_s}) must be at least 0.1; a reading takes some of that itself")
     limit_bytes = None if limit is None else parse_bytes(limit, "limit")
-    return Watch(agent(), interval_s, record, prometheus, limit_bytes)
+    own = agent()
+    guard = Guard(own, on_pressure, pressure_at, limit_bytes, checkpoint)
+    return Watch(own, guard, interval_s, record, prometheus, limit_bytes)
 
 
 class Watch:
@@ -67,12 +78,13 @@ class Watch:
     def __init__(
         self,
         own: Agent,
+        guard: Guard,
         interval_s: float,
         record: str | os.PathLike[str] | None,
         prometheus: int | None,
         limit_bytes: int | None,
     ) -> None:
-        self.agent = own
+        self.agent, self._guard = own, guard
         own.publish()
         command = [sys.executable, "-m", "holdall.watch.beside", str(os.getpid()), "--interval", str(interval_s)]
         for name, value in (("--record", record), ("--prometheus", prometheus), ("--limit", limit_bytes)):
@@ -95,7 +107,8 @@ class Watch:
         return [] if found is None else found[1]
 
     def stop(self) -> None:
-        """End the watcher; names stay known."""
+        """End the watcher and the guard; names stay known."""
+        self._guard.stop()
         self._end()
 
     def __enter__(self) -> Self:

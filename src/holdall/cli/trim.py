@@ -1,0 +1,38 @@
+"""`holdall trim`: a process gives back memory that its C library keeps; what a trim would and did return."""
+
+import json as json_
+from typing import Annotated
+
+import typer
+
+from holdall.cli.verbosity import Verbose
+from holdall.errors import ArgumentError
+from holdall.units import format_bytes
+from holdall.watch.trim import trim as trim_process
+from holdall.watch.trim import trim_self
+from holdall.watch.watcher import Watcher
+
+
+def trim(
+    pid: Annotated[int | None, typer.Argument(help="A process with an agent: see `holdall watch`.")] = None,
+    this: Annotated[bool, typer.Option("--self", help="Trim this very process, to see that it works.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what a trim would return.")] = False,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Return free memory of a process to the system."""
+    if (pid is None) != this:
+        raise ArgumentError("trim takes a process id, or --self; name one of them")
+    would = None if pid is None else Watcher(pid).read().of("heap_retained")
+    words: dict[str, int | None] = {"pid": pid, "would_return": would}
+    if not dry_run:
+        done = trim_self() if pid is None else trim_process(pid)
+        words |= {"returned": done.returned, "before": done.before, "after": done.after}
+    if json:
+        typer.echo(json_.dumps(words))
+        return
+    if would is not None:
+        typer.echo(f"would return up to {format_bytes(would)}")
+    if not dry_run:
+        span = f"{format_bytes(done.before)} before, {format_bytes(done.after)} after"
+        typer.echo(f"returned {format_bytes(done.returned)}: {span}")

@@ -1,0 +1,149 @@
+"""The guard: what is done in a process before its memory runs out.
+
+In:  the limits that the process is under, looked at twice a second, and oftener as they come near.
+Out: a warning, memories that spill, a checkpoint.
+Invariant: it acts while something is left to act with, and it never raises: training goes on.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+from holdall import tracked
+from holdall.errors import ArgumentError, ClosedError
+from holdall.footprint import held_bytes
+from holdall.limits import Limit, memory_limits
+from holdall.units import format_bytes
+from holdall.watch.agent import Agent
+from holdall.watch.allocators import give_back
+from holdall.watch.pressure import stalled_share
+
+OnPressure = Literal["warn", "spill", "checkpoint"]
+KINDS = ("warn", "spill", "checkpoint")
+
+_LOOKS_EVERY_S = 0.5
+_LOOKS_AT_MOST_EVERY_S = 0.02
+_AHEAD_S = 1.0
+"""A limit that would be near after so long, at the rate at which it comes, is near."""
+_ROOM_TO_MAKE = 0.05
+"""Share of the limit that is freed beyond what was asked for, so that the next look finds something left."""
+_STALLED = 40.0
+"""Per cent of the time that processes wait for memory: as bad as having none."""
+_RESTS_S = 1.0
+"""Time after an act, in which what was started takes effect."""
+
+_LOG = logging.getLogger("holdall")
+
+
+class Guard:
+    """Looks at the limits, and acts when one comes near.
+
+    Args:
+        act: What to do.
+        at: Share of a limit from which on it is near.
+        limit_bytes: A limit of the user's own, over this process alone.
+        checkpoint: Saves what is worth saving; for `act="checkpoint"`, called once each time memory runs short.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        act: OnPressure,
+        at: float = 0.9,
+        limit_bytes: int | None = None,
+        checkpoint: Callable[[], Any] | None = None,
+    ) -> None:
+        if act not in KINDS:
+            raise ArgumentError(f"on_pressure ({act!r}) must be one of {', '.join(KINDS)}")
+        if not 0.1 <= at <= 0.99:
+            raise ArgumentError(f"pressure_at ({at}) must be a share of the limit, from 0.1 to 0.99")
+        if act == "checkpoint" and checkpoint is None:
+            raise ArgumentError("on_pressure is 'checkpoint', but checkpoint is None; pass a function that saves")
+        self._agent, self._act, self._at = agent, act, at
+        self._limit_bytes, self._checkpoint = limit_bytes, checkpoint
+        self._is_near = False
+        self._rests_until = 0.0
+        self._before: tuple[float, float] | None = None  # when was how much left of the nearest limit
+        self._pause_s = _LOOKS_EVERY_S
+        self._coming = 0.0  # bytes a second
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._look_out, name="holdall-guard", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End the guard."""
+        self._ended.set()
+
+    def look(self) -> bool:
+        """Look at the limits once; say whether one was near and something was done."""
+        limit, now = self._nearest(), time.monotonic()
+        coming = self._rate(limit.free_bytes, now)
+        spare = limit.free_bytes - (1.0 - self._at) * limit.total_bytes  # before it is near
+        self._pause_s = min(max(spare / (4.0 * coming + 1.0), _LOOKS_AT_MOST_EVERY_S), _LOOKS_EVERY_S)
+        if now < self._rests_until:
+            return False
+        if spare > coming * _AHEAD_S and (stalled_share() or 0.0) < _STALLED:
+            self._is_near = False
+            return False
+        room = _ROOM_TO_MAKE * limit.total_bytes
+        self._do(limit, int(max(room - spare, room) + coming * _AHEAD_S))
+        self._is_near, self._rests_until = True, now + _RESTS_S
+        return True
+
+    def _rate(self, left: float, now: float) -> float:
+        """Return by how many bytes a second less is left, over the last looks."""
+        before, self._before = self._before, (now, left)
+        if before is None or now <= before[0]:
+            return 0.0
+        self._coming = 0.5 * self._coming + 0.5 * max((before[1] - left) / (now - before[0]), 0.0)
+        return self._coming
+
+    def _nearest(self) -> Limit:
+        limits = memory_limits()
+        if self._limit_bytes is not None:
+            left = max(self._limit_bytes - held_bytes().proportional, 0)
+            limits.append(Limit("limit", left, self._limit_bytes))
+        return min(limits, key=lambda limit: limit.free_bytes / max(limit.total_bytes, 1))
+
+    def _do(self, limit: Limit, wanted: int) -> None:
+        left, total = format_bytes(limit.free_bytes), format_bytes(limit.total_bytes)
+        text = f"memory is short: {left} left of {total} ({limit.name})"
+        if self._act == "spill":
+            done = self._relieve(wanted)
+            give_back()
+            text += f"; {done}"
+        elif self._act == "checkpoint" and not self._is_near and self._checkpoint is not None:
+            self._checkpoint()
+            text += "; a checkpoint is being taken"
+        if self._act != "warn" or not self._is_near:
+            _LOG.warning("%s", text)
+            self._agent.note(text)
+
+    def _relieve(self, wanted: int) -> str:
+        """Have every memory give its part, as much as it has of all."""
+        memories = [memory for memory in tracked.living() if hasattr(memory, "relieve")]
+        sizes = [_size(memory) for memory in memories]
+        for memory, size in zip(memories, sizes, strict=True):
+            try:
+                memory.relieve(-(-wanted * size // max(sum(sizes), 1)))
+            except ClosedError:
+                continue
+        if not memories:
+            return "there is no memory of holdall's that could give some back"
+        return f"{len(memories)} memories are told to hold {format_bytes(wanted)} less"
+
+    def _look_out(self) -> None:
+        while not self._ended.wait(self._pause_s):
+            try:
+                self.look()
+            except Exception:  # whatever it is: a guard that fails must not end the training
+                _LOG.exception("the guard of memory failed; training goes on without it")
+                return
+
+
+def _size(memory: Any) -> int:
+    return sum(int(array.nbytes) for _, array in memory.arrays())
