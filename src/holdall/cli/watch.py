@@ -175,7 +175,7 @@ def _outputs(
 ) -> list[Output]:
     command = _command(pid)
     first = header(pid, command, interval)
-    title = f"{' '.join(command)} ({pid})"
+    title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
     if json:
         outputs: list[Output] = [Lines(first)]
     else:

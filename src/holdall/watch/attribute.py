@@ -3,7 +3,7 @@
 In:  its mappings, and what it said of itself.  Out: parts whose sum is its proportional set size, to the byte.
 
 Named arrays, stacks and heaps are ranges of addresses, and the page map says how much of each was touched. What is left
-is shared out by what the allocators say they hold: Python's arenas, large blocks, live and free heap. The rest of that
+is shared out by what the allocators hold: large blocks where they lie, Python's arenas, live and free heap. The rest
 has no name, and is shown so.
 """
 
@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 
 from holdall.footprint import Mapping, mappings
 from holdall.units import format_bytes
+from holdall.watch.blocks import MemoryOf
 from holdall.watch.libraries import zeroed_ranges
-from holdall.watch.mapped import heap_ranges, named_mappings
+from holdall.watch.mapped import heap_ranges, is_nameless, named_mappings
 from holdall.watch.pagemap import PageMap
 from holdall.watch.reading import GROUPS, Part
 from holdall.watch.sidecar import Region, Told
@@ -27,7 +28,7 @@ from holdall.watch.stacks import stack_ranges
 _WORTH_A_LINE = 8 * 2**20
 """A mapping without a name that is at least so long is told on its own, if the process says nothing of itself."""
 
-_HEAP, _STACK = "heap", "stack"
+_HEAP, _STACK, _BLOCK = "heap", "stack", "block"
 
 
 @dataclass(slots=True)
@@ -61,7 +62,7 @@ class _Claim:
 
     start: int
     end: int
-    kind: str  # _HEAP, _STACK, or a group
+    kind: str  # _HEAP, _STACK, _BLOCK, or a group
     region: Region | None = None
 
 
@@ -77,11 +78,15 @@ def attribute(pid: int, told: Told | None) -> list[Part]:
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
     claims = _claims(pid, found, libraries, told)
     heap = nameless = named_heap = 0
-    with PageMap(pid) as pages:
+    blocks = _Sum()
+    with PageMap(pid) as pages, MemoryOf(pid) as memory:
+        if told is not None:
+            claims = _with_blocks(claims, plain, memory)
         for mapping, here in _by_mapping(plain, claims):
             taken, left = _share_out(mapping, here, pages, sums)
             heap += taken[_HEAP]
             named_heap += taken["named in heap"]
+            blocks.resident += taken[_BLOCK]
             nameless += left
             if told is None and left and mapping.nbytes >= _WORTH_A_LINE:
                 touched = f"{100 * left / mapping.nbytes:.0f} %"
@@ -92,9 +97,17 @@ def attribute(pid: int, told: Told | None) -> list[Part]:
                     mapping.nbytes,
                 )
                 nameless -= left
+        is_readable = memory.is_readable
+    blocks.allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
     uses_torch = any(group == "libraries" and name == "torch" for group, name in sums.by_name)
-    _split_heap(heap, named_heap, told, "torch" if uses_torch else "python", sums)
-    _split_rest(nameless, told, claims, "torch" if uses_torch else "python", sums)
+    group = "torch" if uses_torch else "python"
+    _split_heap(heap, named_heap, told, group, sums)
+    nameless = _take_python(nameless, told, sums)
+    if not is_readable:
+        nameless -= _take_blocks_by_account(nameless, told, claims, blocks)
+    if told is not None:
+        sums.add(group, "large blocks without a name", blocks.resident, blocks.allocated)
+    sums.add("unattributed", "memory without a name", nameless, nameless)
     return sums.parts()
 
 
@@ -106,6 +119,18 @@ def _claims(pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]]
     regions += () if told is None else told.regions
     claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in regions]
     return sorted(claims, key=lambda claim: claim.start)
+
+
+def _with_blocks(claims: list[_Claim], plain: list[Mapping], memory: MemoryOf) -> list[_Claim]:
+    """Add the large blocks in which nothing is claimed yet."""
+    nameless = [one for one in plain if is_nameless(one) and one.permissions.startswith("rw-p")]
+    starts = [claim.start for claim in claims]
+    found = []
+    for start, end in memory.blocks(nameless):
+        at = bisect.bisect_left(starts, end)
+        if at == 0 or claims[at - 1].end <= start:
+            found.append(_Claim(start, end, _BLOCK))
+    return sorted([*claims, *found], key=lambda claim: claim.start)
 
 
 def _by_mapping(plain: list[Mapping], claims: list[_Claim]) -> Iterable[tuple[Mapping, list[_Claim]]]:
@@ -185,24 +210,27 @@ def _split_heap(heap: int, named: int, told: Told | None, group: str, sums: _Sum
     sums.add("heap_retained", "free, kept by the C library", heap - live, told.heap.free)
 
 
-def _split_rest(nameless: int, told: Told | None, claims: list[_Claim], group: str, sums: _Sums) -> None:
-    """Share memory without a name out by what the allocators hold outside of their heaps."""
-    left = nameless
-    if told is not None and told.python is not None:
-        objects = min(told.python.taken, left)
-        sums.add("python", "objects", objects, told.python.taken)
-        left -= objects
-    if told is not None and told.heap is not None:
-        heaps = [claim for claim in claims if claim.kind == _HEAP]
-        own = sum(
-            claim.end - claim.start
-            for claim in claims
-            if claim.region is not None
-            and claim.region.in_heap
-            and not any(heap.start <= claim.start < heap.end for heap in heaps)
-        )
-        mapped = max(told.heap.mapped - own, 0)
-        blocks = min(mapped, left)
-        sums.add(group, "large blocks without a name", blocks, mapped)
-        left -= blocks
-    sums.add("unattributed", "memory without a name", left, left)
+def _take_python(left: int, told: Told | None, sums: _Sums) -> int:
+    """Give Python's arenas what they hold; return what is left."""
+    if told is None or told.python is None:
+        return left
+    objects = min(told.python.taken, left)
+    sums.add("python", "objects", objects, told.python.taken)
+    return left - objects
+
+
+def _take_blocks_by_account(left: int, told: Told | None, claims: list[_Claim], blocks: _Sum) -> int:
+    """Give large blocks at most what the C library says they are, where they cannot be found one by one."""
+    if told is None or told.heap is None:
+        return 0
+    heaps = [claim for claim in claims if claim.kind == _HEAP]
+    own = sum(
+        claim.end - claim.start
+        for claim in claims
+        if claim.region is not None
+        and claim.region.in_heap
+        and not any(heap.start <= claim.start < heap.end for heap in heaps)
+    )
+    blocks.allocated = max(told.heap.mapped - own, 0)
+    blocks.resident = min(blocks.allocated, left)
+    return blocks.resident

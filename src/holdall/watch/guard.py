@@ -67,7 +67,7 @@ class Guard:
         self._limit_bytes, self._checkpoint = limit_bytes, checkpoint
         self._is_near = False
         self._rests_until = 0.0
-        self._before: tuple[float, float] | None = None  # when was how much left of the nearest limit
+        self._before: dict[str, tuple[float, int]] = {}  # when was how much left, by limit
         self._pause_s = _LOOKS_EVERY_S
         self._coming = 0.0  # bytes a second
         self._ended = threading.Event()
@@ -81,7 +81,7 @@ class Guard:
     def look(self) -> bool:
         """Look at the limits once; say whether one was near and something was done."""
         limit, now = self._nearest(), time.monotonic()
-        coming = self._rate(limit.free_bytes, now)
+        coming = self._rate(limit, now)
         spare = limit.free_bytes - (1.0 - self._at) * limit.total_bytes  # before it is near
         self._pause_s = min(max(spare / (4.0 * coming + 1.0), _LOOKS_AT_MOST_EVERY_S), _LOOKS_EVERY_S)
         if now < self._rests_until:
@@ -94,12 +94,15 @@ class Guard:
         self._is_near, self._rests_until = True, now + _RESTS_S
         return True
 
-    def _rate(self, left: float, now: float) -> float:
+    def _rate(self, limit: Limit, now: float) -> float:
         """Return by how many bytes a second less is left, over the last looks."""
-        before, self._before = self._before, (now, left)
+        before = self._before.get(limit.name)
+        self._before = {limit.name: (now, limit.free_bytes)}
         if before is None or now <= before[0]:
-            return 0.0
-        self._coming = 0.5 * self._coming + 0.5 * max((before[1] - left) / (now - before[0]), 0.0)
+            self._coming = 0.0
+        else:
+            rate = max((before[1] - limit.free_bytes) / (now - before[0]), 0.0)
+            self._coming = 0.5 * self._coming + 0.5 * rate
         return self._coming
 
     def _nearest(self) -> Limit:
@@ -134,7 +137,7 @@ class Guard:
                 continue
         if not memories:
             return "there is no memory of holdall's that could give some back"
-        return f"{len(memories)} memories are told to hold {format_bytes(wanted)} less"
+        return f"holdall's memories are told to hold {format_bytes(wanted)} less"
 
     def _look_out(self) -> None:
         while not self._ended.wait(self._pause_s):

@@ -1,0 +1,302 @@
+"""What `holdall watch` promises, row by row: `python benchmarks/watch.py --case leak --json results/watch.json`.
+
+Out: one row a bar, with the figure and whether it holds; rows that are run replace those of the file, others stay.
+The limits under which trainings run out of memory are real: a control group of this machine's kernel, which needs root.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+from process import commit, machine, versions
+
+from holdall.footprint import held_bytes
+from holdall.units import format_bytes
+from holdall.watch.watcher import Watcher
+
+HERE = Path(__file__).parent
+TRAININGS = str(HERE / "watch_trainings.py")
+MIB = 2**20
+CLEAN = ("sac-small", "dqn-vector", "ppo-vector", "td3-vector", "dqn-holdall")
+GROUPS = Path("/sys/fs/cgroup/memory")
+PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+
+Row = dict[str, Any]
+
+
+def attributed(_: argparse.Namespace) -> list[Row]:
+    """Read three trainings once each, and hold the named buffers against their own count."""
+    rows = []
+    for model, steps in (("sac", 2000), ("ppo-workers", 2048), ("dqn-atari", 2500)):
+        command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", "5000", "--pause"]
+        with subprocess.Popen(command, **PIPES) as child:
+            truth = json.loads(_last_line(child))
+            reading = Watcher(child.pid).read()
+            child.communicate("\n")
+        off = abs(reading.of("buffers") - truth["touched"]) / truth["touched"]
+        rows.append(
+            _row("attributed", model, f"{100 * reading.attributed:.2f} % of {format_bytes(reading.pss)}",
+                 holds=reading.attributed >= 0.95 and sum(part.resident for part in reading.parts) == reading.pss,
+                 bar="at least 95 %", attributed=reading.attributed, pss=reading.pss,
+                 groups={part.group: reading.of(part.group) for part in reading.parts})
+        )  # fmt: skip
+        rows.append(
+            _row("buffers", model, f"off by {100 * off:.3f} %", holds=off <= 0.01, bar="within 1 %", off=off,
+                 told=reading.of("buffers"), truth=truth["touched"], allocated=truth["nbytes"])
+        )  # fmt: skip
+    return rows
+
+
+def cost(wanted: argparse.Namespace) -> list[Row]:
+    """Compare step rates with and without a watch, turn by turn, and look at the watcher itself."""
+    command = [sys.executable, TRAININGS, "dqn-vector", "--steps", "6000", "--rates", str(wanted.rounds)]
+    rates: dict[bool, list[float]] = {True: [], False: []}
+    sizes: list[tuple[int, int]] = []
+    with subprocess.Popen(command, **PIPES) as child:
+        assert child.stdout is not None
+        used: dict[int, tuple[float, float]] = {}
+        os.set_blocking(child.stdout.fileno(), False)
+        while child.poll() is None:
+            _measure(child.pid, used, sizes)
+            time.sleep(0.5)
+        for line in child.stdout.read().splitlines():
+            told = json.loads(line)
+            rates[told["watched"]].append(told["rate"])
+        shares = [seconds / wall for seconds, wall in used.values() if wall > 3]
+    pairs = [plain / watched - 1.0 for watched, plain in zip(rates[True], rates[False], strict=True)]
+    slower = statistics.median(pairs)
+    agent = _agents_share()
+    return [
+        _row("cost", "step rate", f"{100 * slower:+.2f} % slower (median of {len(pairs)} pairs), the agent's own time "
+             f"{100 * agent:.2f} %", holds=agent <= 0.005 and slower <= 0.005 + _spread(pairs),
+             bar="at most 0.5 %", pairs=pairs, agents_share=agent, median=slower, spread=_spread(pairs)),
+        _row("cost", "watcher", f"{100 * max(shares):.1f} % of a core, {format_bytes(max(s[0] for s in sizes))} PSS, "
+             f"{format_bytes(max(s[1] for s in sizes))} resident", holds=max(shares) <= 0.03 and
+             max(size[0] for size in sizes) <= 40e6, bar="3 % of a core, 40 MB", share=max(shares),
+             pss=max(size[0] for size in sizes), rss=max(size[1] for size in sizes)),
+    ]  # fmt: skip
+
+
+def leak(wanted: argparse.Namespace) -> list[Row]:
+    """Plant leaks while a buffer fills."""
+    rows = []
+    for nbytes in (512, 2048):
+        verdicts = _leaks_of("sac-small", nbytes, 20_000, wanted.seed)
+        slope = verdicts[-1]["evidence"]["slope"] if verdicts else None
+        found_at = verdicts[0]["evidence"]["to"] if verdicts else None
+        off = None if slope is None else slope / nbytes - 1.0
+        rows.append(
+            _row("leak", f"{nbytes} B a step", "not found" if slope is None or off is None else
+                 f"found at step {found_at:,.0f}, {slope:,.0f} B a step ({100 * off:+.1f} %)",
+                 holds=off is not None and abs(off) <= 0.15, bar="found within 20,000 steps, slope within 15 %",
+                 slope=slope, found_at=found_at, low=verdicts[-1]["evidence"]["low"] if verdicts else None,
+                 high=verdicts[-1]["evidence"]["high"] if verdicts else None)
+        )  # fmt: skip
+    return rows
+
+
+def clean(wanted: argparse.Namespace) -> list[Row]:
+    """Watch trainings that leak nothing."""
+    alarms = []
+    for run in range(wanted.runs):
+        model = CLEAN[run % len(CLEAN)]
+        found = _leaks_of(model, 0, 20_000, run)
+        alarms += [{"model": model, "seed": run, "text": one["text"]} for one in found[-1:]]
+        print(f"clean run {run} ({model}): {'alarm' if found else 'quiet'}", file=sys.stderr)
+    return [
+        _row("leak", "none", f"{len(alarms)} alarms in {wanted.runs} runs", holds=not alarms and wanted.runs >= 20,
+             bar="no alarm in 20 runs", alarms=alarms, runs=wanted.runs)
+    ]  # fmt: skip
+
+
+def runout(_: argparse.Namespace) -> list[Row]:
+    """Let a training run into a control group's limit, and look at what was predicted half-way."""
+    with tempfile.TemporaryDirectory() as folder:
+        record, counter = Path(folder) / "run.jsonl", Path(folder) / "step"
+        program = [
+            "sac-small",
+            "--steps",
+            "400000",
+            "--size",
+            "400000",
+            "--record",
+            str(record),
+            "--counter",
+            str(counter),
+        ]
+        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program])
+        ended = int.from_bytes(counter.read_bytes(), "little")
+        predicted = [
+            (line["evidence"]["step"], _step_before(record, line["time"]))
+            for line in _lines(record)
+            if line["kind"] == "verdict" and line["name"] == "running out"
+        ]
+        nearest = min(predicted, key=lambda one: abs(one[1] - ended / 2), default=(0.0, 0))
+    off = nearest[0] / ended - 1.0
+    return [
+        _row("running out", "control group of 700 MiB", f"ended at step {ended:,} ({_killed(code)}); predicted at step "
+             f"{nearest[1]:,}: {nearest[0]:,.0f} ({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and code == -9 and
+             0.35 <= nearest[1] / ended <= 0.65, bar="within 10 % half-way", ended=ended, predicted=nearest[0],
+             at=nearest[1], limit="a control group of version 1, made for it")
+    ]  # fmt: skip
+
+
+def spill(_: argparse.Namespace) -> list[Row]:
+    """Run the same memory under the same limit with and without help."""
+    outcomes = {}
+    for act in ("none", "spill"):
+        with tempfile.TemporaryDirectory() as folder:
+            program = [sys.executable, str(HERE / "watch_pressure.py"), act, folder]
+            outcomes[act] = _limited(600 * MIB, program)
+    return [
+        _row("on_pressure", "spill under a control group of 600 MiB", f"without: {_killed(outcomes['none'])}; with: "
+             f"{_killed(outcomes['spill'])}", holds=outcomes == {"none": -9, "spill": 0},
+             bar="dies without, finishes with", outcomes=outcomes, limit="a control group of version 1, made for it")
+    ]  # fmt: skip
+
+
+def note(_: argparse.Namespace) -> list[Row]:
+    """Rebuild the process of a twenty-gigabyte question, and answer it."""
+    command = [sys.executable, str(HERE / "watch_search.py")]
+    with subprocess.Popen(command, **PIPES) as child:
+        told = json.loads(_last_line(child))
+        reading = Watcher(child.pid).read()
+        child.communicate("\n")
+    return [
+        _row("note 003", "a search in one process", f"{format_bytes(reading.pss)} with {reading.threads} threads; "
+             f"{100 * reading.attributed:.1f} % has a name", holds=reading.attributed >= 0.95,
+             bar="an answer that sums up", attributed=reading.attributed, pss=reading.pss, peak=reading.peak,
+             threads=reading.threads, torch_threads=reading.torch_threads, trials=told["trials"],
+             parts=[[part.group, part.name, part.resident, part.allocated] for part in reading.parts])
+    ]  # fmt: skip
+
+
+CASES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
+    "attributed": attributed, "cost": cost, "leak": leak, "clean": clean, "runout": runout, "spill": spill,
+    "note": note,
+}  # fmt: skip
+
+
+def _row(bar_name: str, case: str, figure: str, *, holds: bool, bar: str, **evidence: Any) -> Row:
+    return {"bar": bar_name, "case": case, "figure": figure, "target": bar, "holds": holds, "evidence": evidence}
+
+
+def _leaks_of(model: str, nbytes: int, steps: int, seed: int) -> list[dict[str, Any]]:
+    """Return the leaks that were told of a training."""
+    with tempfile.TemporaryDirectory() as folder:
+        record = Path(folder) / "run.jsonl"
+        command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", str(steps), "--seed", str(seed)]
+        subprocess.run([*command, "--leak", str(nbytes), "--record", str(record)], check=True)
+        return [line for line in _lines(record) if line["kind"] == "verdict" and line["name"] == "leak"]
+
+
+def _lines(record: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+
+
+def _step_before(record: Path, moment: float) -> int:
+    steps = [line["step"] for line in _lines(record) if line["kind"] == "reading" and line["time"] <= moment]
+    return int(steps[-1] or 0) if steps else 0
+
+
+def _limited(limit_bytes: int, command: list[str]) -> int:
+    """Run a command in a control group of its own, and return its exit code: negative if it was killed."""
+    group = GROUPS / f"holdall-benchmark-{os.getpid()}"
+    group.mkdir()
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(limit_bytes), encoding="ascii")
+        enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
+        return subprocess.run(["/bin/sh", "-c", enter, "sh", *command], check=False).returncode
+    finally:
+        for _ in range(50):  # a watcher beside it may still be on its way out
+            try:
+                group.rmdir()
+                break
+            except OSError:
+                time.sleep(0.2)
+
+
+def _killed(code: int) -> str:
+    return "killed by the kernel" if code == -9 else "finished" if code == 0 else f"exit code {code}"
+
+
+def _last_line(child: subprocess.Popen[str]) -> str:
+    assert child.stdout is not None
+    return child.stdout.readline()
+
+
+def _measure(pid: int, used: dict[int, tuple[float, float]], sizes: list[tuple[int, int]]) -> None:
+    """Note what the watchers beside a process took so far."""
+    try:
+        for process in psutil.Process(pid).children():
+            if "holdall.watch.beside" in " ".join(process.cmdline()):
+                times = process.cpu_times()
+                wall = time.time() - process.create_time()
+                begun = 0.35  # importing, before there is anything to watch
+                used[process.pid] = (max(times.user + times.system - begun, 0.0), wall)
+                held = held_bytes(process.pid)
+                sizes.append((held.proportional, held.resident))
+    except (psutil.Error, OSError):
+        return
+
+
+def _agents_share() -> float:
+    """Return what part of a training's time its agent takes, by the agent's own clock."""
+    command = [sys.executable, TRAININGS, "sac-small", "--steps", "8000", "--size", "8000", "--pause"]
+    begun = time.time()
+    with subprocess.Popen(command, **PIPES) as child:
+        _last_line(child)
+        watcher = Watcher(child.pid)
+        watcher.read()
+        told = watcher.newest_told
+        wall = time.time() - begun
+        child.communicate("\n")
+    return 1.0 if told is None else told.seconds_spent / wall
+
+
+def _spread(pairs: list[float]) -> float:
+    """Return how far the median may be off: the pairs' quartiles, over the root of their number."""
+    if len(pairs) < 4:
+        return 1.0
+    low, _, high = statistics.quantiles(pairs, n=4)
+    return float((high - low) / len(pairs) ** 0.5)
+
+
+def main() -> None:
+    """Run cases, print their rows, and write them to a file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case", choices=sorted(CASES), action="append")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--runs", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    wanted = parser.parse_args()
+    for name in wanted.case or CASES:
+        rows = CASES[name](wanted)
+        for row in rows:
+            judged = "holds" if row["holds"] else "FAILS"
+            print(f"{judged}  {row['bar']}, {row['case']}: {row['figure']} [{row['target']}]", flush=True)
+        if wanted.json is not None:
+            _keep(wanted.json, name, rows)
+
+
+def _keep(path: Path, case: str, rows: list[Row]) -> None:
+    """Put rows in the place of the same case's rows in a file."""
+    words: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"cases": {}}
+    words["cases"][case] = {"rows": rows, "machine": machine(), "versions": versions(), "commit": commit()}
+    path.write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,217 @@
+"""Trainings to be watched, each in a process of its own: `python benchmarks/watch_trainings.py sac --steps 2000`.
+
+Out: JSON lines on stdout. With --pause the training stops at its end and says which pages of its buffers are touched,
+by its own count, so that whoever watches can be held against it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import mmap
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from stable_baselines3 import DQN, PPO, SAC, TD3
+from stable_baselines3.common.callbacks import BaseCallback, CallbackList
+from stable_baselines3.common.env_util import make_atari_env, make_vec_env
+from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
+
+from holdall.sb3 import ReplayBuffer, WatchCallback
+
+BYTES_OBJECT = 33  # what Python takes for an empty one
+
+
+class Camera(gym.Env[Any, Any]):
+    """Random frames and a state vector; episodes of 100 steps."""
+
+    def __init__(self, side: int = 84, *, discrete: bool = False, plain: bool = False) -> None:
+        image = spaces.Box(0, 255, (3, side, side), np.uint8)
+        state = spaces.Box(-1, 1, (31,), np.float32)
+        self.observation_space = state if plain else spaces.Dict({"camera": image, "state": state})
+        self.action_space = spaces.Discrete(4) if discrete else spaces.Box(-1, 1, (2,), np.float32)
+        self._plain = plain
+        self._generator = np.random.default_rng(0)
+        self._frames = self._generator.integers(0, 256, (64, 3, side, side), np.uint8)
+        self._time = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        self._time = 0
+        return self._observed(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Go on; nothing depends on the action."""
+        self._time += 1
+        return self._observed(), float(self._generator.normal()), self._time >= 100, False, {}
+
+    def _observed(self) -> Any:
+        state = self._generator.normal(size=31).astype(np.float32).clip(-1, 1)
+        if self._plain:
+            return state
+        return {"camera": self._frames[self._generator.integers(64)], "state": state}
+
+
+SMALL: dict[str, Any] = {"device": "cpu", "policy_kwargs": {"net_arch": [64, 64]}}
+OFF_POLICY: dict[str, Any] = {**SMALL, "learning_starts": 100, "train_freq": 16, "gradient_steps": 1, "batch_size": 32}
+
+
+def sac(seed: int, size: int) -> Any:
+    """Dict observations with a camera, as in a robot's."""
+    return SAC("MultiInputPolicy", Camera(), buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64})
+
+
+def sac_small(seed: int, size: int) -> Any:
+    """The same with a small camera, for many steps."""
+    return SAC("MultiInputPolicy", Camera(24), buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64})
+
+
+def dqn_vector(seed: int, size: int) -> Any:
+    """A state vector and four actions."""
+    return DQN("MlpPolicy", Camera(discrete=True, plain=True), buffer_size=size, seed=seed, **OFF_POLICY)
+
+
+def td3_vector(seed: int, size: int) -> Any:
+    """A state vector and continuous actions."""
+    return TD3("MlpPolicy", Camera(plain=True), buffer_size=size, seed=seed, **OFF_POLICY)
+
+
+def dqn_holdall(seed: int, size: int) -> Any:
+    """Holdall's own buffer."""
+    kinds = {"replay_buffer_class": ReplayBuffer}
+    env = Camera(24, discrete=True)
+    return DQN("MultiInputPolicy", env, buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64} | kinds)
+
+
+def dqn_atari(seed: int, size: int) -> Any:
+    """Four stacked frames of a game."""
+    import ale_py  # noqa: PLC0415  an extra
+
+    gym.register_envs(ale_py)
+    env = VecFrameStack(make_atari_env("SeaquestNoFrameskip-v4", n_envs=1, seed=seed), 4)
+    return DQN("CnnPolicy", env, buffer_size=size, seed=seed, device="cpu", learning_starts=200, train_freq=64)
+
+
+def ppo_workers(seed: int, _size: int) -> Any:
+    """Four workers in processes of their own."""
+    env = make_vec_env(Camera, 4, seed=seed, vec_env_cls=SubprocVecEnv)
+    return PPO("MultiInputPolicy", env, n_steps=256, batch_size=128, n_epochs=1, seed=seed, **SMALL)
+
+
+def ppo_vector(seed: int, _size: int) -> Any:
+    """Four lanes in this process."""
+    env = make_vec_env(lambda: Camera(plain=True), 4, seed=seed)
+    return PPO("MlpPolicy", env, n_steps=512, batch_size=256, n_epochs=2, seed=seed, **SMALL)
+
+
+MODELS: dict[str, Callable[[int, int], Any]] = {
+    "sac": sac, "sac-small": sac_small, "dqn-vector": dqn_vector, "td3-vector": td3_vector, "dqn-holdall": dqn_holdall,
+    "dqn-atari": dqn_atari, "ppo-workers": ppo_workers, "ppo-vector": ppo_vector,
+}  # fmt: skip
+
+
+class Leaking(BaseCallback):
+    """Keeps so many bytes of every step, and tells the step where it can be read after a kill."""
+
+    def __init__(self, nbytes: int, counter: Path | None) -> None:
+        super().__init__()
+        self._nbytes = nbytes
+        self._kept: list[bytes] = []
+        self._counter = None
+        if counter is not None:
+            counter.write_bytes(bytes(8))
+            with counter.open("r+b") as file:
+                self._counter = mmap.mmap(file.fileno(), 8)
+
+    def _on_step(self) -> bool:
+        if self._nbytes:
+            self._kept += [bytes(self._nbytes - BYTES_OBJECT) for _ in range(self.training_env.num_envs)]
+        if self._counter is not None:
+            self._counter[:8] = self.num_timesteps.to_bytes(8, "little")
+        return True
+
+
+def touched_bytes(array: NDArray[Any]) -> int:
+    """Count the bytes of an array whose pages are in memory, by another way than the watch's."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    first, last = array.ctypes.data // mmap.PAGESIZE, (array.ctypes.data + array.nbytes - 1) // mmap.PAGESIZE
+    with Path("/proc/self/pagemap").open("rb", buffering=0) as file:
+        entries = np.frombuffer(os.pread(file.fileno(), 8 * (last - first + 1), 8 * first), np.uint64)
+    present = (entries >> np.uint64(63)).astype(np.int64) * mmap.PAGESIZE
+    present[0] -= (array.ctypes.data - first * mmap.PAGESIZE) * (present[0] > 0)
+    present[-1] -= ((last + 1) * mmap.PAGESIZE - array.ctypes.data - array.nbytes) * (present[-1] > 0)
+    return int(present.sum())
+
+
+def buffer_arrays(model: Any) -> Iterator[NDArray[Any]]:
+    """Yield the arrays of a model's buffer."""
+    buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
+    for value in vars(buffer).values():
+        yield from (one for one in (value.values() if isinstance(value, dict) else [value]) if _is_array(one))
+
+
+def _is_array(value: Any) -> bool:
+    return isinstance(value, np.ndarray)
+
+
+def say(**words: Any) -> None:
+    """Print one JSON line."""
+    print(json.dumps(words), flush=True)
+
+
+def turns_of_rates(model: Any, steps: int, turns: int) -> list[tuple[bool, float]]:
+    """Train with and without a watch, by turns, and return the rates of steps."""
+    rates = []
+    model.learn(steps)  # what is made once is made here
+    for turn in range(2 * turns):
+        watched = turn % 2 == turn // 2 % 2  # with, without, without, with
+        callback = WatchCallback() if watched else None
+        begun = time.perf_counter()
+        before = model.num_timesteps
+        model.learn(steps, callback=callback, reset_num_timesteps=False)
+        rates.append((watched, (model.num_timesteps - before) / (time.perf_counter() - begun)))
+        say(turn=turn, watched=watched, rate=rates[-1][1])
+    return rates
+
+
+def main() -> None:
+    """Train as the command line says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("model", choices=sorted(MODELS))
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--size", type=int, default=20_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--leak", type=int, default=0)
+    parser.add_argument("--counter", type=Path)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--rates", type=int, default=0)
+    parser.add_argument("--pause", action="store_true")
+    wanted = parser.parse_args()
+    torch.set_num_threads(1)
+    model = MODELS[wanted.model](wanted.seed, wanted.size)
+    if wanted.rates:
+        turns_of_rates(model, wanted.steps, wanted.rates)
+        return
+    watch = WatchCallback(0.5, record=wanted.record, verbose=0)
+    model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))
+    if wanted.pause:
+        from holdall.watch.agent import agent  # noqa: PLC0415  for the one look that both sides take
+
+        agent().publish()
+        touched = sum(touched_bytes(array) for array in buffer_arrays(model))
+        say(touched=touched, nbytes=sum(array.nbytes for array in buffer_arrays(model)))
+        sys.stdin.readline()
+
+
+if __name__ == "__main__":
+    main()
