@@ -14,7 +14,12 @@ from .chromium import Browser, Page, find
 from .examples import buffers, long_run, plan_page, results
 
 Open = Callable[..., Page]
-RECORDED = Path(__file__).parents[1] / "unit" / "watch" / "run.jsonl"
+TESTS = Path(__file__).parents[1]
+REAL = {
+    "recorded": TESTS / "unit" / "watch" / "run.jsonl",
+    "bench": TESTS / "results" / "bench.jsonl",
+    "bench buffers": TESTS.parent / "benchmarks" / "results" / "buffers.jsonl",
+}
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +37,7 @@ def browser() -> Iterator[Browser]:
 def pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Every kind of page, by name."""
     folder = tmp_path_factory.mktemp("pages")
-    files = {"recorded": RECORDED}
+    files = dict(REAL)
     for name, text in (("long", long_run(5_000)), ("results", results()), ("buffers", buffers())):
         files[name] = folder / f"{name}.jsonl"
         files[name].write_text(text, encoding="utf-8")

@@ -56,6 +56,14 @@ def test_a_page_is_drawn_and_silent_and_alone(
     assert page.ask(_UNNAMED) == 0
 
 
+@pytest.mark.parametrize("kind", ["bench", "bench buffers"])
+def test_pages_of_real_results_are_no_different(kind: str, pages: dict[str, Path], opened: Open) -> None:
+    page = opened(pages[kind], 400, dark=True)
+    assert (page.complaints, page.requests, page.ask(_FAINT)) == ([], [], [])
+    assert page.ask(_DRAWN) > 5
+    assert page.ask("document.documentElement.scrollWidth") <= 400
+
+
 def test_what_a_file_says_never_becomes_code(pages: dict[str, Path], opened: Open) -> None:
     for kind in ("long", "plan"):
         page = opened(pages[kind])

@@ -9,43 +9,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import sqrt
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from holdall.bench.result import Run
+from holdall.interval import Interval
 
-_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
-"""Student's t for 95 % on both sides, by degrees of freedom from 1 on; the normal one beyond."""
-_NORMAL = 1.96
 _SAME = 0.03
 """Peaks that differ by less count as the same: a heap's holes are not the buffer's doing."""
 _NEARLY_FULL = 0.999
 
 Name = tuple[str, str]  # profile and buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Interval:
-    """A mean over seeds, and where the true one lies with 95 %; None: one seed alone says nothing of that."""
-
-    mean: float
-    half: float | None
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
-        """Work it out."""
-        count = len(values)
-        if count < 2:
-            return cls(fmean(values), None)
-        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
-        return cls(fmean(values), quantile * stdev(values) / sqrt(count))
-
-    def overlaps(self, other: Interval) -> bool:
-        """Whether the two cannot be told apart."""
-        if self.half is None or other.half is None:
-            return True
-        return abs(self.mean - other.mean) <= self.half + other.half
 
 
 @dataclass(frozen=True, slots=True)

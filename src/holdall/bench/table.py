@@ -9,8 +9,9 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.bench.ranking import Interval, Ranking, Summary, summaries
+from holdall.bench.ranking import Ranking, Summary, summaries
 from holdall.bench.result import Run
+from holdall.interval import Interval
 from holdall.units import format_bytes
 
 _HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")

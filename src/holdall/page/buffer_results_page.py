@@ -15,7 +15,7 @@ from holdall.page.cards import Tile, said, table, tiles
 from holdall.page.document import document, section
 from holdall.page.markup import Markup, tag
 from holdall.page.results_page import machine_section
-from holdall.page.scale import bytes_scale, number, number_scale
+from holdall.page.scale import bytes_scale, duration, number, number_scale
 from holdall.units import format_bytes
 
 _OURS = "holdall"
@@ -67,6 +67,14 @@ def _bytes(value: float) -> str:
     return f"{value:,.0f} B" if value < 100_000 else format_bytes(value)
 
 
+_WRITTEN: dict[str, Callable[[float], str]] = {
+    "bytes": _bytes,
+    "µs": lambda value: f"{number(value)} µs",
+    "ms": lambda value: f"{number(value)} ms",
+    "s": duration,
+}
+
+
 def _case(results: BufferResults, case: str) -> Markup:
     known = _of(results, case)
     charts = [chart for name, figure, unit in _FIGURES if (chart := _chart(known, name, figure, unit)) is not None]
@@ -89,7 +97,7 @@ def _chart(
     rows = []
     for one in known:
         value = figure(one)
-        text = "-" if value is None else _bytes(value) if unit == "bytes" else f"{number(value)} {unit}"
+        text = _text(value, _WRITTEN[unit])
         colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_exact_words(one)}"
         rows.append(Row(one.library, [] if value is None else [Piece(value, colour, tip)], text))
@@ -104,8 +112,8 @@ def _table(known: Sequence[Measured]) -> Markup:
     heads = ["library", "version", "a transition", "add", "sample", "save", "load", "exact", "note"]
     rows = [
         [
-            one.library, one.version or "-", _text(one.bytes_per_transition, _bytes), _unit(one.add_us, "µs"),
-            _unit(one.sample_ms, "ms"), _unit(one.save_s, "s"), _unit(one.load_s, "s"), _exact(one),
+            one.library, one.version or "-", _text(one.bytes_per_transition, _bytes), _text(one.add_us, _WRITTEN["µs"]),
+            _text(one.sample_ms, _WRITTEN["ms"]), _text(one.save_s, duration), _text(one.load_s, duration), _exact(one),
             one.note,
         ]
         for one in known
@@ -121,10 +129,6 @@ def _exact(one: Measured) -> Markup:
 
 def _text(value: float | None, text: Callable[[float], str]) -> str:
     return "-" if value is None else text(value)
-
-
-def _unit(value: float | None, unit: str) -> str:
-    return _text(value, lambda known: f"{number(known)} {unit}")
 
 
 def _absent(results: BufferResults) -> Markup | None:

@@ -103,6 +103,16 @@ class Line:
             found.append((texts[0], texts[1]))
         return found
 
+    def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Return a list of lists of two pairs; empty if there is none."""
+        found = []
+        for item in self._list(name):
+            two = self._inner({"item": item}, name).pairs("item")
+            if len(two) != 2:
+                self._refuse(name, item, "must hold lists of two pairs")
+            found.append((two[0], two[1]))
+        return found
+
     def facts(self, name: str) -> list[tuple[str, Any]]:
         """Return an object's plain values by name: numbers, texts, truth values; those in it as their own facts."""
         inner = self.inner(name)

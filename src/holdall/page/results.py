@@ -115,6 +115,7 @@ class Ranking:
     by: str
     order: tuple[Name, ...]
     refused: str
+    tied_with_next: frozenset[Name]  # that cannot be told apart from what follows
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,8 @@ class Results:
                 runs[run.profile, run.buffer, run.seed] = run
             elif line.kind == "ranking":
                 by = line.text("by") or "something"
-                rankings[by] = Ranking(by, tuple(line.pairs("order")), line.text("refused") or "")
+                tied = frozenset(pair[0] for pair in line.pair_pairs("same"))
+                rankings[by] = Ranking(by, tuple(line.pairs("order")), line.text("refused") or "", tied)
         names = dict.fromkeys((run.profile, run.buffer) for run in runs.values())
         summaries = (
             Summary(*name, tuple(run for run in runs.values() if (run.profile, run.buffer) == name)) for name in names

@@ -23,6 +23,9 @@ _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
 _NOT_MEASURED = "not measured"
 _LIMIT_IN_SIGHT = 2.5
+_SPEED_LEAD = (
+    "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
+)
 
 
 def page(results: Results) -> str:
@@ -78,7 +81,10 @@ def _facts(results: Results) -> list[str]:
 def machine_section(header: Line) -> Markup | None:
     """Show where figures were measured, and with which versions."""
     found = [
-        (title, [[name.replace("_", " "), _value(name, value)] for name, value in header.facts(key)])
+        (
+            title,
+            [[name.removesuffix("_bytes").replace("_", " "), _value(name, value)] for name, value in header.facts(key)],
+        )
         for key, title in (("machine", "Machine"), ("versions", "Versions"))
     ]
     shown = [table([title, ""], rows, title, words=2) for title, rows in found if rows]
@@ -140,10 +146,11 @@ def _ranking(ranking: Ranking, results: Results) -> Markup:
     if ranking.refused or not ranking.order:
         why = ranking.refused or "nothing was measured"
         return tag("div", title, cards([Card("warning", "Not ranked", sentence(why))]))
-    items = [
-        tag("li", tag("span", _named(name)), tag("strong", _figure(ranking.by, results.of(*name))))
-        for name in ranking.order
-    ]
+    items = []
+    for name in ranking.order:
+        tied = name in ranking.tied_with_next
+        named = tag("span", _named(name), tag("small", "not told apart from the next") if tied else None)
+        items.append(tag("li", named, tag("strong", _figure(ranking.by, results.of(*name)))))
     return tag("div", title, tag("ol", *items, class_="ranking"))
 
 
@@ -187,9 +194,11 @@ def _speed(results: Results) -> Markup | None:
     known = [one.speed for one in results.summaries if one.speed is not None]
     if not known:
         return None
-    scale = number_scale(max(_high(interval) for interval in known))
+    most = max(interval.mean for interval in known)
+    # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
+    scale = number_scale(min(max(_high(interval) for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
-    return section("Speed", chart, lead="Environment steps a second after the warm-up. Whiskers: 95 % over the seeds.")
+    return section("Speed", chart, lead=_SPEED_LEAD)
 
 
 def _reward(results: Results) -> Markup | None:
@@ -289,8 +298,8 @@ def _all(results: Results) -> Markup:
         "a transition",
         "steps a second",
         "reward",
-        "checkpoint",
-        "saved in",
+        "saved",
+        "in",
         "extra",
     ]
     rows = []

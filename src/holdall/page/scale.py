@@ -16,7 +16,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 _BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _SMALLEST = 1e-6
-_MINUTE, _HOUR, _DAY = 60, 3600, 86400
+_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +75,9 @@ def number(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Write a time: `45 s`, `12 min`, `3 h 20 min`."""
+    """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
+    if 0 < seconds < _TENTH:
+        return f"{1000 * seconds:.3g} ms"
     if seconds < _MINUTE:
         return f"{seconds:.3g} s"
     if seconds < _HOUR:

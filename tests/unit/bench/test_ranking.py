@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
-from holdall.bench.ranking import Interval, rankings, summaries
+from holdall.bench.ranking import rankings, summaries
 from holdall.bench.result import Run
+from holdall.interval import Interval
 
 
 def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> Run:

@@ -13,6 +13,7 @@ from holdall.interval import Interval
 from holdall.page.report import Report, read_report
 
 BENCH = {"kind": "header", "format": "holdall-bench-1", "env": "demo", "algo": "sac", "limit": 1000}
+RECORDED = Path(__file__).parents[2] / "results" / "bench.jsonl"
 BUFFERS = {"kind": "header", "format": "holdall-bench-buffers-1"}
 
 
@@ -53,6 +54,20 @@ def test_a_run_that_is_there_twice_counts_once_and_the_last_one(tmp_path: Path) 
     runs = [_run("fast", "sb3", 0, status="failed", reason="no room"), _run("fast", "sb3", 0)]
     found = _report(tmp_path, BENCH, *runs).summary()["profiles"]
     assert [(one["runs"], one["done"]) for one in found] == [(1, 1)]
+
+
+def test_what_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
+    one, other = ["fast", "sb3"], ["fast", "holdall"]
+    ranking = {"kind": "ranking", "by": "memory", "order": [one, other], "refused": None, "same": [[one, other]]}
+    text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), _run("fast", "holdall", 0), ranking).page()
+    assert text.count("not told apart from the next") == 1
+
+
+def test_a_real_bench_is_ranked_as_it_was(tmp_path: Path) -> None:
+    found = read_report(RECORDED).summary()
+    assert [ranking["by"] for ranking in found["rankings"]] == ["memory", "speed", "reward"]
+    least = min(found["profiles"], key=lambda one: one["peak_bytes"])
+    assert found["rankings"][0]["order"][0] == [least["profile"], least["buffer"]]
 
 
 def test_a_refused_ranking_says_why_and_ranks_nothing(tmp_path: Path) -> None:

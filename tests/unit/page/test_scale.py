@@ -30,8 +30,8 @@ def test_bytes_are_written_in_round_binary_units() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0 s"), (1.25, "1.25 s"), (59, "59 s"), (90, "1 min 30 s"), (900, "15 min"), (3_600, "1 h"),
-     (5_400, "1 h 30 min"), (86_400, "1 d"), (90_000, "1 d 1 h")],
+    [(0, "0 s"), (0.0654, "65.4 ms"), (1.25, "1.25 s"), (59, "59 s"), (90, "1 min 30 s"), (900, "15 min"),
+     (3_600, "1 h"), (5_400, "1 h 30 min"), (86_400, "1 d"), (90_000, "1 d 1 h")],
 )  # fmt: skip
 def test_times_are_written_as_people_say_them(seconds: float, text: str) -> None:
     assert duration(seconds) == text
