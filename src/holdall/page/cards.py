@@ -6,7 +6,7 @@ In:  text and figures.  Out: markup.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdall.page.markup import Child, Markup, tag
 from holdall.page.plot import SEVERITY_SIGNS
@@ -42,7 +42,6 @@ class Card:
     evidence: Sequence[tuple[str, str]] = ()
     remedy: str = ""
     when: str = ""
-    tags: Sequence[str] = field(default=())
 
 
 _SEVERITY_WORDS = {"good": ("good", "✓"), **{name: (name, sign) for name, sign in SEVERITY_SIGNS.items()}}

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from functools import cache
 from importlib import resources
 
-from holdall.page.markup import Child, Markup, joined, tag
+from holdall.page.markup import Child, Markup, tag
 
 _THEME_WORDS = "Switch between the light and the dark theme"
 
@@ -76,4 +76,4 @@ def _patterns() -> Markup:
     """Hatching that charts fill areas with which are there and are not used."""
     stroke = tag("path", d="M0 6 6 0", class_="hatching")
     pattern = tag("pattern", stroke, id="hatch", width="6", height="6", patternUnits="userSpaceOnUse")
-    return joined(tag("svg", tag("defs", pattern), width="0", height="0", class_="defs", aria_hidden="true"))
+    return tag("svg", tag("defs", pattern), width="0", height="0", class_="defs", aria_hidden="true")

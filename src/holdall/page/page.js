@@ -8,8 +8,8 @@
     const [name, size] = Object.entries(units).reverse().find(([, size]) => Math.abs(value) >= size) ?? ["B", 1];
     return `${(value / size).toFixed(name === "B" ? 0 : 1)} ${name}`;
   };
-  const plain = (value) => value.toLocaleString("en", { maximumSignificantDigits: Math.abs(value) < 100 ? 3 : 15, maximumFractionDigits: 0 });
-  const written = { bytes, number: (value) => value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 100 ? 2 : 0 }), seconds: (value) => `${plain(value)} s` };
+  const number = (value) => value.toLocaleString("en", { maximumFractionDigits: Math.abs(value) < 100 ? 2 : 0 });
+  const written = { bytes, number };
 
   const element = (name, text, className) => {
     const made = document.createElement(name);

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from holdall.page.markup import Markup, joined, tag
+from holdall.page.markup import Markup, tag
 from holdall.page.scale import Scale
 from holdall.page.thin import Floats
 
@@ -58,7 +58,6 @@ class Plot:
     stacked: bool = True
     limit: tuple[float, str] | None = None
     flags: Sequence[Flag] = ()
-    unit: str | None = None  # that the page's script writes figures in; the scale's own by default
 
     def markup(self) -> Markup:
         """Write the plot and its legend."""
@@ -178,7 +177,7 @@ class Plot:
             "names": [layer.name for layer in self.layers],
             "colours": [layer.colour for layer in self.layers],
             "values": [[round(float(v), 2) if np.isfinite(v) else None for v in layer.values] for layer in self.layers],
-            "unit": self.unit or self.scale.unit,
+            "unit": self.scale.unit,
             "sum": self.stacked and len(self.layers) > 1,
         }
         # In a script element only these characters could end it, or begin a comment.
@@ -196,8 +195,3 @@ def _down(share: float) -> str:
 
 def _point(x: float, share: float) -> str:
     return f"{_SIDE * x:.1f},{_down(share)}"
-
-
-def plots(*those: Plot) -> Markup:
-    """Write several plots, one below the other."""
-    return joined(*(plot.markup() for plot in those))

@@ -322,7 +322,7 @@ def _speed(recording: Recording) -> Markup | None:
     shown = []
     for name, values, unit in (
         ("steps a second", recording.series.rate, ""),
-        ("time spent waiting for memory", recording.series.pressure, " %"),
+        ("waiting for memory, % of the time", recording.series.pressure, " %"),
     ):
         column = np.array(values)
         if not np.isfinite(column).any():

@@ -26,7 +26,7 @@ class Scale:
     end: float
     ticks: tuple[float, ...]
     text: Callable[[float], str]
-    unit: str  # as the page's script knows it: bytes, number or seconds
+    unit: str  # as the page's script knows it, if it writes values: bytes or number
 
     def share(self, value: float) -> float:
         """Say where a value lies, from 0 to 1; what is beyond the end lies at the end."""
