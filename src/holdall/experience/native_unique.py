@@ -104,7 +104,7 @@ class SliceNamer:
 
     def begin(self, most: int) -> None:
         """Forget all names; there will be `most` new ones at most."""
-        slots = 1 << (2 * most).bit_length()
+        slots = 1 << max(0, 2 * most - 1).bit_length()  # twice the names, at least
         if self._memory is None or len(self._memory[0]) < most or len(self._memory[2]) < slots:
             self._memory = (np.empty(most, np.int32), np.empty(most, np.int32), np.empty(slots, np.uint32))
             self._struct = _Names(*(address(array) for array in self._memory))

@@ -65,13 +65,15 @@ EXPORT int64_t holdall_name(const part *parts, int64_t part_count, const int32_t
     return -1;
 }
 
-/* Write down where the slices named begin, in units of so many bytes, given where those of each part do.
- * Returns -1, or the first one of a part whose start is not known: less than 0. */
+/* Write down where the slices named begin, in units of so many bytes (a power of two), given where those of each part
+ * do. Returns -1, or the first one of a part whose start is not known: less than 0. */
 EXPORT int64_t holdall_locate(const names *n, const int64_t *starts, int64_t slice_bytes, int64_t unit, int64_t *out) {
+    int shift = 0; /* a division a slice would take as long as all the rest */
+    while (unit >> shift > 1) shift++;
     for (int64_t i = 0; i < n->count; i++) {
         const int64_t start = starts[n->part[i]];
         if (start < 0) return i;
-        out[i] = (start + n->number[i] * slice_bytes) / unit;
+        out[i] = (start + n->number[i] * slice_bytes) >> shift;
     }
     return -1;
 }
