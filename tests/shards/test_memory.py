@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -187,3 +188,34 @@ def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
     assert report.transitions == len(four)
     assert {field.name for field in report.fields} >= {"obs.image", "obs.position", "reward", "extras.log_prob"}
     assert report.ratio > 2
+
+
+@pytest.mark.parametrize("shards", [1, pytest.param(3, marks=pytest.mark.nightly)])
+def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path) -> None:
+    source = stream(ends=0.2)
+    settings: dict[str, Any] = {"extras": EXTRAS, "seed": 4}
+    with ReplayMemory(OBSERVATION, ACTION, 900, shards=shards, sampler=Prioritized(), **settings) as memory:
+        for count in range(1_300):
+            memory.add(*arguments(source))
+            if count % 200 == 150:
+                batch = memory.sample(32)
+                memory.update_priorities(batch.ids, np.linspace(0, 2, 32))
+        first = memory.save(tmp_path).result()
+        for _ in range(40):
+            memory.add(*arguments(source))
+        second = memory.save(tmp_path).result()
+        assert (second.number, second.transitions) == (first.number + 1, len(memory))
+        assert second.bytes_written < first.bytes_written / 2
+        with ReplayMemory.load(tmp_path, sampler=Prioritized()) as again:
+            assert len(again) == len(memory)
+            for _ in range(3):
+                assert_same_bits(again.sample(64), memory.sample(64))
+            for step in (arguments(source) for _ in range(200)):
+                again.add(*step)
+            assert len(again) <= 900
+            drawn = again.sample(128)
+            assert_same_bits(again.gather(drawn.ids).obs, drawn.obs)
+    with pytest.raises(ArgumentError, match="Prioritized"):
+        ReplayMemory.load(tmp_path)
+    with pytest.raises(holdall.CheckpointError, match="no checkpoint"):
+        ReplayMemory.load(tmp_path / "elsewhere")

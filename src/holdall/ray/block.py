@@ -7,7 +7,7 @@ record has checksums, and every number in it is held against the others before i
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,6 +171,15 @@ def open_record(payload: bytes, kind: str) -> Record:
     if record.kind != kind or record.nbytes != len(payload):
         raise DamageError(f"{len(payload)} bytes were received that are no {kind}; nothing of them is used")
     return record
+
+
+def records_in(content: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(content):
+        record = unpack(_reader(content), start, len(content))
+        yield record
+        start += record.nbytes
 
 
 def read_part(record: Record, payload: bytes, name: str) -> bytes:

@@ -25,6 +25,11 @@ def first_row_of(life: int) -> int:
     return (life % MOST_LIVES) << _LIFE_SHIFT
 
 
+def life_of(row: int) -> int:
+    """Return the life in which a row was accepted."""
+    return row >> _LIFE_SHIFT
+
+
 def ids_of(shard: int, rows: Ids) -> Ids:
     """Name rows of a shard."""
     return rows | np.int64(shard << _SHARD_SHIFT)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from holdall.errors import DamageError, FencedError
-from holdall.experience.disk.record import Record, pack, unpack
+from holdall.experience.disk.record import Record, pack
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
-from holdall.ray.block import MOST_BYTES, whole
+from holdall.ray.block import MOST_BYTES, read_part, records_in, whole
 from holdall.ray.dictionaries import DICTIONARY, pack_dictionary, unpack_dictionary
 from holdall.ray.slots import Slots
 
@@ -112,7 +112,7 @@ class Journal:
 
     def _replay(self, number: int) -> Iterator[Entry]:
         content = self._slots.read(number)
-        records = list(_records(content))
+        records = list(records_in(content))
         try:
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
                 raise DamageError(f"slot {number} of {self._slots.url} is none; it is not used")
@@ -141,17 +141,9 @@ class Journal:
         yield from entries
 
 
-def _records(content: bytes) -> Iterator[Record]:
-    start = 0
-    while start < len(content):
-        record = unpack(lambda first, nbytes: content[first : first + nbytes], start, len(content))
-        yield record
-        start += record.nbytes
-
-
 def _entry_of(record: Record, content: bytes) -> Entry:
     writer = bytes.fromhex(record.head["writer"])
-    payload = record.part("block", lambda first, nbytes: content[first : first + nbytes])
+    payload = read_part(record, content, "block")
     if len(writer) != 16 or len(payload) > MOST_BYTES:
         raise DamageError("an entry of a journal is none of holdall's; it is not used")
     return Entry(writer, whole(record.head["sequence"], 2**53), payload)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,18 +25,22 @@ from numpy.typing import NDArray
 
 from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch
-from holdall.checkpoint.schema_words import schema_words
+from holdall.checkpoint.generators import generator_state, restored_generator
+from holdall.checkpoint.handle import SaveHandle
+from holdall.checkpoint.schema_words import schema_of, schema_words
 from holdall.checkpoint.source import place_of
 from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.sealing.choice import COST_CAPS
 from holdall.ray.actors import start_roster, start_shard
-from holdall.ray.cluster import LOSSES, POLICIES, Cluster
+from holdall.ray.checkpoints import save
+from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
 from holdall.ray.drawing import Drawing, Job, Request, received
 from holdall.ray.ids import MOST_SHARDS, rows_of, shards_of
 from holdall.ray.layout import Layout
+from holdall.ray.saving import newest_manifest
+from holdall.ray.settings import Settings
 from holdall.ray.standing import Standing
 from holdall.ray.writer import Address, Writer
 from holdall.report import FieldReport, MemoryReport
@@ -45,7 +49,6 @@ from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Schema, as_array
 
-DURABILITIES = ("memory", "segment")
 _MOST_TOLD = 16
 """Updates of priorities under way, before one is waited for."""
 
@@ -92,65 +95,67 @@ class ReplayMemory:
         require_count("num_envs", num_envs, 1)
         require_count("shards", shards, 1)
         require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        _require_one_of("durability", durability, DURABILITIES)
-        _require_one_of("on_shard_loss", on_shard_loss, POLICIES)
-        _require_one_of("prefer", prefer, tuple(COST_CAPS))
-        if (url is None) == (durability == "segment"):
-            raise ArgumentError(
-                f"url ({url!r}) does not go with durability={durability!r}; name where journals are kept for "
-                "durability='segment', and nothing for 'memory'"
-            )
-        self._sampler: Sampler = Uniform() if sampler is None else sampler
-        if type(self._sampler) not in (Uniform, Prioritized):
-            raise ArgumentError(
-                f"sampler ({type(self._sampler).__name__}) draws more than single transitions, and an episode may lie "
-                "on several shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
-            )
+        self._sampler = _single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._lanes = num_envs
+        rows = capacity // num_envs // shards * num_envs
+        settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s)
+        self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
+
+    def _set_up(
+        self,
+        schema: Schema,
+        shard_rows: int,
+        settings: Settings,
+        seed: int | None,
+        generator: np.random.Generator,
+        shards: Iterable[int],
+        saved: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        self._lanes = schema.num_envs
         self._layout = Layout.of(schema)
-        self._deliverer = Deliverer(self._layout, chosen_kernels(), device)
-        self._shard_rows = capacity // num_envs // shards * num_envs
+        self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
+        self._shard_rows = shard_rows
         self._seed = seed
-        self._url = None if url is None else place_of(url)
+        self._url = None if settings.url is None else place_of(settings.url)
         self._words = schema_words(schema)
         self._next_shard = 0
         self._lock = threading.RLock()
         self._told: list[tuple[int, Any]] = []
-        self._actors: list[Any] = []
+        self._actors: dict[int, Any] = {}
+        self._own_writer: Writer | None = None
         self._closed = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._roster = start_roster(self._name)
-        self._address = Address(self._words, self._roster, durability == "segment", prefer, patience_s)
+        survives = settings.durability == "segment"
+        self._address = Address(self._words, self._roster, survives, settings.prefer, settings.patience_s)
         self._cluster = Cluster(self._address)
         self._drawing = Drawing(
             self._cluster,
             self._layout,
             self._deliverer,
             self._sampler,
-            generator_of(seed),
-            on_shard_loss,
-            patience_s,
+            generator,
+            settings.on_shard_loss,
+            settings.patience_s,
         )
-        self._own_writer: Writer | None = None
-        for _ in range(shards):
-            self.add_shard()
+        for number in shards:
+            self._start_shard(number, None if saved is None else (saved[0], saved[1][str(number)]))
         self._cluster.refresh()
 
     def add_shard(self) -> int:
         """Start one more shard and return its number; new blocks go there, too."""
         with self._lock:
             self._open()
-            number = self._next_shard
-            if number >= MOST_SHARDS:
-                raise ArgumentError(f"the memory had {number} shards, and there are no more numbers; make a new one")
-            self._next_shard += 1
-            handle = start_shard(
-                number, self._words, self._shard_rows, self._sampler, self._seed, self._name, self._url
-            )
-            self._actors.append(handle)
-            ray.get(self._roster.admit.remote(number, [handle]))
-            return number
+            if self._next_shard >= MOST_SHARDS:
+                raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
+            return self._start_shard(self._next_shard, None)
+
+    def _start_shard(self, number: int, saved: tuple[str, Any] | None) -> int:
+        self._next_shard = number + 1
+        arguments = (self._words, self._shard_rows, self._sampler, self._seed, self._name, self._url, saved)
+        self._actors[number] = start_shard(number, *arguments)
+        ray.get(self._roster.admit.remote(number, [self._actors[number]]))
+        return number
 
     def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
         """Return a handle that feeds the memory from any process; it can be pickled.
@@ -320,13 +325,69 @@ class ReplayMemory:
         transitions = sum(standing.transitions for standing in standings.values())
         return MemoryReport(transitions, merged, self._deliverer.staging_bytes, len(standings))
 
+    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
+        """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
+
+        Every shard writes what is new of its own, as it stands when its turn comes.
+        """
+        require_count("keep", keep, 1)
+        self.flush()
+        words = {
+            "schema": self._words,
+            "shard_rows": self._shard_rows,
+            "generator": generator_state(self._drawing.generator),
+            "sampler": type(self._sampler).__name__,
+        }
+        return save(place_of(url), self._actors, words, int(keep))
+
+    @classmethod
+    def load(
+        cls,
+        url: str | os.PathLike[str],
+        device: str | None = None,
+        sampler: Sampler | None = None,
+        *,
+        durability: str = "memory",
+        journal_url: str | os.PathLike[str] | None = None,
+        on_shard_loss: str = "degrade",
+        prefer: str = "balanced",
+        patience_s: float = 10.0,
+    ) -> Self:
+        """Load the newest checkpoint, on as many shards as it was saved from; draws go on where they were.
+
+        Args:
+            sampler: One with the settings of the saved memory's; None: `Uniform()`.
+            journal_url: Where journals are kept from now on, for `durability="segment"`.
+        """
+        place = place_of(url)
+        manifest = newest_manifest(place)
+        memory = cls.__new__(cls)
+        memory._sampler = _single(sampler)
+        if sampler is None and manifest["sampler"] != "Uniform":
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
+                f"sampler={manifest['sampler']}(...) with its settings, or another one to start anew"
+            )
+        settings = Settings(durability, journal_url, on_shard_loss, prefer, device, patience_s)
+        numbers = sorted(int(number) for number in manifest["shards"])
+        memory._set_up(
+            schema_of(manifest["schema"]),
+            int(manifest["shard_rows"]),
+            settings,
+            None,
+            restored_generator(manifest["generator"]),
+            numbers,
+            (place, manifest["shards"]),
+        )
+        return memory
+
     def close(self) -> None:
         """End the shards; batches that were handed out stay as they are."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
-            for actor in (*self._actors, self._roster):
+            for actor in (*self._actors.values(), self._roster):
                 ray.kill(actor)
             self._deliverer.dismiss()
 
@@ -394,6 +455,12 @@ def _sum_of(fields: list[FieldReport]) -> FieldReport:
     )
 
 
-def _require_one_of(argument: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(known)}; pass one of these")
+def _single(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards."""
+    chosen: Sampler = Uniform() if sampler is None else sampler
+    if type(chosen) not in (Uniform, Prioritized):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
+            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+        )
+    return chosen

@@ -26,10 +26,10 @@ class Roster:
         self._codecs: dict[str, bytes] = {}
         self._choosing: dict[str, float] = {}
 
-    def begin_life(self, shard: int) -> int:
-        """Count a shard's lives: the first is 0."""
+    def begin_life(self, shard: int, first: int) -> int:
+        """Count a shard's lives, from `first` on."""
         with self._lock:
-            life = self._lives[shard] = self._lives.get(shard, -1) + 1
+            life = self._lives[shard] = max(first, self._lives.get(shard, -1) + 1)
             return life
 
     def admit(self, shard: int, handle: list[Any]) -> int:

@@ -16,6 +16,7 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.arguments import generator_of
+from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ArgumentError, DamageError
 from holdall.experience.disk.slice_record import dictionary_name
@@ -25,9 +26,10 @@ from holdall.ray.block import dictionaries_of, unpack_block
 from holdall.ray.commit import Committer, Staged
 from holdall.ray.dictionaries import pack_dictionary, unpack_dictionary
 from holdall.ray.envelope import Ack, Envelope, Verdict
-from holdall.ray.ids import first_row_of
+from holdall.ray.ids import first_row_of, life_of
 from holdall.ray.journal import Entry, Journal
 from holdall.ray.layout import Layout
+from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
 from holdall.ray.shelf import Shelf
 from holdall.ray.slots import slots_at
 from holdall.ray.standing import Standing
@@ -39,6 +41,8 @@ NAMESPACE = "holdall"
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""
 _MOST_CREDITS = 4
+_LOADED = bytes(16)
+"""Stands for the writer of blocks that a checkpoint brought."""
 _CROWDED_BYTES = 32 * 2**20
 _OVERTAKEN_S = 2.0
 """How long a block waits for those before it, which Ray may deliver later, before the writer is asked for them."""
@@ -55,6 +59,7 @@ class Shard:
         capacity: Most rows held.
         memory: The name of the memory's roster. A handle in its place could not be had again after a restart.
         url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
+        saved: Where a checkpoint lies that the shard begins with, and what its manifest says of this shard.
     """
 
     def __init__(
@@ -66,6 +71,7 @@ class Shard:
         seed: int | None,
         memory: str,
         url: str | None = None,
+        saved: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         self._number = number
         self._layout = Layout.of(schema_of(words))
@@ -79,18 +85,28 @@ class Shard:
         self._sampler = sampler
         self._shelf: Shelf = Shelf(self._layout, capacity)
         self._committer: Committer | None = None
+        self._savers: dict[str, ShardSaver] = {}
+        state = None if saved is None else saved_state(shard_slots(saved[0], number), saved[1]["state"])
+        first_life = 0 if state is None else life_of(state["next_row"])
         if url is None:
             roster: Any = ray.get_actor(memory, NAMESPACE)
-            self._epoch: int = ray.get(roster.begin_life.remote(number))
+            self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
             self._shelf = Shelf(self._layout, capacity, first_row_of(self._epoch))
         else:
             journal = Journal(slots_at(url, "journal", f"{number:05d}"))
             self._take_over(journal, capacity)
-            self._committer = Committer(journal, self._shelf.next_row, self._apply)
+        is_new = self._shelf.next_row == first_row_of(first_life)
         # The first life of the only shard draws as a local memory with the same seed does.
         first = number == 0 and self._epoch == 0
         own_seed = seed if seed is None or first else [seed, number, self._epoch]
         self._generator: np.random.Generator = generator_of(own_seed)
+        payloads: list[Kept] = []
+        if saved is not None and state is not None and is_new:
+            payloads = self._load(*saved, state, capacity)
+        if url is not None:
+            for kept in payloads:
+                journal.append([Entry(_LOADED, 0, kept.payload)], kept.first_row, list(self._dictionaries.values()))
+            self._committer = Committer(journal, self._shelf.next_row, self._apply)
 
     @ray.method(concurrency_group="insert")
     def insert(self, envelope: bytes, payload: bytes) -> bytes:
@@ -178,6 +194,24 @@ class Shard:
             return self._standing().packed()
 
     @ray.method(concurrency_group="control")
+    def save(self, url: str) -> dict[str, Any]:
+        """Write what is held now to a place; return what the manifest has to say of it."""
+        saver = self._savers.setdefault(url, ShardSaver(shard_slots(url, self._number)))
+        with self._lock:
+            shelf = self._shelf
+            numbers = list(shelf.block_numbers)
+            state = {
+                "first_row": shelf.first_row,
+                "next_row": shelf.next_row,
+                "inserted": self._inserted,
+                "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
+                "generator": generator_state(self._generator),
+            }
+            transitions = shelf.transitions
+        words = saver.save(shelf, self._lock, state, numbers)
+        return words | {"transitions": transitions, "bytes_written": saver.bytes_written}
+
+    @ray.method(concurrency_group="control")
     def standing(self) -> bytes:
         """Say what is held."""
         with self._lock:
@@ -214,6 +248,26 @@ class Shard:
         self._expected = dict(journal.expected)
         self._dictionaries = dict(journal.dictionaries)
         self._inserted = self._shelf.next_row
+
+    def _load(self, url: str, words: dict[str, Any], state: dict[str, Any], capacity: int) -> list[Kept]:
+        """Begin with what was saved; return its blocks."""
+        slots = shard_slots(url, self._number)
+        kept = list(saved_blocks(slots, words["blocks"], self._dictionaries))
+        # The newest block's last row is the newest there is; what was written meanwhile is not in the state.
+        kept = [each for each in kept if each.first_row < state["next_row"]]
+        self._shelf = Shelf(self._layout, capacity, kept[0].first_row if kept else state["next_row"])
+        for each in kept:
+            self._shelf.append(unpack_block(each.payload, self._layout, self._dictionaries))
+        self._shelf.hide_before(state["first_row"])
+        if self._shelf.next_row != state["next_row"]:
+            raise DamageError(f"the checkpoint at {slots.url} lacks blocks; load an older one")
+        self._inserted = int(state["inserted"])
+        self._generator = restored_generator(state["generator"])
+        if state["sampler"]["kind"] == type(self._sampler).__name__:
+            self._sampler.restore(state["sampler"]["state"])
+        if isinstance(self._sampler, Prioritized):
+            self._sampler.resize(capacity, self._shelf.first_row)
+        return kept
 
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""

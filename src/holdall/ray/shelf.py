@@ -98,6 +98,22 @@ class _FieldShelf:
             self.offsets.drop_before(self.offsets.end)
         self.blocks.drop_before(end)
 
+    def block(self, number: int, start: int, end: int, lanes: int) -> SlicedField:
+        """Return what a block brought, as it came."""
+        first, entries, offset, form = self.blocks.between(number, number + 1)[0].tolist()
+        is_last = number + 1 == self.blocks.end
+        last = self.offsets.end if is_last else int(self.blocks.between(number + 1, number + 2)[0, 2])
+        kept = self._forms[form]
+        offsets = self.offsets.between(offset, last).copy()
+        count = (len(offsets) - 1) * kept.codec.group
+        units = np.frombuffer(self.units[number], np.uint8)
+        return SlicedField(
+            kept.window,
+            self.cursors.between(start, end).copy(),
+            self.log.between(first, first + lanes * entries).reshape(lanes, entries).copy(),
+            Coded(kept.codec, count, offsets, kept.palette, units),
+        )
+
     def find(self, rows: Ids, block: Ids, lane: Ids) -> tuple[Stretch, ...]:
         """Put together the units that hold the slices of some rows."""
         entries = self.blocks.take(block)
@@ -214,6 +230,26 @@ class Shelf:
         self._evict()
         return start
 
+    @property
+    def block_numbers(self) -> range:
+        """The numbers of the blocks held, oldest first."""
+        return range(self._block_rows.end - self.blocks, self._block_rows.end)
+
+    def block(self, number: int) -> tuple[int, Block]:
+        """Return the first row of a block, and the block as it came."""
+        start, lanes = self._block_rows.between(number, number + 1)[0].tolist()
+        is_last = number + 1 == self._block_rows.end
+        end = self.next_row if is_last else int(self._block_rows.between(number + 1, number + 2)[0, 0])
+        columns = {name: run.between(start, end).copy() for name, run in self._columns.items()}
+        return start, Block(
+            lanes, end - start, columns, tuple(field.block(number, start, end, lanes) for field in self._fields)
+        )
+
+    def hide_before(self, row: int) -> None:
+        """Give up the rows before a number."""
+        self._first_ever = max(self._first_ever, row)
+        self._evict()
+
     def find(self, rows: Ids) -> Found:
         """Read rows, all of them held."""
         if not len(rows):
@@ -286,11 +322,12 @@ class Shelf:
         self._first = first
         starts = self._block_rows.held[:, 0]
         oldest = self._block_rows.end - len(starts)
-        gone = int(np.searchsorted(starts, first, side="right")) - 1
+        gone = max(0, int(np.searchsorted(starts, first, side="right")) - 1)
+        needed = int(starts[gone])  # a block that is held in part is held whole, to be saved or moved as it came
         for run in self._columns.values():
-            run.drop_before(first)
+            run.drop_before(needed)
         for field in self._fields:
-            field.drop(first, oldest, oldest + gone)
+            field.drop(needed, oldest, oldest + gone)
         self._block_rows.drop_before(oldest + gone)
 
 

@@ -1,0 +1,38 @@
+"""Settings of a memory over shards that are no part of what it holds, checked."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from holdall.errors import ArgumentError
+from holdall.experience.sealing.choice import COST_CAPS
+from holdall.ray.cluster import POLICIES
+from holdall.sampling.draw import require_number
+
+DURABILITIES = ("memory", "segment")
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """See `holdall.ray.ReplayMemory`."""
+
+    durability: str
+    url: str | os.PathLike[str] | None
+    on_shard_loss: str
+    prefer: str
+    device: str | None
+    patience_s: float
+
+    def __post_init__(self) -> None:
+        known = {"durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": tuple(COST_CAPS)}
+        for argument, values in known.items():
+            value = getattr(self, argument)
+            if value not in values:
+                raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(values)}; pass one of these")
+        require_number("patience_s", self.patience_s, 0.1)
+        if (self.url is None) == (self.durability == "segment"):
+            raise ArgumentError(
+                f"url ({self.url!r}) does not go with durability={self.durability!r}; name where journals are kept for "
+                "durability='segment', and nothing for 'memory'"
+            )
