@@ -93,7 +93,11 @@ class Objects:
                     self._store, key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
                 )
 
-        self._patiently(put)
+        try:
+            self._patiently(put)
+        except (self._errors.NotFoundError, FileNotFoundError):
+            # Its last answer was lost, and the store has forgotten the upload; a name is only ever given one content.
+            self._patiently(put)
 
     def get(self, key: str, most_bytes: int) -> bytes | None:
         """Return an object; None if it is not there."""
