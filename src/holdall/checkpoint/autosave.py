@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from holdall.checkpoint.handle import SaveHandle
-from holdall.errors import ClosedError, HoldallError
+from holdall.errors import HoldallError
 
 _LOOK_S = 0.1
 """How often it is looked whether something is to be written."""
@@ -94,7 +94,7 @@ def _run(
             del memory
             handle.result()
             began = time.monotonic()
-        except ClosedError:
+        except RuntimeError:  # the memory was closed, or the program ends
             return
         except (HoldallError, OSError) as error:
             _LOG.warning("a checkpoint could not be saved (%s); the next one is tried when it is due", error)

@@ -47,6 +47,7 @@ from holdall.experience.snapshot import RowChunk, StoreContent
 from holdall.schema import Leaf, Schema
 
 _READ_AHEAD_BYTES = 2**15
+_HEAD_BYTES = 2**11
 _MOST_BLOCK_BYTES = 2**34
 
 
@@ -80,20 +81,22 @@ class Shelf:
             found = self._files[name] = self._library.open(name)
         return found
 
-    def expect(self, whole: Iterable[Ref], heads: Iterable[Ref]) -> None:
-        """Fetch records that will be read, whole or their heads alone, if they lie elsewhere: all of them at once."""
+    def expect(self, records: Iterable[tuple[Ref, int]]) -> None:
+        """Have the first bytes of records that will be read brought near, all of them at once."""
         ranges: dict[str, list[tuple[int, int]]] = {}
-        for ref in whole:
-            ranges.setdefault(ref.file, []).append((ref.start, ref.start + ref.nbytes))
-        for ref in heads:
-            ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, _READ_AHEAD_BYTES)))
+        for ref, nbytes in records:
+            ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
         opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
         bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
 
-    def record(self, ref: Ref) -> tuple[Record, Ahead]:
-        """Read the head of a record, which must be the very one that the manifest names."""
+    def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, Ahead]:
+        """Read the head of a record, which must be the very one that the manifest names.
+
+        Args:
+            ahead_bytes: What will be needed of it, or about as much.
+        """
         file, nbytes = self.open(ref.file)
-        ahead = Ahead(file, ref.start, min(ref.nbytes, _READ_AHEAD_BYTES))
+        ahead = Ahead(file, ref.start, min(ref.nbytes, ahead_bytes))
         record = unpack(ahead.read, ref.start, nbytes)
         body = sum(part.nbytes for part in record.parts.values())
         head = ahead.read(ref.start, record.nbytes - body)
@@ -130,7 +133,7 @@ class _Blocks:
         """Return a block; full ones stay in their file."""
         if number not in self.found:
             entry = self.manifest.blocks[number]
-            record, file = self.shelf.record(entry.refs[0])
+            record, file = self.shelf.record(entry.refs[0], _index_bytes(entry))
             if record.kind == "piece":
                 self.found[number] = self._filled(entry)
             else:
@@ -253,10 +256,14 @@ def _expect(manifest: Manifest, shelf: Shelf, first_tick: int) -> None:
     segments = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick]
     blocks = [manifest.blocks[number] for number in sorted({n for entry in segments for n in entry.blocks})]
     in_pieces = [ref for block in blocks if len(block.refs) > 1 for ref in block.refs]
-    shelf.expect(
-        [manifest.state, *manifest.dictionaries.values(), *rows, *(entry.ref for entry in segments), *in_pieces],
-        [block.refs[0] for block in blocks if len(block.refs) == 1],
-    )
+    whole = [manifest.state, *manifest.dictionaries.values(), *rows, *(entry.ref for entry in segments), *in_pieces]
+    indexes = [(block.refs[0], _index_bytes(block)) for block in blocks if len(block.refs) == 1]
+    shelf.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
+
+
+def _index_bytes(block: BlockEntry) -> int:
+    """Return what a block's head and the tables of its units take at most, mostly."""
+    return _HEAD_BYTES + 8 * block.slices
 
 
 def _content(

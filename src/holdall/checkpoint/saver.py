@@ -12,6 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,7 +30,7 @@ from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FullBlock
 
 _YIELD_S = 0.001
-"""A new thread starts with Python's lock, and would keep the one that started it waiting for a whole turn."""
+"""A thread that was woken takes Python's lock, and would keep the one that woke it waiting for a whole turn."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -65,7 +66,9 @@ class Saver:
         self._ahead: list[FullBlock] = []
         self._jobs: deque[_Job] = deque()
         self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._is_busy = False
+        # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
 
     def rows_saved(self) -> dict[int, RowsKey]:
         """Name the chunks of rows that need not be written again."""
@@ -79,7 +82,7 @@ class Saver:
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
             self._jobs.append(_Job(snapshot, handle, keep, progress, transitions, behind))
-            self._see_to_thread()
+            self._wake()
         return handle
 
     def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
@@ -89,19 +92,18 @@ class Saver:
             full_blocks: Returns those that it is not told to be known.
         """
         with self._changed:
-            if self._thread is not None:
+            if self._is_busy:
                 return
             saving = self._saving
             known = self._ledger.blocks.__contains__ if saving is None else saving.knows
             self._ahead = full_blocks(known)[::-1]
             if self._ahead:
-                self._see_to_thread()
+                self._wake()
 
-    def _see_to_thread(self) -> None:
-        if self._thread is None:
-            # Not a daemon: a program that ends waits for what it saved.
-            self._thread = threading.Thread(target=self._run, name="holdall-saver")
-            self._thread.start()
+    def _wake(self) -> None:
+        if not self._is_busy:
+            self._is_busy = True
+            self._thread.submit(self._run)
 
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
@@ -113,10 +115,7 @@ class Saver:
 
     def close(self) -> None:
         """Wait for every save, and let another writer in."""
-        with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        self._thread.shutdown()
         for mirror in self._mirrors.values():
             mirror.close()
         saving, self._saving = self._saving, None
@@ -132,7 +131,7 @@ class Saver:
             with self._changed:
                 ahead, self._ahead = self._ahead, []
                 if not self._jobs and not ahead:
-                    self._thread = None
+                    self._is_busy = False
                     return
                 job = self._jobs.popleft() if self._jobs else None
             if job is None:

@@ -99,10 +99,11 @@ class Demand(NamedTuple):
 
 
 def bring(demands: Iterable[Demand]) -> None:
-    """Fetch what is not here of several files, some of them at a time."""
-    awaited = [demand for demand in demands if demand.file.is_awaited]
+    """See to it that ranges of several files can be read, some of them at a time where they have to be fetched."""
+    wanted = list(demands)
+    awaited = [demand for demand in wanted if demand.file.is_awaited]
     if len(awaited) <= 1:
-        for file, starts, ends in awaited:
+        for file, starts, ends in wanted:
             file.bring(starts, ends)
         return
     with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="holdall-fetch") as pool:

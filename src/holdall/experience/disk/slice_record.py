@@ -23,6 +23,7 @@ from holdall.experience.sealing.sealed import Coded
 
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
+_OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 
 def dictionary_name(dictionary: Dictionary) -> str:
@@ -88,7 +89,7 @@ def codec_words(codec: Codec) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {field.name: _whole(head["transform"][field.name]) for field in fields(Transform)}
+    claimed = {name: _whole(head["transform"][name]) for name in _OF_TRANSFORM}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import operator
 import threading
 import weakref
 from dataclasses import fields
@@ -26,6 +27,7 @@ from holdall.experience.sealing.sealed import Coded, SealedSlices
 _REUSE_PLACES = 4096
 _PALETTE_SLOTS = 1024
 _MOST_READ_AT_ONCE = 1 << 20
+_of_transform = operator.attrgetter(*(field.name for field in fields(Transform)))
 
 
 class _Transform(ctypes.Structure):
@@ -294,4 +296,4 @@ def _scratch_bytes(transform: Transform) -> int:
 
 
 def _form(transform: Transform) -> Any:
-    return _Transform(*(int(getattr(transform, field.name)) for field in fields(Transform)))
+    return _Transform(*map(int, _of_transform(transform)))
