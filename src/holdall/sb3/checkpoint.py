@@ -285,6 +285,8 @@ def _set_episodes(buffer: Any, numbers: Any) -> None:
         buffer.ep_length[:] = numbers["her/length"]
         buffer._current_ep_start[:] = numbers["her/current"]
         buffer.infos.restore(numbers["her/infos"], numbers["her/info_lengths"])
+        # Episodes that lost steps were forgotten before the checkpoint; their slots hold others by now.
+        buffer._held_from = buffer.memory.first_id // buffer.n_envs
         buffer._drawable = None
 
 

@@ -18,7 +18,9 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from holdall.sb3 import CheckpointCallback, ReplayBuffer
+from holdall.sb3 import CheckpointCallback, HerReplayBuffer, ReplayBuffer
+
+from .test_same_her import Reach
 
 SEED = 3
 ARM = spaces.Box(-2.0, 2.0, (2,), np.float32)
@@ -49,7 +51,10 @@ class DriftEnv(gym.Env[Any, Any]):
 def environments(kind: str, lanes: int = 2) -> VecEnv:
     """Return the environments of a training, the same for every process."""
     space: spaces.Space[Any] = spaces.Discrete(3) if kind == "DQN" else ARM
-    env: VecEnv = DummyVecEnv([lambda: DriftEnv(space)] * lanes)
+    if kind == "HER":
+        env: VecEnv = DummyVecEnv([lambda: Reach(informed=True)] * lanes)
+    else:
+        env = DummyVecEnv([lambda: DriftEnv(space)] * lanes)
     if kind == "SAC normalized":
         env = VecNormalize(env)
     env.seed(SEED)
@@ -75,6 +80,10 @@ def new_model(kind: str) -> BaseAlgorithm:
     if kind == "DDPG":
         noise = OrnsteinUhlenbeckActionNoise(np.zeros(2), 0.1 * np.ones(2))
         return DDPG("MlpPolicy", action_noise=noise, **common)
+    if kind == "HER":
+        # Fewer slots than steps: episodes were forgotten before the checkpoint, and the slots taken again.
+        common |= {"replay_buffer_class": HerReplayBuffer, "buffer_size": 90}
+        return SAC("MultiInputPolicy", replay_buffer_kwargs={"copy_info_dict": True}, **common)
     return SAC("MlpPolicy", **common)
 
 
@@ -87,13 +96,23 @@ def _innermost(env: VecEnv) -> Any:
 def get_state(env: VecEnv) -> bytes:
     """Say where the environments are; their generators are saved by holdall."""
     inner = _innermost(env)
+    if isinstance(inner.envs[0].unwrapped, Reach):
+        reaching = [one.unwrapped for one in inner.envs]
+        return json.dumps([[one._at.tolist(), one._goal.tolist(), one._steps] for one in reaching]).encode()
     return json.dumps([[one.unwrapped.place.tolist(), one.unwrapped.steps] for one in inner.envs]).encode()
 
 
 def set_state(env: VecEnv, state: bytes) -> None:
     """Put the environments where they were."""
     env.reset()
-    for one, (place, steps) in zip(_innermost(env).envs, json.loads(state), strict=True):
+    inner = _innermost(env)
+    if isinstance(inner.envs[0].unwrapped, Reach):
+        for one, (at, goal, steps) in zip(inner.envs, json.loads(state), strict=True):
+            reaching = one.unwrapped
+            reaching._at, reaching._goal = np.array(at, np.float32), np.array(goal, np.float32)
+            reaching._steps = steps
+        return
+    for one, (place, steps) in zip(inner.envs, json.loads(state), strict=True):
         one.unwrapped.place, one.unwrapped.steps = np.array(place, np.float32), steps
 
 

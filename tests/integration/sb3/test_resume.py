@@ -19,7 +19,8 @@ from holdall.sb3 import CheckpointCallback, PrioritizedReplayBuffer, resume
 
 from .resumed import ENV_STATE, SEED, DriftEnv, environments, new_model
 
-KINDS = ["SAC", "SAC normalized", "DQN", "DDPG"]
+KINDS = ["SAC", "SAC normalized", "DQN", "DDPG", "HER"]
+OTHERS = [("SAC", "reset"), ("HER", "state")]
 STEPS = 120
 SECOND_SEED = 77
 
@@ -100,11 +101,14 @@ class _Until(CheckpointCallback):
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("steps", [STEPS, pytest.param(2_000, marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("state", ["state", pytest.param("reset", marks=pytest.mark.nightly)])
-def test_a_training_that_was_killed_goes_on(tmp_path: Path, steps: int, state: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "state"),
+    [("SAC", "state"), ("HER", "reset"), *(pytest.param(*each, marks=pytest.mark.nightly) for each in OTHERS)],
+)
+def test_a_training_that_was_killed_goes_on(tmp_path: Path, steps: int, kind: str, state: str) -> None:
     """In another process, with everything of the first one gone."""
-    killed("SAC", tmp_path, steps, state)
-    whole = new_model("SAC")
+    killed(kind, tmp_path, steps, state)
+    whole = new_model(kind)
     env_state = ENV_STATE if state == "state" else None
     if env_state is None:
         whole.learn(steps)
@@ -113,7 +117,7 @@ def test_a_training_that_was_killed_goes_on(tmp_path: Path, steps: int, state: s
         whole.learn(steps, reset_num_timesteps=False)
     else:
         whole.learn(2 * steps)
-    env = environments("SAC")
+    env = environments(kind)
     model = resume(tmp_path, env, env_state=env_state)
     assert model.num_timesteps == steps
     if env_state is None:
