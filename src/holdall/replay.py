@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -30,7 +31,8 @@ from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.recover import Losses
-from holdall.checkpoint.restore import Attached, Restored, restored, sensible
+from holdall.checkpoint.relane import Relaning, steps_of
+from holdall.checkpoint.restore import Attached, Restored, Shelf, restored, sensible
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.schema_words import schema_of, schema_words
@@ -510,6 +512,7 @@ class ReplayMemory:
         spill_dir: str | os.PathLike[str] | None = None,
         sampler: Sampler | None = None,
         *,
+        num_envs: int | None = None,
         recover: bool = False,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
@@ -522,9 +525,13 @@ class ReplayMemory:
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
                 one of another kind starts anew. None: `Uniform()`.
+            num_envs: Lanes, if not as many as before. Every transition is then added anew, under a new id; where a
+                lane's stream is cut, the last transition before is marked as truncated; samplers start anew.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
                 none, all others are loaded, and the log says what is lost. Everything is read for that.
         """
+        if num_envs is not None:
+            require_count("num_envs", num_envs, 1)
         library = library_at(url, spill_dir)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
@@ -549,9 +556,39 @@ class ReplayMemory:
             else:
                 losses.tell(library.url, manifest.number)
             memory._arrival = Arrival(found.blocks, library.interrupt)
+            memory._attached = Attached(Shelf(library_at(url, spill_dir)), manifest.attached)  # also once it is closed
             return memory
 
-        return newest(library, build)
+        memory: Self = newest(library, build)
+        if num_envs is None or num_envs == memory.num_envs:
+            return memory
+        with memory:
+            return memory._with_lanes(int(num_envs), None if capacity is None else int(capacity), sampler)
+
+    def _with_lanes(self, lanes: int, capacity: int | None, sampler: Sampler | None) -> Self:
+        """Return a memory of the same transitions in another number of lanes."""
+        plan = Relaning(self.first_id // self._lanes, self.next_id // self._lanes, self._lanes, lanes)
+        if capacity is not None:
+            require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
+        # As many as before: lanes that get less than others must not push out what others got.
+        ticks = max(self.capacity // lanes, plan.ticks, 1) if capacity is None else capacity // lanes
+        memory = type(self).__new__(type(self))
+        schema = replace(self._schema, num_envs=lanes)
+        memory._set_up(schema, ticks, self._device, self._budget, self._prefer, self._spill_dir, None)
+        memory._generator, memory._attached = self._generator, self._attached
+        memory._sampler = Uniform() if sampler is None else sampler
+        gathered = self._batches.elsewhere(Delivery(None, self._schema.leaves))
+        try:
+            for part in plan:
+                draw = of_ids(part.ids.reshape(-1))
+                with self._lock:
+                    reading = gathered.look_up(draw, self._open())
+                batch, valid = gathered.make(draw, reading), self.are_valid(draw.ids)
+                memory.extend(*steps_of(batch, part, valid, schema))
+        except BaseException:
+            memory.close()
+            raise
+        return memory
 
     @property
     def schema(self) -> Schema:
@@ -682,7 +719,6 @@ class ReplayMemory:
             store.thaw(found.content)
             for chunk in found.rows(store.columns_like()):
                 store.take_rows(chunk)
-        self._attached = found.attached
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
         self._sampler = Uniform() if sampler is None else sampler

@@ -115,7 +115,6 @@ class Restored:
     state: dict[str, Any]
     ledger: Ledger
     rows: Callable[[Like], Iterator[RowChunk]]
-    attached: Attached
     blocks: list[Extent]  # of full blocks, newest first
 
 
@@ -245,7 +244,6 @@ def restored(
             state=state,
             ledger=_ledger(manifest, blocks, first_tick),
             rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
-            attached=Attached(shelf, manifest.attached),
             blocks=_extents(content.segments),
         )
 

@@ -183,6 +183,11 @@ def _resumed(
         raise ArgumentError(
             "env_state was given, but the checkpoint was saved without; leave it out, or pass it to both"
         )
+    if words["buffer"] is not None and env.num_envs != memory.num_envs:
+        raise ArgumentError(
+            f"env has {env.num_envs} environments, and the training was saved with {memory.num_envs}; pass as many, or "
+            f"load its memory alone with ReplayMemory.load(path, num_envs={env.num_envs})"
+        )
     kind = algorithm or algorithm_named(words["algorithm"])
     model = kind.load(io.BytesIO(files[_MODEL]), env=env, device=device, force_reset=env_state is None)
     buffer = getattr(model, "replay_buffer", None)

@@ -180,6 +180,13 @@ def test_environments_that_are_wrapped_otherwise_are_refused(tmp_path: Path) -> 
         resume(tmp_path, environments("SAC normalized"), env_state=ENV_STATE)
 
 
+def test_another_number_of_environments_is_refused(tmp_path: Path) -> None:
+    """With the way to its transitions."""
+    new_model("SAC").learn(40, callback=CheckpointCallback(10, tmp_path))
+    with pytest.raises(ArgumentError, match=r"env has 3 environments.*num_envs=3"):
+        resume(tmp_path, environments("SAC", lanes=3))
+
+
 @pytest.mark.parametrize("save_freq", [0, -1, True, "often"])
 def test_save_freq_is_a_count(save_freq: Any, tmp_path: Path) -> None:
     """Of calls."""

@@ -1,0 +1,124 @@
+"""Loading into another number of lanes: every transition is there, and no stream runs on into another."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Uniform
+from holdall.checkpoint.relane import Relaning
+
+SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
+
+
+def observation(lane: int, tick: int) -> dict[str, Any]:
+    frames = [np.full((40, 40), (7 * lane + max(0, tick - back)) % 256, np.uint8) for back in (3, 2, 1, 0)]
+    return {"image": np.stack(frames), "at": np.array([lane, tick], np.float32)}
+
+
+def saved(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings: Any) -> None:
+    """Save a memory whose rewards tell lane and tick."""
+    with ReplayMemory(SPACE, spaces.Discrete(99), capacity, lanes, seed=1, budget=None, **settings) as memory:
+        for tick in range(ticks):
+            obs, after = ([observation(lane, t) for lane in range(lanes)] for t in (tick, tick + 1))
+            reward = np.array([1000 * lane + tick for lane in range(lanes)], np.float32)
+            ended = np.array([(tick + lane) % 11 == 10 for lane in range(lanes)])
+            valid = np.array([(tick + lane) % 11 != 0 or tick == 0 for lane in range(lanes)])
+            stacked = [{key: np.stack([one[key] for one in each]) for key in SPACE} for each in (obs, after)]
+            action = np.arange(lanes) + tick % 7
+            memory.add(stacked[0], action, reward, stacked[1], ended, np.zeros(lanes, np.bool_), valid=valid)
+        if memory._sampler.__class__ is Prioritized:
+            memory.sample(4)
+        memory.save(path, attach={"agent": b"weights"}).result()
+
+
+@pytest.mark.parametrize(("lanes", "new_lanes"), [(4, 1), (4, 2), (1, 4), (3, 2), (2, 3), (6, 4)])
+def test_every_transition_comes_once_and_as_it_was(tmp_path: Path, lanes: int, new_lanes: int) -> None:
+    """Bit for bit, but for the flag where a stream was cut; those that were none stay none."""
+    saved(tmp_path, lanes, 101)
+    with ReplayMemory.load(tmp_path, num_envs=new_lanes) as memory, ReplayMemory.load(tmp_path) as old:
+        assert memory.num_envs == new_lanes
+        assert len(memory) == len(old)
+        assert memory.attached["agent"] == b"weights"
+        ids = np.arange(memory.first_id, memory.next_id)
+        mine = memory.gather(ids[memory.are_valid(ids)])
+        ids = np.arange(old.first_id, old.next_id)
+        theirs = old.gather(ids[old.are_valid(ids)])
+        order, expected = np.argsort(mine.reward), np.argsort(theirs.reward)
+        for key in SPACE:
+            assert np.array_equal(mine.obs[key][order], theirs.obs[key][expected])
+            assert np.array_equal(mine.next_obs[key][order], theirs.next_obs[key][expected])
+        for name in ("action", "reward", "terminated"):
+            assert np.array_equal(getattr(mine, name)[order], getattr(theirs, name)[expected])
+        cut = mine.truncated[order] & ~theirs.truncated[expected]
+        assert 0 < cut.sum() <= lanes * new_lanes
+        memory.add(
+            {key: np.zeros((new_lanes, *space.shape), space.dtype) for key, space in SPACE.items() if space.shape},
+            np.zeros(new_lanes, np.int64),
+            np.zeros(new_lanes, np.float32),
+            {key: np.zeros((new_lanes, *space.shape), space.dtype) for key, space in SPACE.items() if space.shape},
+            np.zeros(new_lanes, np.bool_),
+            np.zeros(new_lanes, np.bool_),
+        )
+
+
+@pytest.mark.parametrize(("lanes", "new_lanes"), [(4, 1), (2, 3)])
+def test_returns_of_several_steps_stay_within_a_stream(tmp_path: Path, lanes: int, new_lanes: int) -> None:
+    """What follows in a new lane at a seam is of another time."""
+    saved(tmp_path, lanes, 60)
+    with ReplayMemory.load(tmp_path, num_envs=new_lanes, sampler=NStep(3, 1.0)) as memory:
+        batch = memory.sample(100)
+        first = batch.obs["at"]
+        last = batch.next_obs["at"]
+        assert (first[:, 0] == last[:, 0]).all()
+        assert (last[:, 1] - first[:, 1] <= 3).all()
+        assert (last[:, 1] > first[:, 1]).all()
+
+
+def test_the_newest_are_kept_where_fewer_fit(tmp_path: Path) -> None:
+    """As with the same number of lanes."""
+    saved(tmp_path, 4, 100)
+    with ReplayMemory.load(tmp_path, capacity=120, num_envs=2) as memory:
+        assert memory.capacity == 120
+        ids = np.arange(memory.first_id, memory.next_id)
+        assert (memory.gather(ids[memory.are_valid(ids)]).reward % 1000 >= 70).all()
+
+
+def test_priorities_belong_to_the_lanes_that_they_were_saved_with(tmp_path: Path) -> None:
+    """It is said so, and they can be started anew."""
+    saved(tmp_path, 2, 30, sampler=Prioritized())
+    with pytest.raises(ArgumentError, match="sampler was not given"):
+        ReplayMemory.load(tmp_path, num_envs=1)
+    with ReplayMemory.load(tmp_path, num_envs=1, sampler=Prioritized()) as memory:
+        assert (memory.sample(20).weights == 1).all()
+    with ReplayMemory.load(tmp_path, num_envs=1, sampler=Uniform()) as memory:
+        assert len(memory.sample(20)) == 20
+
+
+@pytest.mark.parametrize("num_envs", [0, -1, True, 1.5, "two"])
+def test_lanes_are_a_count(tmp_path: Path, num_envs: Any) -> None:
+    """Before anything is read."""
+    with pytest.raises(ArgumentError, match="num_envs"):
+        ReplayMemory.load(tmp_path, num_envs=num_envs)
+
+
+@pytest.mark.parametrize("lanes", range(1, 7))
+@pytest.mark.parametrize("new_lanes", range(1, 7))
+def test_a_layout_names_every_id_once_and_in_order(lanes: int, new_lanes: int) -> None:
+    """For any number of ticks."""
+    for first, end in ((0, 1), (3, 10), (5, 305)):
+        ids = []
+        last: dict[tuple[int, int], int] = {}
+        for part in Relaning(first, end, lanes, new_lanes):
+            ids += part.ids[part.is_held].tolist()
+            for row, held, seam in zip(part.ids, part.is_held, part.is_last, strict=True):
+                for lane in np.flatnonzero(held).tolist():
+                    before = last.pop((lane, 0), None)
+                    assert before is None or row[lane] == before + lanes
+                    if not seam[lane]:
+                        last[lane, 0] = int(row[lane])
+        assert sorted(ids) == list(range(first * lanes, end * lanes))
