@@ -19,10 +19,11 @@ help: ## Show this help
 
 setup: $(STAMP) ## Create .venv with the pinned versions and build the C loops
 
-demo: $(STAMP) ## Train with SB3's buffer and with holdall's, and compare them
-	@$(BIN)/holdall demo
+demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the whole story in under two minutes
+	@$(BIN)/holdall demo --out .cache/demo
 
-test: check ## The same as check
+test: $(STAMP) ## The same as check, and the time that it took
+	@begun=$$(date +%s); $(MAKE) check && echo "make test took $$(($$(date +%s) - begun)) s"
 
 check: $(STAMP) $(PUBLISHED) ## Exactly what CI runs: format, lint, types, import contract, fast tests
 	$(BIN)/ruff format --check .

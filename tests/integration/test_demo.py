@@ -1,55 +1,77 @@
-"""The demo, run as its users run it: real processes, a real training, at toy size."""
+"""The demo, run as its users run it: real processes, a real training, a real kill -9, at toy size."""
 
 import importlib.util
 import io
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from holdall.bench.child import messages
 from holdall.cli import app
 from holdall.demo import comparison
-from holdall.demo.result import Result
+from holdall.demo.fitting import Fit
+from holdall.demo.live import newest
+from holdall.demo.result import Drawn, Result
 from holdall.errors import HoldallError
+
+FIT = Fit(2**30, 2**31, "does not fit", 2**29, "fits")
 
 
 def result(buffer: str, sha: str = "ab" * 32) -> Result:
     return Result(buffer, {"sb3": 42_000.0, "holdall": 21_000.0}[buffer], 1 << 30, 50.0, 3_000, sha)
 
 
-def test_both_trainings_end_with_the_same_weights_and_holdall_takes_fewer_bytes() -> None:
-    command = [sys.executable, "-m", "holdall", "demo", "--json", "--steps", "200", "--transitions", "4000"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+def both(weights: str = "ab" * 32, batches: str = "ef" * 32) -> comparison.Comparison:
+    saved, resumed = Drawn(100, "ef" * 32, 0.1, 1_000), Drawn(100, batches, 0.1, 1_000)
+    return comparison.Comparison(FIT, result("sb3"), result("holdall", weights), saved, resumed)
+
+
+@pytest.mark.timeout(300)  # three trainings, on whatever machine
+def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_own(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "holdall", "demo", "--json", "--steps", "240", "--transitions", "2500"]
+    done = subprocess.run(
+        [*command, "--limit", "300MiB", "--out", str(tmp_path)], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     figures = json.loads(done.stdout)
     assert figures["weights_identical"]
+    assert figures["batches_identical"]
+    assert figures["saved"]["step"] == figures["resumed"]["step"] == 120
     assert figures["sb3"]["weights_sha256"] == figures["holdall"]["weights_sha256"]
     assert figures["holdall"]["bytes_per_transition"] < 0.6 * figures["sb3"]["bytes_per_transition"]
-    assert figures["holdall"]["peak_bytes"] < figures["sb3"]["peak_bytes"]
-    assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 4_200
+    assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
+    assert figures["fit"]["sb3"] == "does not fit"
+    assert newest(tmp_path / "watch.jsonl").count("buffers") == 1
+    for words in ("Will 2,740 transitions", "kill -9", "the next batches are identical"):
+        assert words in done.stderr
 
 
 def test_the_table_has_one_row_per_buffer_and_says_that_the_weights_agree() -> None:
-    both = comparison.Comparison(result("sb3"), result("holdall"))
     console = Console(width=100, file=io.StringIO())
     with console.capture() as captured:
-        console.print(comparison.table(both))
+        console.print(comparison.table(both()))
     text = captured.get()
     assert "42,000" in text
     assert "21,000" in text
     assert "1.0 GiB" in text
-    assert comparison.verdict(both).startswith("Weights identical")
+    assert comparison.verdict(both()).startswith("Weights identical")
 
 
-def test_different_weights_are_said_aloud_and_end_with_exit_code_3(monkeypatch: pytest.MonkeyPatch) -> None:
-    both = comparison.Comparison(result("sb3"), result("holdall", "cd" * 32))
-    monkeypatch.setattr("holdall.cli.demo.compare", lambda *_: both)
+@pytest.mark.parametrize(
+    ("found", "said"), [(both(weights="cd" * 32), "WEIGHTS DIFFER"), (both(batches="cd" * 32), "BATCHES DIFFER")]
+)
+def test_what_differs_is_said_aloud_and_ends_with_exit_code_3(
+    monkeypatch: pytest.MonkeyPatch, found: comparison.Comparison, said: str
+) -> None:
+    monkeypatch.setattr("holdall.cli.demo.tell", lambda *_: found)
     told = CliRunner().invoke(app, ["demo"])
     assert told.exit_code == 3
-    assert "WEIGHTS DIFFER" in told.stdout
+    assert said in told.stdout
 
 
 def test_without_stable_baselines3_one_line_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,4 +98,11 @@ def test_verbose_lets_the_error_through(command: list[str]) -> None:
 
 def test_a_training_that_fails_is_reported_with_its_last_words() -> None:
     with pytest.raises(HoldallError, match=r"exit code 1 \(out of luck\)"):
-        list(comparison._messages([sys.executable, "-c", "raise SystemExit('out of luck')"]))
+        list(messages([sys.executable, "-c", "raise SystemExit('out of luck')"]))
+
+
+@pytest.mark.parametrize("text", [None, "", "no JSON\n", '{"kind": "reading"', '{"kind": "header"}\n'])
+def test_a_record_without_a_reading_shows_nothing(tmp_path: Path, text: str | None) -> None:
+    if text is not None:
+        (tmp_path / "watch.jsonl").write_text(text)
+    assert not newest(tmp_path / "watch.jsonl")

@@ -1,29 +1,38 @@
-"""`holdall demo`: train with either replay buffer and print the comparison."""
+"""`holdall demo`: the whole story on the shipped environment, and a table at its end."""
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from holdall.cli.verbosity import Verbose
-from holdall.demo.comparison import compare, table, verdict
+from holdall.demo.comparison import table, verdict
+from holdall.demo.story import tell
+from holdall.units import parse_bytes
 
-DIFFERENT = 3  # exit code: the demo ran, and the weights are not the same
+DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Environment steps to train for.")] = 800,
+    steps: Annotated[int, typer.Option(help="Environment steps to train for.")] = 500,
     transitions: Annotated[int, typer.Option(help="Transitions to hold while memory is measured.")] = 20_000,
+    limit: Annotated[str, typer.Option(help="What the plan is held against.")] = "900MiB",
+    out: Annotated[Path, typer.Option(help="Where checkpoint, record and page are left.")] = Path("holdall-demo"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train SAC twice, with Stable-Baselines3's replay buffer and with holdall's, and compare them."""
-    comparison = compare(steps, transitions, Console(stderr=True))
+    """Plan, train, watch, checkpoint, kill -9, resume, and compare with Stable-Baselines3's replay buffer."""
+    story = Console(stderr=json, highlight=False)
+    comparison = tell(steps, transitions, parse_bytes(limit, "limit"), out, story)
     if json:
         typer.echo(comparison.as_json())
     else:
-        console = Console()
-        console.print(table(comparison))
-        console.print(verdict(comparison), highlight=False)
-    if not comparison.weights_identical:
+        story.print()
+        story.print(table(comparison))
+        story.print(verdict(comparison))
+        if comparison.report is not None:
+            story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True)
+        story.print(f"The demo took {comparison.seconds:.0f} s.", style="dim")
+    if not comparison.holds:
         raise typer.Exit(DIFFERENT)

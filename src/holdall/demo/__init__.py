@@ -1,4 +1,5 @@
-"""The demonstration: train once with Stable-Baselines3's buffer, once with holdall's, and compare.
+"""The demonstration: will it fit, train, watch, checkpoint, kill, resume, and compare with Stable-Baselines3's buffer.
 
-camera.py is the task, training.py one training in a process of its own, comparison.py the two beside each other.
+camera.py is the task, eyes.py its network, training.py one training in a process of its own; fitting.py plans, live.py
+reads what the watch records, story.py runs it all, comparison.py sets the two trainings beside each other.
 """

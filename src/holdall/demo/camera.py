@@ -77,6 +77,16 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         """Return the camera image."""
         return self._photograph()
 
+    def where(self) -> list[list[float]]:
+        """Say where everything is, for a checkpoint in the middle of an episode."""
+        state = (self._position, self._velocity, self._last_action, self._beacon, np.array([self._steps]))
+        return [part.tolist() for part in state]
+
+    def put(self, where: list[list[float]]) -> None:
+        """Put everything where it was."""
+        self._position, self._velocity, self._last_action, self._beacon, steps = map(np.array, where)
+        self._steps = int(steps[0])
+
     def _observe(self) -> Observation:
         state = (self._position / (FIELD_PX / 2) - 1.0, self._velocity / TOP_SPEED_PX, self._last_action)
         return {"camera": self._photograph(), "state": np.concatenate(state).astype(np.float32)}

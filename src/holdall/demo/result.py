@@ -1,4 +1,6 @@
-"""What one training measured, as it travels from its process to the comparison."""
+"""What the demo's trainings measured, as it travels from their processes to the story."""
+
+from __future__ import annotations
 
 from dataclasses import dataclass
 
@@ -13,3 +15,13 @@ class Result:
     steps_per_second: float  # median over the steps that train; a step takes the environment, a batch and a gradient
     transitions: int  # held at the end
     weights_sha256: str
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """A checkpoint, and the batches that its memory draws next."""
+
+    step: int
+    batches_sha256: str
+    seconds: float  # to save, or to load
+    checkpoint_bytes: int

@@ -70,3 +70,16 @@ def test_an_observation_does_not_change_after_it_was_given() -> None:
     before = first["camera"].copy()
     rover.step(np.ones(2, np.float32))
     assert np.array_equal(first["camera"], before)
+
+
+def test_a_rover_that_was_put_where_another_is_drives_on_as_it_does() -> None:
+    first, second = CameraRover(), CameraRover()
+    first.reset(seed=3)
+    second.reset(seed=4)
+    for _ in range(7):
+        first.step(np.array([0.3, -1.0], np.float32))
+    second.put(first.where())
+    for _ in range(60):
+        one, other = (rover.step(np.array([-0.2, 0.9], np.float32)) for rover in (first, second))
+        assert np.array_equal(one[0]["camera"], other[0]["camera"])
+        assert one[1:4] == other[1:4]
