@@ -17,7 +17,6 @@ from holdall.cli.plan_tables import tables
 from holdall.cli.verbosity import Verbose
 from holdall.errors import HoldallError
 from holdall.plan.files import read_file
-from holdall.plan.page import page
 from holdall.plan.planned import make_plan
 from holdall.plan.settings import count_of, spec_of
 from holdall.units import parse_bytes
@@ -96,6 +95,8 @@ def plan(
             environment=environment,
         )
         if html is not None:
+            from holdall.plan.page import page  # noqa: PLC0415 who wants no page does not wait for it
+
             _write(html, page(planned))
     except HoldallError as error:
         # Codes 1 and 2 are verdicts of this command, so its errors have one of their own.
