@@ -72,7 +72,7 @@ def sac(seed: int, size: int) -> Any:
 
 def sac_small(seed: int, size: int) -> Any:
     """The same with a small camera, for many steps."""
-    return SAC("MultiInputPolicy", Camera(24), buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64})
+    return SAC("MultiInputPolicy", Camera(36), buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64})
 
 
 def dqn_vector(seed: int, size: int) -> Any:
@@ -88,7 +88,7 @@ def td3_vector(seed: int, size: int) -> Any:
 def dqn_holdall(seed: int, size: int) -> Any:
     """Holdall's own buffer."""
     kinds = {"replay_buffer_class": ReplayBuffer}
-    env = Camera(24, discrete=True)
+    env = Camera(36, discrete=True)
     return DQN("MultiInputPolicy", env, buffer_size=size, seed=seed, **OFF_POLICY | {"train_freq": 64} | kinds)
 
 

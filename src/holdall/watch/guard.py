@@ -122,7 +122,7 @@ class Guard:
         elif self._act == "checkpoint" and not self._is_near and self._checkpoint is not None:
             self._checkpoint()
             text += "; a checkpoint is being taken"
-        if self._act != "warn" or not self._is_near:
+        if self._act == "spill" or not self._is_near:
             _LOG.warning("%s", text)
             self._agent.note(text)
 

@@ -1,0 +1,115 @@
+"""`WatchCallback` in real trainings, and scripts that say nothing of holdall."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import gymnasium as gym
+import pytest
+from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.logger import KVWriter, Logger
+
+from holdall import ArgumentError
+from holdall.footprint import LINUX
+from holdall.sb3 import WatchCallback
+
+pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
+
+
+class Kept(KVWriter):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        self.names: set[str] = set()
+
+    def write(self, key_values: dict[str, Any], key_excluded: Any, step: int = 0) -> None:
+        self.names |= set(key_values)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+class Unhurried(gym.Wrapper[Any, Any, Any, Any]):
+    """Takes its time, so that there is something to watch."""
+
+    def step(self, action: Any) -> Any:
+        time.sleep(0.002)
+        return super().step(action)
+
+
+@pytest.fixture(autouse=True)
+def runtime(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
+
+
+def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> None:
+    model = PPO("MlpPolicy", Unhurried(gym.make("CartPole-v1")), n_steps=256, n_epochs=1, device="cpu")
+    kept = Kept()
+    model.set_logger(Logger(None, [kept]))
+    callback = WatchCallback(0.2, record=tmp_path / "run.jsonl")
+    model.learn(2048, callback=callback)
+    assert {"memory/total_mib", "memory/buffers_mib", "memory/python_mib", "memory/left_mib"} <= kept.names
+    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+    readings = [line for line in lines if line["kind"] == "reading"]
+    names = {part["name"] for part in readings[-1]["parts"]}
+    assert {"rollout.observations", "rollout.advantages", "parameters", "optimizer state", "objects"} <= names
+    assert max(line["step"] for line in readings) > 256
+    phases = {line["name"]: line for line in lines if line["kind"] == "phase"}
+    assert set(phases) == {"collect", "train"}
+    assert all(phase["peak"] > 100 * 2**20 and phase["count"] > 1 for phase in phases.values())
+    assert callback.watch is None, "the watcher ended with the training"
+
+
+def test_a_checkpoint_needs_somebody_who_saves() -> None:
+    with pytest.raises(ArgumentError, match="CheckpointCallback"):
+        WatchCallback(on_pressure="checkpoint")
+
+
+@pytest.mark.nightly
+def test_a_checkpoint_is_taken_between_two_steps_when_memory_runs_short(tmp_path: Path) -> None:
+    from holdall import ReplayMemory
+    from holdall.footprint import held_bytes
+    from holdall.sb3 import CheckpointCallback, ReplayBuffer
+
+    saves = CheckpointCallback(10**9, tmp_path / "saved")
+    model = DQN("MlpPolicy", Unhurried(gym.make("CartPole-v1")), buffer_size=5000, replay_buffer_class=ReplayBuffer)
+    limit = held_bytes().proportional
+    model.learn(600, callback=WatchCallback(0.5, limit=limit, on_pressure="checkpoint", checkpoint=saves))
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "saved").exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    with ReplayMemory.load(tmp_path / "saved") as memory:
+        assert 0 < len(memory) <= 600
+
+
+@pytest.mark.nightly
+def test_a_script_that_says_nothing_of_holdall_is_watched_by_name(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import time\n"
+        "import gymnasium as gym\n"
+        "from stable_baselines3 import DQN\n"
+        "from stable_baselines3.common.callbacks import BaseCallback\n"
+        "class Slow(BaseCallback):\n"
+        "    def _on_step(self):\n"
+        "        time.sleep(0.005)\n"
+        "        return True\n"
+        "DQN('MlpPolicy', gym.make('CartPole-v1'), buffer_size=5000, device='cpu').learn(1500, callback=Slow())\n",
+        encoding="utf-8",
+    )
+    record = tmp_path / "run.jsonl"
+    command = [sys.executable, "-m", "holdall", "watch", "--json", "--interval", "0.5", "--record", str(record), "--"]
+    done = subprocess.run([*command, sys.executable, str(script)], capture_output=True, env=os.environ, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
+    readings = [line for line in lines if line["kind"] == "reading" and line["step"]]
+    assert readings[-1]["goal"] == 1500
+    assert {"replay.observations", "parameters"} <= {part["name"] for part in readings[-1]["parts"]}
+    assert readings[-1]["attributed"] > 0.95
+    assert any(line["kind"] == "verdict" and line["name"] == "filling" for line in lines)

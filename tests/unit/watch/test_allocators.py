@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import ctypes
+import subprocess
+import sys
+
+import pytest
+
+from holdall.footprint import LINUX
+from holdall.watch import allocators
+
+pytestmark = pytest.mark.skipif(not LINUX or allocators.heap() is None, reason="the GNU C library alone is asked")
+
+
+def test_python_objects_are_counted_to_the_block() -> None:
+    before = allocators.python_objects()
+    assert before is not None
+    kept = [bytes(479) for _ in range(10_000)]  # 512 bytes each, in Python's own allocator
+    after = allocators.python_objects()
+    assert after is not None
+    assert after.in_use - before.in_use == pytest.approx(sum(map(sys.getsizeof, kept)), rel=0.02)
+    assert after.taken >= after.in_use
+
+
+def test_heap_in_use_and_mapped_blocks_are_told_apart() -> None:
+    library = ctypes.CDLL(None)
+    library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
+    library.free.argtypes = (ctypes.c_void_p,)
+    before = allocators.heap()
+    assert before is not None
+    small = [library.malloc(10_000) for _ in range(500)]
+    large = library.malloc(40 * 2**20)
+    after = allocators.heap()
+    assert after is not None
+    assert after.in_use - before.in_use == pytest.approx(5_000_000, rel=0.05)
+    assert after.mapped - before.mapped == pytest.approx(40 * 2**20, rel=0.01)
+    for block in [*small, large]:
+        library.free(block)
+    freed = allocators.heap()
+    assert freed is not None
+    assert freed.in_use - before.in_use < 100_000
+
+
+def test_a_trim_returns_what_the_library_keeps() -> None:
+    program = """
+import numpy as np
+from holdall.watch.trim import trim_self
+arrays = [np.ones(64 * 1024, np.uint8) for _ in range(2000)]
+last = arrays[-1]
+del arrays
+done = trim_self()
+assert done.returned > 100 * 2**20, done
+assert trim_self().returned < 2**20
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)

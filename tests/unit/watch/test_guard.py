@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, ReplayMemory
+from holdall.footprint import held_bytes
+from holdall.watch.agent import Agent, agent
+from holdall.watch.guard import Guard
+from holdall.watch.sidecar import told_by
+
+MIB = 2**20
+CAMERA = spaces.Box(0, 255, (3, 64, 64), np.uint8)
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    monkeypatch.setenv("HOLDALL_RUNTIME_DIR", str(tmp_path / "runtime"))
+    made = agent()
+    yield made
+    made.stop()
+
+
+def guard(own: Agent, act: Any, **named: Any) -> Guard:
+    """A guard that looks only when it is told to."""
+    made = Guard(own, act, **named)
+    made.stop()
+    return made
+
+
+def filled(memory: ReplayMemory, count: int) -> list[np.ndarray[Any, Any]]:
+    generator = np.random.default_rng(0)
+    frames = [generator.integers(0, 256, (1, 3, 8, 64), np.uint8).repeat(8, 2) for _ in range(count + 1)]
+    no = np.zeros(1, np.bool_)
+    for i in range(count):
+        memory.add(frames[i], np.zeros((1, 2), np.float32), np.zeros(1), frames[i + 1], no, no)
+    return frames
+
+
+def test_nothing_is_done_while_there_is_room(own: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    assert not guard(own, "warn", limit_bytes=held_bytes().proportional * 4, at=0.9).look()
+    assert not caplog.records
+
+
+def test_a_limit_that_is_near_is_told_once(own: Agent, caplog: pytest.LogCaptureFixture) -> None:
+    one = guard(own, "warn", limit_bytes=held_bytes().proportional, at=0.9)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        assert one.look()
+        one._rests_until = 0.0
+        assert one.look()
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["memory is short"]
+    own.publish()
+    told = told_by(own._pid)
+    assert told is not None
+    assert told.events[-1][1].startswith("memory is short")
+
+
+@pytest.mark.parametrize("spills", [True, False])
+def test_memories_give_memory_back_and_lose_nothing(own: Agent, tmp_path: Path, spills: bool) -> None:
+    space = spaces.Box(-1, 1, (2,), np.float32)
+    with ReplayMemory(CAMERA, space, 4000, budget="1GiB", spill_dir=tmp_path / "spill" if spills else None) as memory:
+        frames = filled(memory, 4000)
+        before = held_bytes().unique
+        assert memory.report().disk_bytes == 0
+        assert guard(own, "spill", limit_bytes=held_bytes().proportional + MIB, at=0.5).look()
+        memory.drain()
+        assert held_bytes().unique < before - 20 * MIB
+        assert (memory.report().disk_bytes > 0) == spills
+        assert len(memory) == 4000
+        ids = np.arange(0, 4000, 7)
+        batch = memory.gather(ids)
+        assert all(np.array_equal(batch.obs[row], frames[i][0]) for row, i in enumerate(ids))
+        assert all(np.array_equal(batch.next_obs[row], frames[i + 1][0]) for row, i in enumerate(ids))
+
+
+def test_a_checkpoint_is_asked_for_once_each_time_memory_runs_short(own: Agent) -> None:
+    saved: list[int] = []
+    limit = held_bytes().proportional
+    one = guard(own, "checkpoint", limit_bytes=limit, at=0.9, checkpoint=lambda: saved.append(1))
+    for _ in range(3):
+        one._rests_until = 0.0
+        assert one.look()
+    assert saved == [1]
+    one._limit_bytes, one._rests_until = 10 * limit, 0.0
+    assert not one.look()
+    one._limit_bytes, one._rests_until = limit, 0.0
+    assert one.look()
+    assert saved == [1, 1]
+
+
+def test_arguments_that_make_no_sense_are_refused(own: Agent) -> None:
+    with pytest.raises(ArgumentError, match="on_pressure"):
+        guard(own, "pray")
+    with pytest.raises(ArgumentError, match="pressure_at"):
+        guard(own, "warn", at=2.0)
+    with pytest.raises(ArgumentError, match="checkpoint"):
+        guard(own, "checkpoint")
