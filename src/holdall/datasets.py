@@ -7,6 +7,7 @@ before ended with, a new episode begins. Images are stored without loss.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -134,7 +135,10 @@ def _buffer(minari: Any, episode: dict[str, Any]) -> Any:
 
 def _flushed(minari: Any, dataset: Any, name: str, buffers: list[Any], settings: dict[str, Any]) -> Any:
     if dataset is None:
-        return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
+        with warnings.catch_warnings():
+            # Author, link to code and environment are for datasets that are published; nobody is asked for them here.
+            warnings.filterwarnings("ignore", ".* (is set to None|is None, no environment)", UserWarning, "minari")
+            return minari.create_dataset_from_buffers(dataset_id=name, buffer=buffers, **settings)
     dataset.update_dataset_from_buffer(buffers)
     return dataset
 
