@@ -31,10 +31,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str | None]:
+def versions(*others: str) -> dict[str, str | None]:
     """Return the versions of everything whose speed or memory is in the figures."""
     found: dict[str, str | None] = {"python": platform.python_version()}
-    for name in _DISTRIBUTIONS:
+    for name in (*_DISTRIBUTIONS, *others):
         try:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:

@@ -1,0 +1,233 @@
+"""What `ray_replay.py` measures, one case a function: recorded steps in, figures out.
+
+Sides take turns, and whose turn comes first changes, so that what else the machine does falls on all of them. CPU
+seconds are the kernel's own count, of the learner or writer, of the shards' processes, and of Ray's.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+from ray_sides import (
+    BATCH,
+    PREFETCH,
+    HoldallSide,
+    Recording,
+    TorchRLSide,
+    cpu_seconds,
+    differing_rows,
+    servants,
+    unique_bytes,
+)
+
+BLOCK = 64
+STEPS = 256
+"""Steps of a round of single inserts."""
+WARM = 1_024
+"""Transitions before the first reading; on the first of them a memory's codec is chosen, in the background."""
+IN_A_ROW = 10
+"""Batches of one side before the next one's turn."""
+
+Side = HoldallSide | TorchRLSide
+
+
+def has_torchrl() -> bool:
+    """Whether the other side can be measured here."""
+    return importlib.util.find_spec("torchrl") is not None
+
+
+def insert(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Time inserts until all is acknowledged, and read what they leave in the shard's process."""
+    ours = HoldallSide(recording, len(recording.steps))
+    sides: list[Side] = [ours, TorchRLSide(len(recording.steps))] if has_torchrl() else [ours]
+    with closing(sides):
+        for side in sides:
+            side.insert(side.arrange(recording.steps[:WARM], BLOCK), BLOCK)
+        time.sleep(2)  # a codec is being chosen
+        held = {side.name: unique_bytes(side.processes) for side in sides}
+        blocks = (len(recording.steps) - WARM - rounds * STEPS) // rounds // BLOCK * BLOCK
+        steps_end = WARM + rounds * STEPS
+        found: dict[str, Any] = {
+            "steps": _inserted(recording, sides, range(WARM, steps_end, STEPS), STEPS, 1),
+            "blocks": _inserted(recording, sides, range(steps_end, steps_end + rounds * blocks, blocks), blocks, BLOCK),
+        }
+        added = rounds * (STEPS + blocks)
+        found["shard_bytes_per_transition"] = {
+            side.name: (unique_bytes(side.processes) - held[side.name]) / added for side in sides
+        }
+        found["encoded_bytes_per_transition"] = ours.memory.report().bytes_per_transition
+    return found
+
+
+def sample(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Time batches as they are asked for, and batches asked for ahead, and compare what is delivered."""
+    ours = HoldallSide(recording, len(recording.steps))
+    sides: list[Side] = [ours]
+    if has_torchrl():
+        sides += [TorchRLSide(len(recording.steps)), TorchRLSide(len(recording.steps), PREFETCH)]
+    with closing(sides):
+        for side in sides:
+            side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
+        time.sleep(1)
+        found: dict[str, Any] = {"asked": _drawn({side.name: (side, side.sample) for side in sides[:2]}, rounds)}
+        with ours.memory.loader(BATCH, PREFETCH) as loader:
+            ahead: dict[str, tuple[Side, Callable[[], Any]]] = {"holdall": (ours, lambda: next(loader))}
+            if has_torchrl():
+                ahead["torchrl"] = (sides[2], sides[2].sample)
+            found["ahead"] = _drawn(ahead, rounds)
+        if has_torchrl():
+            compared = [differing_rows(side.sample(), ours) for side in sides[1:] for _ in range(4)]
+            found["rows"] = {"compared": len(compared) * BATCH, "differing": sum(compared)}
+        found["wire"] = {
+            "answer_bytes": float(np.median([ours.answer_bytes() for _ in range(5)])),
+            "decoded_bytes": recording.batch_bytes,
+        }
+    return found
+
+
+def spread(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Count the CPU-seconds of batches from 1 and from 4 shards."""
+    sides = [HoldallSide(recording, len(recording.steps), shards) for shards in (1, 4)]
+    with closing(sides):
+        for side in sides:
+            side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
+        found: dict[str, Any] = {}
+        everyone = [process for side in sides for process in side.processes] + servants()
+        for side, name in zip(sides, ("1", "4"), strict=True):
+            for _ in range(IN_A_ROW):
+                side.sample()
+            found[name] = {"learner_us": [], "others_us": [], "wire_bytes": side.answer_bytes()}
+        for side, name in itertools.chain(*([*zip(sides, ("1", "4"), strict=True)] for _ in range(rounds))):
+            before = cpu_seconds(), cpu_seconds(everyone)
+            for _ in range(5 * IN_A_ROW):
+                side.sample()
+            after = cpu_seconds(), cpu_seconds(everyone)
+            for key, start, end in zip(("learner_us", "others_us"), before, after, strict=True):
+                found[name][key].append(1e6 * (end - start) / (5 * IN_A_ROW))
+        for told in found.values():
+            both = np.array(told["learner_us"]) + np.array(told["others_us"])
+            told |= {key: float(np.median(told[key])) for key in ("learner_us", "others_us")}
+            told |= {"cpu_us": float(np.median(both)), "least_cpu_us": float(both.min())}
+    return found
+
+
+def checkpoint(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Time batches while the memory is saved over and over, to a new folder each time, and while it is not."""
+    side = HoldallSide(recording, len(recording.steps), 2)
+    with closing([side]), tempfile.TemporaryDirectory() as folder:
+        side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
+        if not hasattr(side.memory, "save"):
+            return {"skipped": "this memory over shards has no save()"}
+        for _ in range(IN_A_ROW):
+            side.sample()
+        times: dict[str, list[float]] = {"idle": [], "saving": []}
+        saves = 0
+        for turn in range(rounds):
+            times["idle"] += _timed(side.sample, 10 * IN_A_ROW)
+            with _saving(side, f"{folder}/{turn}") as done:
+                times["saving"] += _timed(side.sample, 10 * IN_A_ROW)
+            saves += len(done)
+        return {"saves": saves, "batches": len(times["idle"])} | {
+            name: {f"p{p}_us": 1e6 * float(np.percentile(taken, p)) for p in (50, 99)} for name, taken in times.items()
+        }
+
+
+@contextmanager
+def closing(sides: Sequence[Side]) -> Iterator[None]:
+    """End the sides' actors, whatever happens."""
+    try:
+        yield
+    finally:
+        for side in sides:
+            side.close()
+
+
+@contextmanager
+def _saving(side: HoldallSide, folder: str) -> Iterator[list[float]]:
+    """Save in the background for as long as the block runs; yield how long each took."""
+    is_over, taken = threading.Event(), list[float]()
+
+    def save() -> None:
+        while not is_over.is_set():
+            start = time.perf_counter()
+            side.memory.save(f"{folder}-{len(taken)}").result()
+            taken.append(time.perf_counter() - start)
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    try:
+        yield taken
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _inserted(recording: Recording, sides: list[Side], begins: range, count: int, block: int) -> dict[str, Any]:
+    """Insert stretches of the recording, side by side."""
+    seconds: dict[str, list[float]] = {side.name: [] for side in sides}
+    writer_s, shard_s = dict.fromkeys(seconds, 0.0), dict.fromkeys(seconds, 0.0)
+    for turn, begin in enumerate(begins):
+        arranged = {side.name: side.arrange(recording.steps[begin : begin + count], block) for side in sides}
+        for side in _in_turn(sides, turn):
+            before = cpu_seconds(), cpu_seconds(side.processes)
+            start = time.perf_counter()
+            side.insert(arranged[side.name], block)
+            seconds[side.name].append((time.perf_counter() - start) / count)
+            writer_s[side.name] += cpu_seconds() - before[0]
+            shard_s[side.name] += cpu_seconds(side.processes) - before[1]
+    total = count * len(begins)
+    return _told(seconds) | {
+        "writer_cpu_us": {name: 1e6 * used / total for name, used in writer_s.items()},
+        "shard_cpu_us": {name: 1e6 * used / total for name, used in shard_s.items()},
+    }
+
+
+def _drawn(ways: dict[str, tuple[Side, Callable[[], Any]]], rounds: int) -> dict[str, Any]:
+    """Draw batches, side by side; the last one of each is held, as in training."""
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    learner_s, shard_s = dict.fromkeys(ways, 0.0), dict.fromkeys(ways, 0.0)
+    for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(1 + rounds))):
+        side, draw = ways[name]
+        before = cpu_seconds(), cpu_seconds(side.processes)
+        taken = _timed(draw, IN_A_ROW)
+        seconds[name].append(float(np.mean(taken)))
+        learner_s[name] += cpu_seconds() - before[0]
+        shard_s[name] += cpu_seconds(side.processes) - before[1]
+    batches = IN_A_ROW * (1 + rounds)
+    return _told({name: taken[1:] for name, taken in seconds.items()}) | {
+        "learner_cpu_us": {name: 1e6 * used / batches for name, used in learner_s.items()},
+        "shard_cpu_us": {name: 1e6 * used / batches for name, used in shard_s.items()},
+    }
+
+
+def _timed(act: Callable[[], Any], count: int) -> list[float]:
+    taken, held = [], None
+    for _ in range(count):
+        start = time.perf_counter()
+        held = act()
+        taken.append(time.perf_counter() - start)
+    del held
+    return taken
+
+
+def _in_turn(sides: list[Any], turn: int) -> list[Any]:
+    return sides[turn % len(sides) :] + sides[: turn % len(sides)]
+
+
+def _told(seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """Return rates, and how many times TorchRL's they are."""
+    found: dict[str, Any] = {
+        name: {"per_s": 1 / float(np.median(taken)), "best_per_s": 1 / min(taken)} for name, taken in seconds.items()
+    }
+    if "torchrl" in found:
+        found["times"] = found["holdall"]["per_s"] / found["torchrl"]["per_s"]
+        found["best_times"] = found["holdall"]["best_per_s"] / found["torchrl"]["best_per_s"]
+    return found

@@ -1,0 +1,152 @@
+"""The memory over shards beside TorchRL's RayReplayBuffer: `python benchmarks/ray_replay.py --json results/ray.json`.
+
+Out: a table and JSON. Both sides run on one Ray and are given the same recorded steps. TorchRL's rows are skipped, with
+the reason, where it is not installed (`pip install torchrl==0.14.1 tensordict==0.14.3`). Ratios are of medians, with
+those of the best turns beside them. The exit status is 1 if a bar was not met. Linux only: memory is read from /proc.
+
+* `insert`: steps one by one, and blocks of 64, until all was acknowledged; what that added to the shard's USS
+* `sample`: 256 transitions as tensors, compared bit by bit; also asked for ahead; and what travels for a batch
+* `spread`: CPU-seconds of a batch from 4 shards over those from 1, learner, shards and Ray together
+* `checkpoint`: the slowest batches while the memory is saved over and over, over those of an idle memory
+
+The bars are for Atari frames. Camera images compress less, and noise hardly: they are shown beside, without a bar.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from process import commit, machine, versions
+from ray_cases import checkpoint, has_torchrl, insert, sample, spread
+from ray_sides import Recording, own_ray, record
+
+CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
+    "insert": insert,
+    "sample": sample,
+    "spread": spread,
+    "checkpoint": checkpoint,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """What is played, and how much of it."""
+
+    source: str
+    options: dict[str, Any]
+    held: int
+    cases: tuple[str, ...]
+
+
+WORKLOADS = {
+    "atari": Workload("atari", {"game": "Breakout"}, 8_192, tuple(CASES)),
+    "camera": Workload("camera", {}, 4_096, ("insert", "sample")),
+    "noise": Workload("camera", {"noisy": True}, 4_096, ("insert", "sample")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A figure of one workload, and what is asked of it."""
+
+    workload: str
+    name: str
+    value: float
+    least: float | None = None
+    most: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        """Say whether it is what is asked."""
+        if self.least is None and self.most is None:
+            return ""
+        met = (self.least is None or self.value >= self.least) and (self.most is None or self.value <= self.most)
+        return "met" if met else "MISSED"
+
+
+def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
+    """Lay the figures of one workload beside what is asked."""
+    bars = []
+    asked = workload == "atari"
+
+    def bar(name: str, value: float, least: float | None = None, most: float | None = None) -> None:
+        bars.append(Bar(workload, name, value, least if asked else None, most if asked else None))
+
+    inserted, drawn = found.get("insert", {}), found.get("sample", {})
+    if "times" in inserted.get("steps", {}):
+        bar("inserts step by step, times TorchRL's", inserted["steps"]["times"], least=10)
+        bar("inserts in blocks of 64, times TorchRL's", inserted["blocks"]["times"], least=10)
+        held = inserted["shard_bytes_per_transition"]
+        bar("shard memory over TorchRL's", held["holdall"] / held["torchrl"], most=1 / 50)
+    if "times" in drawn.get("asked", {}):
+        bar("batches of 256, times TorchRL's", drawn["asked"]["times"], least=2.5)
+        bar("batches of 256 asked for ahead, times TorchRL's", drawn["ahead"]["times"], least=2.5)
+        bar("rows that differ", drawn["rows"]["differing"], most=0)
+    if drawn:
+        bar(
+            "bytes on the wire over decoded",
+            drawn["wire"]["answer_bytes"] / drawn["wire"]["decoded_bytes"],
+            most=1 / 20,
+        )
+    if "spread" in found:
+        spent = found["spread"]
+        bar("CPU of a batch, 4 shards over 1", spent["4"]["cpu_us"] / spent["1"]["cpu_us"], most=1.3)
+    if "saves" in found.get("checkpoint", {}):
+        saved = found["checkpoint"]
+        bar("p99 of a batch while saving over idle", saved["saving"]["p99_us"] / saved["idle"]["p99_us"], most=3)
+    return bars
+
+
+def measure(workloads: list[str], cases: list[str], rounds: int) -> dict[str, Any]:
+    """Measure cases of workloads on one Ray."""
+    recordings = {}
+    for name in workloads:
+        played = WORKLOADS[name]
+        source = importlib.import_module(f"streams.{played.source}").stream(0, **played.options)
+        recordings[name] = record(source, played.held)
+    found: dict[str, Any] = {}
+    with own_ray():
+        for name, recording in recordings.items():
+            found[name] = {}
+            for case in cases:
+                if case in WORKLOADS[name].cases:
+                    start = time.perf_counter()
+                    found[name][case] = CASES[case](recording, rounds)
+                    print(f"{name} {case}: {time.perf_counter() - start:.0f} s", file=sys.stderr)
+    return found
+
+
+def main() -> int:
+    """Read the command line, measure, and show the figures beside what is asked."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--case", choices=CASES, action="append")
+    parser.add_argument("--workload", choices=WORKLOADS, action="append")
+    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
+    parser.add_argument("--json", type=Path)
+    wanted = parser.parse_args()
+    warnings.filterwarnings("ignore", category=FutureWarning)
+    found = measure(wanted.workload or list(WORKLOADS), wanted.case or list(CASES), wanted.rounds)
+    bars = [bar for name, figures in found.items() for bar in bars_of(name, figures)]
+    for bar in bars:
+        asked = f">= {bar.least:g}" if bar.least is not None else f"<= {bar.most:.3g}" if bar.most is not None else ""
+        print(f"{bar.workload:8}{bar.name:52}{bar.value:10.4g}  {asked:10}{bar.verdict}")
+    if not has_torchrl():
+        print("skipped beside TorchRL: it is not installed; pip install torchrl==0.14.1 tensordict==0.14.3")
+    if wanted.json:
+        told = {"machine": machine(), "versions": versions("ray", "torchrl", "tensordict"), "commit": commit()}
+        told |= {"bars": [asdict(bar) | {"verdict": bar.verdict} for bar in bars], "found": found}
+        wanted.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    return int(any(bar.verdict == "MISSED" for bar in bars))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

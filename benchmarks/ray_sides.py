@@ -1,0 +1,232 @@
+"""The two sides of `ray_replay.py`: holdall's memory over shards, and TorchRL's RayReplayBuffer, given the same steps.
+
+In:  recorded steps.  Out: inserts and batches, and what the processes of either side hold and have used.
+Whatever is arranged for a side, tensors or stacked blocks, is arranged before time is taken.
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+import torch
+from gymnasium import spaces
+from streams import Step, Stream
+
+from holdall.footprint import held_bytes
+from holdall.ray import ReplayMemory, Writer
+
+BATCH = 256
+PREFETCH = 3
+FIELDS = ("action", "reward", "terminated", "truncated")
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """Steps that both sides are given."""
+
+    observation_space: spaces.Space[Any]
+    action_space: spaces.Space[Any]
+    steps: list[Step]
+
+    @property
+    def batch_bytes(self) -> int:
+        """Bytes of a decoded batch's observations."""
+        return BATCH * 2 * sum(leaf.nbytes for leaf in _leaves(self.steps[0].obs).values())
+
+
+def record(source: Stream, count: int) -> Recording:
+    """Play so many steps."""
+    return Recording(source.observation_space, source.action_space, list(itertools.islice(source.steps, count)))
+
+
+@contextmanager
+def own_ray(**settings: Any) -> Iterator[None]:
+    """Start Ray on this machine alone, with a token of its own; what was started is ended again."""
+    with tempfile.TemporaryDirectory() as folder:
+        token = Path(folder) / "auth_token"
+        token.touch(0o600)
+        token.write_text(os.urandom(24).hex(), encoding="ascii")
+        os.environ |= {"RAY_AUTH_TOKEN_PATH": str(token), "RAY_USAGE_STATS_ENABLED": "0"}
+        path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        os.environ["PYTHONPATH"] = path
+        ray.init(
+            num_cpus=4,
+            include_dashboard=False,
+            log_to_driver=False,
+            object_store_memory=512 * 2**20,
+            _node_ip_address="127.0.0.1",
+            **settings,
+        )
+        try:
+            yield
+        finally:
+            ray.shutdown()
+
+
+class HoldallSide:
+    """A memory over shards and a writer, both in this process; shards are processes of their own."""
+
+    name = "holdall"
+
+    def __init__(self, recording: Recording, capacity: int, shards: int = 1, **settings: Any) -> None:
+        self.memory = ReplayMemory(
+            recording.observation_space,
+            recording.action_space,
+            capacity * shards,  # no shard leaves anything out, however the writer spreads
+            shards=shards,
+            device="cpu",
+            seed=0,
+            **settings,
+        )
+        self.writer: Writer = self.memory.writer()
+        self.processes = [process_of(actor) for actor in self.memory._actors]
+
+    def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
+        """Make the arguments of inserts: steps, or blocks of so many."""
+        told = [(s.obs, s.action, s.reward, s.next_obs, s.terminated, s.truncated) for s in steps]
+        if block == 1:
+            return told
+        return [
+            tuple(_stack(part) for part in zip(*told[i : i + block], strict=True)) for i in range(0, len(told), block)
+        ]
+
+    def insert(self, arranged: list[tuple[Any, ...]], block: int) -> None:
+        """Insert, and return when everything was acknowledged."""
+        act = self.writer.add if block == 1 else self.writer.extend
+        for arguments in arranged:
+            act(*arguments)
+        self.writer.flush()
+
+    def sample(self) -> Any:
+        """Draw a batch."""
+        return self.memory.sample(BATCH)
+
+    def answer_bytes(self) -> int:
+        """Return what travels from the shards to the learner for one batch."""
+        sent = 0
+        for shard in self.memory._cluster.numbers:
+            share = BATCH // len(self.memory._cluster.numbers)
+            sent += len(ray.get(self.memory._cluster.call(shard, "sample", share)))
+        return sent
+
+    def rows(self, numbers: Any) -> dict[str, Any]:
+        """Return rows by the order in which they were added; of a memory of one shard."""
+        batch = self.memory.gather(numbers)
+        told = {name: getattr(batch, name) for name in FIELDS}
+        return told | _named("obs", batch.obs) | _named("next_obs", batch.next_obs)
+
+    def close(self) -> None:
+        """End the shards."""
+        self.memory.close()
+
+
+class TorchRLSide:
+    """TorchRL's buffer in one actor of Ray's, with a client in this process."""
+
+    name = "torchrl"
+
+    def __init__(self, capacity: int, prefetch: int | None = None) -> None:
+        data = importlib.import_module("torchrl.data")
+        self._tensordict = importlib.import_module("tensordict").TensorDict
+        self.buffer = data.RayReplayBuffer(
+            storage=partial(data.LazyTensorStorage, capacity),
+            batch_size=BATCH,
+            prefetch=prefetch,
+            remote_config={"num_cpus": 0},
+        )
+        self.processes = [process_of(self.buffer._rb)]
+        self._added = 0
+
+    def arrange(self, steps: Sequence[Step], block: int) -> list[Any]:
+        """Make the arguments of inserts: steps, or blocks of so many."""
+        rows = []
+        for number, step in enumerate(steps, self._added):
+            told = {name: getattr(step, name) for name in FIELDS}
+            told |= _named("obs", step.obs) | _named("next_obs", step.next_obs)
+            rows.append(
+                {name: torch.as_tensor(np.ascontiguousarray(part[0])) for name, part in told.items()}
+                | {"number": torch.tensor(number)}
+            )
+        self._added += len(steps)
+        if block == 1:
+            return [self._tensordict(row, batch_size=[]) for row in rows]
+        return [
+            self._tensordict(
+                {name: torch.stack([row[name] for row in some]) for name in some[0]}, batch_size=[len(some)]
+            )
+            for some in (rows[i : i + block] for i in range(0, len(rows), block))
+        ]
+
+    def insert(self, arranged: list[Any], block: int) -> None:
+        """Insert; every call returns when it was acknowledged."""
+        act = self.buffer.add if block == 1 else self.buffer.extend
+        for row in arranged:
+            act(row)
+
+    def sample(self) -> Any:
+        """Draw a batch."""
+        return self.buffer.sample()
+
+    def close(self) -> None:
+        """End the actor."""
+        self.buffer.close()
+
+
+def differing_rows(theirs: Any, ours: HoldallSide) -> int:
+    """Count rows of a delivered TorchRL batch that differ in any bit from holdall's."""
+    expected = ours.rows(theirs["number"].numpy())
+    differs = np.zeros(BATCH, np.bool_)
+    for name, mine in expected.items():
+        pair = [np.ascontiguousarray(each.numpy()).reshape(BATCH, -1).view(np.uint8) for each in (mine, theirs[name])]
+        differs |= (pair[0] != pair[1]).any(axis=1)
+    return int(np.count_nonzero(differs))
+
+
+def process_of(actor: Any) -> psutil.Process:
+    """Return the process that an actor lives in; on this machine."""
+    return psutil.Process(ray.get(actor.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def unique_bytes(processes: Sequence[psutil.Process]) -> int:
+    """Return what would come free if these processes ended."""
+    return sum(held_bytes(process.pid).unique for process in processes)
+
+
+def cpu_seconds(processes: Sequence[psutil.Process] | None = None) -> float:
+    """Return the CPU time that processes have used; None: this one."""
+    used = 0.0
+    for process in [psutil.Process()] if processes is None else processes:
+        times = process.cpu_times()
+        used += times.user + times.system
+    return used
+
+
+def servants() -> list[psutil.Process]:
+    """Return Ray's own processes on this machine."""
+    return [p for p in psutil.Process().children(recursive=True) if p.name() in {"raylet", "gcs_server"}]
+
+
+def _leaves(observation: Any) -> dict[str, Any]:
+    return observation if isinstance(observation, dict) else {"": observation}
+
+
+def _named(prefix: str, observation: Any) -> dict[str, Any]:
+    return {f"{prefix}.{name}" if name else prefix: leaf for name, leaf in _leaves(observation).items()}
+
+
+def _stack(parts: Sequence[Any]) -> Any:
+    if isinstance(parts[0], dict):
+        return {key: np.stack([part[key] for part in parts]) for key in parts[0]}
+    return np.stack(parts)
