@@ -142,7 +142,11 @@ def main() -> int:
     if not has_torchrl():
         print("skipped beside TorchRL: it is not installed; pip install torchrl==0.14.1 tensordict==0.14.3")
     if wanted.json:
-        told = {"machine": machine(), "versions": versions("ray", "torchrl", "tensordict"), "commit": commit()}
+        told: dict[str, Any] = {
+            "machine": machine(),
+            "versions": versions("ray", "torchrl", "tensordict"),
+            "commit": commit(),
+        }
         told |= {"bars": [asdict(bar) | {"verdict": bar.verdict} for bar in bars], "found": found}
         wanted.json.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return int(any(bar.verdict == "MISSED" for bar in bars))

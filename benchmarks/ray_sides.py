@@ -43,7 +43,7 @@ class Recording:
     @property
     def batch_bytes(self) -> int:
         """Bytes of a decoded batch's observations."""
-        return BATCH * 2 * sum(leaf.nbytes for leaf in _leaves(self.steps[0].obs).values())
+        return BATCH * 2 * sum(int(leaf.nbytes) for leaf in _leaves(self.steps[0].obs).values())
 
 
 def record(source: Stream, count: int) -> Recording:

@@ -1,0 +1,133 @@
+"""A million draws over four shards, by the parts that draw them, without Ray: as likely as they should be.
+
+Shards are made of what a shard is made of: a shelf, a sampler, a generator of its own. Rows are given to them by the
+router, and weighed by it. A shard joins, and one is lost: the same must hold of what is there.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.store import Tick
+from holdall.ray.answer import Answer
+from holdall.ray.encode import Encoder
+from holdall.ray.layout import Layout
+from holdall.ray.router import assigned, weights_of
+from holdall.ray.shelf import Found, Shelf
+from holdall.ray.standing import Standing
+from holdall.sampling.draw import Held
+from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.uniform import Uniform
+from holdall.schema import Schema
+
+from .chi_square import chi_square_p
+
+Ids = NDArray[np.int64]
+DRAWS = 1_000_000
+SCHEMA = Schema.of(spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2), None, 1)
+LAYOUT = Layout.of(SCHEMA)
+
+
+class BareShard:
+    """What is drawn from in a shard, in this process."""
+
+    def __init__(self, number: int, rows: int, prioritized: bool) -> None:
+        self.shelf = Shelf(LAYOUT, capacity=4_096, first_row=number << 36)  # as after some losses
+        self.sampler = Prioritized(alpha=0.7, beta=1.0) if prioritized else Uniform()
+        self.generator = np.random.default_rng([7, number])
+        self.fill(rows)
+        if isinstance(self.sampler, Prioritized):
+            told = self.generator.gamma(2.0, 1.0, rows) + 0.1
+            self.sampler.update_priorities(self.held, np.arange(self.shelf.next_row - rows, self.shelf.next_row), told)
+
+    def fill(self, rows: int) -> None:
+        encoder = Encoder(LAYOUT, 1, rows, chosen_kernels())
+        nothing, no = np.zeros((1, 2), np.float32), np.zeros(1, np.bool_)
+        for row in range(rows):
+            action, reward = np.zeros(1, np.int64), np.array([row], np.float64)
+            encoder.add(Tick([nothing], [action], reward, [nothing], no, no, [], None))
+        self.shelf.append(encoder.close({}))
+
+    @property
+    def held(self) -> Held:
+        return Held(self.shelf.first_row, self.shelf.next_row, 1, self.shelf.capacity, self.shelf)
+
+    @property
+    def chances(self) -> NDArray[np.float64]:
+        """What each row held should be drawn in proportion to."""
+        rows = np.arange(self.shelf.first_row, self.shelf.next_row)
+        return self.sampler.scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
+
+    @property
+    def standing(self) -> Standing:
+        shelf, mass = self.shelf, float(self.chances.sum())
+        return Standing(0, shelf.first_row, shelf.next_row, shelf.transitions, shelf.next_row, 0, mass)
+
+    def answer(self, count: int) -> Answer:
+        rows = self.sampler.draw(self.held, count, self.generator).ids
+        return Answer(self.standing, rows, self.chances[rows - self.shelf.first_row], Found({}, ()))
+
+
+def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
+    """Draw a million rows; return how often each was drawn, and the sum of its weights, shard after shard."""
+    where = assigned(masses, DRAWS, np.random.default_rng(3))
+    answers = {shard: shards[shard].answer(len(rows)) for shard, rows in where.items()}
+    weights = weights_of(list(answers.values()), list(where.values()), [masses[shard] for shard in answers], beta=1.0)
+    counts, sums = [], []
+    for number, shard in shards.items():
+        held = shard.shelf.next_row - shard.shelf.first_row
+        place = answers[number].rows - shard.shelf.first_row
+        counts.append(np.bincount(place, minlength=held))
+        sums.append(np.bincount(place, weights[where[number]], minlength=held))
+    return np.concatenate(counts), np.concatenate(sums)
+
+
+def by_shard(
+    shards: dict[int, BareShard], counts: Ids, chances: NDArray[np.float64]
+) -> tuple[Ids, NDArray[np.float64]]:
+    """Add up what was drawn and what was to be expected, shard by shard."""
+    ends = np.cumsum([shard.shelf.next_row - shard.shelf.first_row for shard in shards.values()])
+    starts = np.concatenate([[0], ends[:-1]])
+    return np.add.reduceat(counts, starts), np.add.reduceat(chances, starts)
+
+
+def masses_of(shards: dict[int, BareShard]) -> dict[int, float]:
+    return {number: shard.standing.mass for number, shard in shards.items()}
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_million_draws_are_as_likely_as_they_should_be_also_after_join_and_loss(prioritized: bool) -> None:
+    rows = {0: 1_500, 1: 400, 2: 37, 3: 2_000}
+    shards = {number: BareShard(number, count, prioritized) for number, count in rows.items()}
+    for change in ("none", "one joined", "one lost"):
+        if change == "one joined":
+            shards[4] = BareShard(4, 250, prioritized)
+        elif change == "one lost":
+            del shards[3]
+        counts, sums = draw(shards, masses_of(shards))
+        chances = np.concatenate([shard.chances for shard in shards.values()])
+        assert chi_square_p(counts, chances) > 0.01, change
+        assert chi_square_p(*by_shard(shards, counts, chances)) > 0.01, change  # finds what thousands of rows hide
+        assert np.allclose(sums / counts * chances, (sums / counts * chances)[0], rtol=1e-5), change
+
+
+def test_choosing_a_shard_at_random_would_be_noticed() -> None:
+    shards = {
+        number: BareShard(number, count, False) for number, count in {0: 1_000, 1: 1_020, 2: 980, 3: 1_000}.items()
+    }
+    counts, _ = draw(shards, dict.fromkeys(shards, 1.0))
+    assert chi_square_p(*by_shard(shards, counts, np.ones(len(counts)))) < 1e-6
+
+
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_masses_out_of_date_cost_no_bias_once_weighed(prioritized: bool) -> None:
+    shards = {number: BareShard(number, 800, prioritized) for number in range(4)}
+    stale = {number: mass * (1 + 0.1 * number) for number, mass in masses_of(shards).items()}
+    _, sums = draw(shards, stale)
+    of_shard = sums.reshape(4, 800).sum(axis=1)
+    # What is weighed is uniform over all rows. Without weights it would be 0.03 off.
+    assert np.abs(of_shard / of_shard.sum() - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / DRAWS)
