@@ -1,0 +1,105 @@
+"""The ledger: transitions that tell which one they are, who was promised what, and what is held in the end.
+
+A feeder writes down what was acknowledged in a file of its own, line by line, so that it survives the feeder's death.
+Invariant to be checked: what was acknowledged is held once; what was not is held once or not at all; every bit of it is
+what was added.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.ray import ReplayMemory, Writer
+from holdall.ray.ids import ids_of
+
+Numbers = NDArray[np.int64]
+
+OBSERVATION = spaces.Box(0, 255, (4, 12, 12), np.uint8)
+ACTION = spaces.Discrete(7)
+EXTRAS = {"number": spaces.Box(0, 2**62, (), np.int64)}
+MOST_OF_ONE = 1_000_000
+"""Numbers that belong to one feeder."""
+_LANE = np.arange(144, dtype=np.int64).reshape(12, 12)
+
+
+def frames(numbers: Numbers) -> NDArray[np.uint8]:
+    """Return the frame of every number: mostly the same, and no two alike."""
+    moving = (numbers[..., None, None] * 2_654_435_761 >> 7) * (_LANE % 13 == 0)
+    return (moving + _LANE).astype(np.uint8)
+
+
+def stacks(numbers: Numbers) -> NDArray[np.uint8]:
+    """Return the observation of every number: its frame, and the three that follow."""
+    return frames(numbers[..., None] + np.arange(4))
+
+
+def step(number: int) -> tuple[Any, ...]:
+    """Return the arguments that add one transition."""
+    told = np.array([number])
+    no = np.zeros(1, np.bool_)
+    ends = told % 50 == 49
+    return stacks(told), told % 7, told.astype(np.float64), stacks(told + 1), ends, no, {"number": told}
+
+
+def feed(writer: Writer, feeder: int, count: int, seed: int, ledger: Path) -> None:
+    """Add transitions, and write down after every flush how many were acknowledged."""
+    generator = np.random.default_rng([seed, feeder])
+    page = os.open(ledger / str(feeder), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+    due = 0
+    for number in range(count):
+        writer.add(*step(feeder * MOST_OF_ONE + number))
+        if number >= due:
+            writer.flush()
+            os.write(page, f"{number + 1}\n".encode())
+            due = number + int(generator.integers(1, 80))
+    writer.flush()
+    os.write(page, f"{count}\n".encode())
+    os.close(page)
+
+
+def acknowledged(ledger: Path) -> dict[int, int]:
+    """Return how many transitions every feeder was told to be safe."""
+    return {int(page.name): max(map(int, page.read_text().split()), default=0) for page in ledger.iterdir()}
+
+
+def held(memory: ReplayMemory) -> dict[int, Numbers]:
+    """Read everything that the shards hold, check its bits, and return the numbers, shard by shard."""
+    found = {}
+    for shard, standing in memory._cluster.refresh().items():
+        rows = np.arange(standing.first_row, standing.next_row)
+        parts = [memory.gather(ids_of(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
+        found[shard] = np.concatenate([checked(part) for part in parts])
+    return found
+
+
+def checked(batch: Batch) -> Numbers:
+    """Return the numbers of a batch, if every bit of it is what was added under them."""
+    numbers: Numbers = np.asarray(batch.extras["number"])
+    assert np.array_equal(batch.obs, stacks(numbers))
+    assert np.array_equal(batch.next_obs, stacks(numbers + 1))
+    assert np.array_equal(batch.action, numbers % 7)
+    assert np.array_equal(batch.reward, numbers.astype(np.float64))
+    assert np.array_equal(batch.terminated, numbers % 50 == 49)
+    assert not np.asarray(batch.truncated).any()
+    return numbers
+
+
+def settle(found: dict[int, Numbers], promised: dict[int, int]) -> None:
+    """Check that all that was promised is there, and nothing twice or out of order."""
+    everything = np.concatenate(list(found.values()))
+    assert len(np.unique(everything)) == len(everything), "transitions are held twice"
+    for feeder, count in promised.items():
+        own = everything[everything // MOST_OF_ONE == feeder] % MOST_OF_ONE
+        lost = np.setdiff1d(np.arange(count), own)
+        assert not lost.size, f"feeder {feeder} was promised {count} transitions, and {lost.size} are lost: {lost[:9]}"
+    for shard, numbers in found.items():
+        for feeder in np.unique(numbers // MOST_OF_ONE):
+            own = numbers[numbers // MOST_OF_ONE == feeder]
+            assert (np.diff(own) > 0).all(), f"shard {shard} holds what feeder {feeder} added in another order"

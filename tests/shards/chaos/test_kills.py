@@ -1,0 +1,157 @@
+"""kill -9 on shards and writers under load: nothing that was acknowledged is lost, nothing is there twice.
+
+Feeders in processes of their own add and write down what was acknowledged, a learner draws all the while, and one
+process after another is killed, at moments that a seed decides. How long draws took to come back is printed, not judged.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+import ray
+
+from holdall import ArgumentError
+from holdall.ray import ReplayMemory
+from holdall.ray.ids import shards_of
+
+from ..processes import process_of
+from . import ledger as ledger_module
+from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle
+
+pytestmark = pytest.mark.usefixtures("cluster")
+# Workers have no tests to import.
+for module in (sys.modules[__name__], ledger_module):
+    ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # cloudpickle has no types
+
+SHARDS, FEEDERS = 2, 2
+PATIENCE_S = 60.0
+
+
+class Arena:
+    """A memory under load, and who may be killed."""
+
+    def __init__(self, memory: ReplayMemory, seed: int, transitions: int, ledger: Path) -> None:
+        self.memory = memory
+        self.ledger = ledger
+        self._seed = seed
+        self._transitions = transitions
+        self._started = 0
+        self._feeders: dict[int, tuple[Any, Any]] = {}  # actor, and what to wait for
+        self._killed_at: dict[int, float] = {}  # by shard, until it is drawn from again
+        self._last_batch = time.monotonic()
+        self.away_s: list[float] = []
+        self.longest_wait_s = 0.0
+        for _ in range(FEEDERS):
+            self.start_feeder()
+
+    def start_feeder(self) -> None:
+        feeder, self._started = self._started, self._started + 1
+        remote: Any = ray.remote
+        actor = remote(num_cpus=0, max_restarts=0, concurrency_groups={"work": 1})(Feeder).remote()
+        arguments = (self.memory.writer(), feeder, self._transitions, self._seed, self.ledger)
+        self._feeders[feeder] = (actor, actor.feed.remote(*arguments))
+
+    def kill_feeder(self, generator: np.random.Generator) -> None:
+        """Kill one that is at work, and start another in its place."""
+        feeder = int(generator.choice(list(self._feeders)))
+        actor, _ = self._feeders.pop(feeder)
+        psutil.Process(ray.get(actor.process.remote())).kill()
+        self.start_feeder()
+
+    def kill_shard(self, generator: np.random.Generator) -> None:
+        shard = int(generator.integers(SHARDS))
+        try:
+            process = psutil.Process(process_of(self.memory._cluster.handle(shard)))
+        except (ray.exceptions.RayActorError, psutil.NoSuchProcess):
+            return  # it has not come back from the last time
+        process.kill()
+        self._killed_at.setdefault(shard, time.monotonic())
+
+    def draw(self) -> None:
+        """Draw once, and look whether a shard that was killed answers again."""
+        try:
+            batch = self.memory.sample(64)
+        except ArgumentError:  # nothing is held yet
+            time.sleep(0.01)
+            return
+        checked(batch)
+        now = time.monotonic()
+        self.longest_wait_s = max(self.longest_wait_s, now - self._last_batch)
+        self._last_batch = now
+        for shard in set(shards_of(batch.ids).tolist()) & set(self._killed_at):
+            if shard not in self.memory._cluster.lost:
+                self.away_s.append(now - self._killed_at.pop(shard))
+
+    def draw_for(self, seconds: float) -> None:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self.draw()
+
+    def wait_for_all(self) -> None:
+        """Draw until every feeder that was not killed is done, and every shard answers."""
+        until = time.monotonic() + PATIENCE_S
+        left = [call for _, call in self._feeders.values()]
+        while (left or self._killed_at) and time.monotonic() < until:
+            done, left = ray.wait(left, num_returns=len(left), timeout=0) if left else ([], [])
+            ray.get(done)
+            self.draw()
+        assert not left, "feeders have not ended: deadlock"
+        assert not self._killed_at, "a shard has not come back"
+
+
+class Feeder:
+    """An actor of a user's; it has one thread to feed and one to say which process it is."""
+
+    def __init__(self) -> None:
+        self._process = psutil.Process().pid
+
+    @ray.method(concurrency_group="work")
+    def feed(self, *arguments: Any) -> None:
+        feed(*arguments)
+
+    def process(self) -> int:
+        return self._process
+
+
+def torment(seed: int, shard_kills: int, feeder_kills: int, transitions: int, folder: Path) -> Arena:
+    generator = np.random.default_rng(seed)
+    (folder / "ledger").mkdir()
+    acts = generator.permutation(["shard"] * shard_kills + ["feeder"] * feeder_kills)
+    settings: dict[str, Any] = {"durability": "segment", "url": folder / "journals", "extras": EXTRAS, "seed": seed}
+    with ReplayMemory(OBSERVATION, ACTION, 1_000_000, shards=SHARDS, **settings) as memory:
+        arena = Arena(memory, seed, transitions, folder / "ledger")
+        for act in acts.tolist():
+            arena.draw_for(float(generator.uniform(0.1, 1.2)))
+            (arena.kill_shard if act == "shard" else arena.kill_feeder)(generator)
+        arena.wait_for_all()
+        settle(held(memory), acknowledged(folder / "ledger"))
+    return arena
+
+
+def tell(seed: int, arena: Arena, capsys: pytest.CaptureFixture[str]) -> None:
+    away = ", ".join(f"{seconds:.2f}" for seconds in arena.away_s)
+    with capsys.disabled():
+        print(f"\nseed {seed}: killed shards drawn from again after {away} s; longest wait for a batch "
+              f"{arena.longest_wait_s:.2f} s")  # fmt: skip
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_what_was_acknowledged_outlives_shards_and_writers(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell(seed, torment(seed, 1, 1, 600, tmp_path), capsys)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seed", range(2, 20))
+def test_what_was_acknowledged_outlives_many_kills(
+    seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tell(seed, torment(seed, 4, 3, 6_000, tmp_path), capsys)
