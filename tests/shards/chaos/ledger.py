@@ -8,6 +8,7 @@ what was added.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,12 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.ray import ReplayMemory, Writer
+from holdall.ray.block import unpack_block
 from holdall.ray.ids import ids_of
+from holdall.ray.journal import Journal
+from holdall.ray.layout import Layout
+from holdall.ray.slots import slots_at
+from holdall.schema import Schema
 
 Numbers = NDArray[np.int64]
 
@@ -48,19 +54,22 @@ def step(number: int) -> tuple[Any, ...]:
     return stacks(told), told % 7, told.astype(np.float64), stacks(told + 1), ends, no, {"number": told}
 
 
-def feed(writer: Writer, feeder: int, count: int, seed: int, ledger: Path) -> None:
+def feed(
+    writer: Writer, feeder: int, count: int, seed: int, ledger: Path, is_over: Callable[[], bool] = lambda: False
+) -> None:
     """Add transitions, and write down after every flush how many were acknowledged."""
     generator = np.random.default_rng([seed, feeder])
     page = os.open(ledger / str(feeder), os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
-    due = 0
-    for number in range(count):
-        writer.add(*step(feeder * MOST_OF_ONE + number))
-        if number >= due:
+    due = added = 0
+    while added < count and not is_over():
+        writer.add(*step(feeder * MOST_OF_ONE + added))
+        added += 1
+        if added >= due:
             writer.flush()
-            os.write(page, f"{number + 1}\n".encode())
-            due = number + int(generator.integers(1, 80))
+            os.write(page, f"{added}\n".encode())
+            due = added + int(generator.integers(1, 80))
     writer.flush()
-    os.write(page, f"{count}\n".encode())
+    os.write(page, f"{added}\n".encode())
     os.close(page)
 
 
@@ -77,6 +86,17 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
         parts = [memory.gather(ids_of(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
         found[shard] = np.concatenate([checked(part) for part in parts])
     return found
+
+
+def written(url: Path, shard: int) -> Numbers:
+    """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
+    journal = Journal(slots_at(url, "journal", f"{shard:05d}"))
+    layout = Layout.of(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
+    numbers = [np.empty(0, np.int64)]
+    numbers += [
+        unpack_block(entry.payload, layout, journal.dictionaries).columns["extras.0"] for entry in journal.open()
+    ]
+    return np.concatenate(numbers)
 
 
 def checked(batch: Batch) -> Numbers:

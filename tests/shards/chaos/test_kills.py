@@ -22,7 +22,7 @@ from holdall.ray.ids import shards_of
 
 from ..processes import process_of
 from . import ledger as ledger_module
-from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle
+from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle, written
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
@@ -130,7 +130,10 @@ def torment(seed: int, shard_kills: int, feeder_kills: int, transitions: int, fo
             arena.draw_for(float(generator.uniform(0.1, 1.2)))
             (arena.kill_shard if act == "shard" else arena.kill_feeder)(generator)
         arena.wait_for_all()
-        settle(held(memory), acknowledged(folder / "ledger"))
+        found = held(memory)
+        settle(found, acknowledged(folder / "ledger"))
+    for shard, numbers in found.items():
+        assert np.array_equal(written(folder / "journals", shard), numbers)
     return arena
 
 
