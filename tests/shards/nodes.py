@@ -111,7 +111,7 @@ class Nodes:
         self._apart = apart
         self.workers: list[Node] = []
         try:
-            host = self._bridge() if apart else str(ray.util.get_node_ip_address())
+            host = self._bridge() if apart else _own_address()
             port = _free_port(host)
             self.address = f"{host}:{port}"
             self.head = self._start(host, None, "--head", f"--port={port}", "--include-dashboard=false")
@@ -198,6 +198,10 @@ def _ip(*arguments: str) -> subprocess.CompletedProcess[bytes]:
 def _require(done: subprocess.CompletedProcess[bytes]) -> None:
     if done.returncode:
         raise OSError(f"{' '.join(done.args)}: {done.stderr.decode().strip()}")
+
+
+def _own_address() -> str:
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]  # it has no types
 
 
 def _free_port(host: str) -> int:

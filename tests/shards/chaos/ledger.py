@@ -38,7 +38,8 @@ _LANE = np.arange(144, dtype=np.int64).reshape(12, 12)
 def frames(numbers: Numbers) -> NDArray[np.uint8]:
     """Return the frame of every number: mostly the same, and no two alike."""
     moving = (numbers[..., None, None] * 2_654_435_761 >> 7) * (_LANE % 13 == 0)
-    return (moving + _LANE).astype(np.uint8)
+    shown: NDArray[np.uint8] = (moving + _LANE).astype(np.uint8)
+    return shown
 
 
 def stacks(numbers: Numbers) -> NDArray[np.uint8]:

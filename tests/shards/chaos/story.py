@@ -20,7 +20,9 @@ import ray
 
 from holdall.ray import ReplayMemory
 from holdall.ray.ids import shards_of
-from tests.shards.chaos.ledger import (
+
+from ..nodes import Node, Nodes, can_be_apart
+from .ledger import (
     ACTION,
     EXTRAS,
     OBSERVATION,
@@ -31,7 +33,6 @@ from tests.shards.chaos.ledger import (
     settle,
     written,
 )
-from tests.shards.nodes import Node, Nodes, can_be_apart
 
 PATIENCE_S = 60.0
 SHARDS = 3

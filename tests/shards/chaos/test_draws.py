@@ -65,7 +65,8 @@ class BareShard:
     @property
     def standing(self) -> Standing:
         shelf, mass = self.shelf, float(self.chances.sum())
-        return Standing(0, shelf.first_row, shelf.next_row, shelf.transitions, shelf.next_row, 0, mass)
+        rows = (shelf.first_row, shelf.next_row, shelf.transitions)
+        return Standing(0, *rows, inserted=shelf.next_row, changes=0, backlog=0, mass=mass)
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
