@@ -1,0 +1,58 @@
+# /// script
+# dependencies = ["holdall[sb3]"]
+# ///
+"""A trader that sees a window of past days: consecutive windows share all days but one, and each day is kept once.
+
+    python examples/market_windows.py [STEPS]
+
+The shift is found and verified by itself; there is nothing to set. The prices are a random walk.
+"""
+
+import sys
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+from gymnasium import spaces
+from stable_baselines3 import DQN
+
+from holdall.sb3 import ReplayBuffer  # 1
+
+DAYS, STOCKS, WINDOW = 2_000, 12, 120
+
+
+class Market(gym.Env[Any, Any]):
+    """Hold the first stock or not; the reward is what that earns."""
+
+    def __init__(self) -> None:
+        returns = np.random.default_rng(0).normal(0.0, 0.01, (DAYS, STOCKS))
+        self.prices = np.exp(np.cumsum(returns, axis=0)).astype(np.float32)
+        self.observation_space = spaces.Box(0.0, np.inf, (WINDOW, STOCKS), np.float32)
+        self.action_space = spaces.Discrete(2)
+        self.day = self.first = WINDOW
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin on some day."""
+        super().reset(seed=seed)
+        self.day = self.first = int(self.np_random.integers(WINDOW, DAYS - 300))
+        return self.prices[self.day - WINDOW : self.day], {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Let a day pass."""
+        earned = float(self.prices[self.day, 0] / self.prices[self.day - 1, 0] - 1.0)
+        self.day += 1
+        window = self.prices[self.day - WINDOW : self.day]
+        return window, earned * int(action), False, self.day - self.first >= 250, {}
+
+
+steps = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
+model = DQN(
+    "MlpPolicy",
+    Market(),
+    buffer_size=200_000,
+    replay_buffer_class=ReplayBuffer,  # 2
+    learning_starts=100,
+    verbose=1,
+)
+model.learn(steps)
+print(model.replay_buffer.memory.report())  # 3

@@ -1,0 +1,77 @@
+"""The examples run as they stand, at toy size; what a user copies works."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+STEPS = {
+    "dqn_atari": 60,
+    "dqn_own_loop": 600,
+    "her_bit_flipping": 120,
+    "market_windows": 160,
+    "ppo_stacked_frames": 64,
+    "recurrent_sequences": 240,
+    "resume_after_a_crash": 120,
+    "sac_camera_dict": 104,
+}
+ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
+ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
+NEEDS = {"dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """At this size threads wait for each other longer than they work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def run(name: str, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", str(STEPS[name])])
+    runpy.run_path(str(EXAMPLES / f"{name}.py"), run_name="__main__")
+
+
+def test_every_example_is_run_somewhere() -> None:
+    assert {file.stem for file in EXAMPLES.glob("*.py")} == {*STEPS, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("*.py")), ids=lambda file: file.stem)
+def test_three_lines_of_an_example_are_holdalls(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    assert [number for number in (1, 2, 3, 4) if f"  # {number}" in text] == [1, 2, 3]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3 on progress, and on what it wraps
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(set(STEPS) - {"resume_after_a_crash"}))
+def test_an_example_runs_and_says_what_its_memory_holds(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if name in NEEDS and importlib.util.find_spec(NEEDS[name]) is None:
+        pytest.skip(f"{NEEDS[name]} is not installed")
+    run(name, monkeypatch, tmp_path)
+    assert "times smaller" in capsys.readouterr().out or name == "ppo_stacked_frames"
+
+
+def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> None:
+    script = [sys.executable, str(EXAMPLES / "resume_after_a_crash.py"), str(STEPS["resume_after_a_crash"])]
+    said = [
+        subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True, env=ONE_THREAD).stdout
+        for _ in range(2)
+    ]
+    assert "done at step 120" in said[0]
+    assert "resumed at step 120, with 120 transitions" in said[1]
+    assert "done at step 240" in said[1]
