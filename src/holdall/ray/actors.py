@@ -6,14 +6,18 @@ from typing import Any
 
 import ray
 
+from holdall.ray.limiter import RateLimit
 from holdall.ray.roster import Roster
 from holdall.ray.shard import GROUPS, NAMESPACE, Shard
 
+_TALKS = 16
+"""Questions that the roster hears at a time."""
 
-def start_roster(name: str) -> Any:
+
+def start_roster(name: str, limit: RateLimit | None, survives: bool) -> Any:
     """Start a memory's roster under a name by which shards find it."""
     actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Roster)
-    return actor.options(name=name, namespace=NAMESPACE).remote()
+    return actor.options(name=name, namespace=NAMESPACE, max_concurrency=_TALKS).remote(limit, survives)
 
 
 def start_shard(*arguments: Any) -> Any:

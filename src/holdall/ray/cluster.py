@@ -62,6 +62,7 @@ class Cluster:
         self._version = -1
         self._looked_at = 0.0
         self.losses = 0
+        self.roster_was_lost = False  # and restarted, without what it knew
 
     def call(self, shard: int, method: str, *arguments: Any) -> Any:
         """Call a shard in this client's order; return what to wait for."""
@@ -201,6 +202,9 @@ class Cluster:
         try:
             version, shards = ray.get(self._address.roster.shards.remote(known), timeout=self._address.patience_s)
         except LOSSES:
+            return
+        if shards is not None and version < known:
+            self.roster_was_lost = True
             return
         if shards is None:
             return

@@ -14,6 +14,7 @@ from __future__ import annotations
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterable, Mapping
 from types import TracebackType
 from typing import Any, Self
@@ -39,6 +40,7 @@ from holdall.ray.deliver import Deliverer
 from holdall.ray.drawing import Drawing, Job, Request, received
 from holdall.ray.ids import MOST_SHARDS, rows_of, shards_of
 from holdall.ray.layout import Layout
+from holdall.ray.limiter import RateLimit
 from holdall.ray.saving import newest_manifest
 from holdall.ray.settings import Settings
 from holdall.ray.standing import Standing
@@ -49,6 +51,7 @@ from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
 from holdall.schema import Schema, as_array
 
+_ASK_AGAIN_S = 0.005
 _MOST_TOLD = 16
 """Updates of priorities under way, before one is waited for."""
 
@@ -69,6 +72,7 @@ class ReplayMemory:
             "raise" raises `ShardError`.
         url: Where journals are kept: a path that every machine sees, or a prefix of an object store.
         sampler: `Uniform()` or `Prioritized(...)`.
+        limit: How many rows are drawn for every transition added; writers and learners then wait for each other.
         patience_s: Seconds after which a shard that says nothing counts as lost.
 
     All methods may be called from any thread.
@@ -90,6 +94,7 @@ class ReplayMemory:
         seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         sampler: Sampler | None = None,
+        limit: RateLimit | None = None,
         patience_s: float = 10.0,
     ) -> None:
         require_count("num_envs", num_envs, 1)
@@ -98,7 +103,7 @@ class ReplayMemory:
         self._sampler = _single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         rows = capacity // num_envs // shards * num_envs
-        settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s)
+        settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s, limit)
         self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
 
     def _set_up(
@@ -125,9 +130,11 @@ class ReplayMemory:
         self._own_writer: Writer | None = None
         self._closed = False
         self._name = f"holdall-{secrets.token_hex(8)}"
-        self._roster = start_roster(self._name)
         survives = settings.durability == "segment"
-        self._address = Address(self._words, self._roster, survives, settings.prefer, settings.patience_s)
+        self._roster = start_roster(self._name, settings.limit, survives)
+        self._address = Address(
+            self._words, self._roster, survives, settings.prefer, settings.patience_s, settings.limit
+        )
         self._cluster = Cluster(self._address)
         self._drawing = Drawing(
             self._cluster,
@@ -351,6 +358,7 @@ class ReplayMemory:
         journal_url: str | os.PathLike[str] | None = None,
         on_shard_loss: str = "degrade",
         prefer: str = "balanced",
+        limit: RateLimit | None = None,
         patience_s: float = 10.0,
     ) -> Self:
         """Load the newest checkpoint, on as many shards as it was saved from; draws go on where they were.
@@ -368,7 +376,7 @@ class ReplayMemory:
                 f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
                 f"sampler={manifest['sampler']}(...) with its settings, or another one to start anew"
             )
-        settings = Settings(durability, journal_url, on_shard_loss, prefer, device, patience_s)
+        settings = Settings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
         numbers = sorted(int(number) for number in manifest["shards"])
         memory._set_up(
             schema_of(manifest["schema"]),
@@ -423,7 +431,25 @@ class ReplayMemory:
         """Ask for a batch, once what this process added and told has reached the shards."""
         self.flush()
         self._hear_of_priorities()
+        self._wait_for_grant(count)
         return self._drawing.start(count)
+
+    def _wait_for_grant(self, count: int) -> None:
+        """Wait until the limiter grants a draw, if there is one."""
+        limit = self._address.limit
+        if self._cluster.roster_was_lost:
+            self._tell_roster()
+        if limit is None:
+            return
+        limit.require("batch", count)
+        while not ray.get(self._roster.take_samples.remote(count)):
+            time.sleep(_ASK_AGAIN_S)
+
+    def _tell_roster(self) -> None:
+        """Tell a roster that was restarted which shards there are."""
+        self._cluster.roster_was_lost = False
+        for number, actor in self._actors.items():
+            self._roster.admit.remote(number, [actor])
 
     def _hear_of_priorities(self) -> None:
         """Look at what became of updates, and wait if too many are under way."""

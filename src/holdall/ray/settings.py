@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from holdall.errors import ArgumentError
 from holdall.experience.sealing.choice import COST_CAPS
 from holdall.ray.cluster import POLICIES
+from holdall.ray.limiter import RateLimit
 from holdall.sampling.draw import require_number
 
 DURABILITIES = ("memory", "segment")
@@ -23,6 +24,7 @@ class Settings:
     prefer: str
     device: str | None
     patience_s: float
+    limit: RateLimit | None = None
 
     def __post_init__(self) -> None:
         known = {"durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": tuple(COST_CAPS)}

@@ -33,6 +33,8 @@ class _UnderWay:
     payload: bytes
     rows: int
     call: Any
+    lease: int = -1
+    roster: Any = None
 
 
 class Stream:
@@ -77,20 +79,25 @@ class Stream:
         """Send a block; wait while as many are under way as the shard allows."""
         if self._epoch < 0:
             self._meet()
-        self._hear()
+        self.hear()
         start = time.monotonic()
         while len(self._under_way) >= self._credits:
-            self._hear(wait=True)
+            self.hear(wait=True)
         self.waited_s += time.monotonic() - start
         block = _UnderWay(self._sequence, payload, rows, None)
         self._sequence += 1
         self._under_way.append(block)
         self._call(block)
 
+    def grant(self, lease: int, roster: Any) -> None:
+        """Tell a limiter when the block that was sent last has arrived."""
+        if self._under_way:
+            self._under_way[-1].lease, self._under_way[-1].roster = lease, roster
+
     def flush(self) -> None:
         """Wait until every block is acknowledged."""
         while self._under_way:
-            self._hear(wait=True)
+            self.hear(wait=True)
 
     def take_back(self) -> list[tuple[bytes, int]]:
         """Give up the blocks that were not acknowledged, of a shard that is gone with all that it held."""
@@ -102,7 +109,7 @@ class Stream:
         envelope = Envelope(self._writer, self._epoch, block.sequence).packed()
         block.call = self._shard.insert.remote(envelope, block.payload)
 
-    def _hear(self, wait: bool = False) -> None:
+    def hear(self, wait: bool = False) -> None:
         """Look at the acknowledgements that came, in order; wait for the oldest if asked to."""
         while self._under_way:
             oldest = self._under_way[0]
@@ -127,6 +134,8 @@ class Stream:
                 self._settle(ack, oldest)
                 return
             self._under_way.popleft()
+            if oldest.roster is not None:
+                oldest.roster.end_insert.remote(oldest.lease, self.number, ack.standing.packed())
             self._failing_since = None
             wait = False
 

@@ -27,11 +27,13 @@ from holdall.ray.dictionaries import pack_dictionary
 from holdall.ray.encode import Encoder
 from holdall.ray.habits import Habits
 from holdall.ray.layout import Layout
+from holdall.ray.limiter import RateLimit
 from holdall.ray.standing import Standing
 from holdall.ray.stream import GoneError, Stream
 from holdall.schema import Schema, fit_flags, fit_reward
 
 _ROWS_OF_A_BLOCK = 128
+_ASK_AGAIN_S = 0.01
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
 
@@ -45,6 +47,7 @@ class Address:
     survives: bool  # whether shards hold after a restart what they acknowledged
     prefer: str
     patience_s: float
+    limit: RateLimit | None = None
 
 
 class Writer:
@@ -78,6 +81,8 @@ class Writer:
         self._open_to: list[int] = []  # shards that take new blocks
         self._version = -1
         self._looked_at = 0.0
+        self._grants: list[int] = []
+        self.limited_s = 0.0  # waited for the limiter, all in all
         self._closed = False
 
     def __getstate__(self) -> dict[str, Any]:
@@ -208,7 +213,22 @@ class Writer:
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         block = self._encoder.close(codecs)
+        self._wait_for_grant(block.rows)
         self._through(self._stream(), pack_block(block), block.rows)
+
+    def _wait_for_grant(self, rows: int) -> None:
+        """Wait until the memory's limiter grants an insert, if there is one."""
+        limit = self._address.limit
+        if limit is None:
+            return
+        limit.require("block", rows * limit.samples_per_insert)
+        start = time.monotonic()
+        while (lease := ray.get(self._address.roster.lease_insert.remote(rows))) is None:
+            time.sleep(_ASK_AGAIN_S)
+            for stream in self._streams.values():
+                stream.hear()  # what has arrived does not count as under way any more
+        self._grants.append(lease)
+        self.limited_s += time.monotonic() - start
 
     def _through(self, stream: Stream, payload: bytes | None, rows: int = 0) -> None:
         """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
@@ -217,6 +237,7 @@ class Writer:
                 stream.flush()
             else:
                 stream.send(payload, rows)
+                self._end_grants(stream)
         except GoneError:
             if self._address.survives:
                 raise
@@ -229,6 +250,12 @@ class Writer:
                 self._through(self._stream(excluded=stream.number), *block)
             if payload is None:
                 self.flush()
+
+    def _end_grants(self, stream: Stream) -> None:
+        """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
+        for lease in self._grants:
+            stream.grant(lease, self._address.roster)
+        self._grants.clear()
 
     def _stream(self, excluded: int = -1) -> Stream:
         """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
@@ -253,7 +280,7 @@ class Writer:
             if self._version >= 0:
                 return
             raise ShardError(f"the memory's roster does not answer ({type(error).__name__}); is it closed?") from error
-        if shards is None:
+        if shards is None or version < self._version:  # one that was restarted knows less, until it is told again
             return
         self._version = version
         for number, (handle, _) in shards.items():

@@ -1,0 +1,118 @@
+"""The limiter: never out of bounds, never stuck, whoever dies with a grant."""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+import pytest
+import ray
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdall import ArgumentError
+from holdall.ray import RateLimit, ReplayMemory, Writer
+from holdall.ray.limiter import Limiter
+
+# Workers have no tests to import.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+
+STEPS = st.lists(
+    st.tuples(st.sampled_from(["ask", "insert", "die", "sample", "wait"]), st.integers(0, 3)), max_size=120
+)
+
+
+@given(
+    ratio=st.sampled_from([0.25, 1.0, 4.0, 8.0]),
+    min_size=st.integers(1, 600),
+    slack=st.floats(0, 500),
+    steps=STEPS,
+)
+def test_the_error_stays_within_bounds_whatever_is_granted_and_whoever_dies(
+    ratio: float, min_size: int, slack: float, steps: list[tuple[str, int]]
+) -> None:
+    block, batch = 128, 64
+    limit = RateLimit(ratio, min_size, max(block * ratio, batch) + slack)
+    limiter, now = Limiter(limit), 0.0
+    held: dict[int, tuple[int | None, float]] = {}
+    truly_inserted = 0
+
+    def require_bounds() -> None:
+        error = truly_inserted * ratio - limiter.sampled
+        assert error <= limit.highest
+        assert limiter.sampled == 0 or error >= limit.lowest
+
+    for what, who in steps:
+        if what == "ask" and who not in held:
+            lease = limiter.lease_insert(block, now)
+            if lease is not None:
+                held[who] = lease, now + 29
+        elif what == "insert" and who in held:
+            lease, until = held.pop(who)
+            if now < until and lease is not None:
+                truly_inserted += block
+                limiter.observe(truly_inserted)
+                limiter.end_insert(lease)
+        elif what == "die":
+            held.pop(who, None)
+        elif what == "sample":
+            limiter.take_samples(batch)
+        elif what == "wait":
+            now += 10 * who
+        require_bounds()
+    # All that were granted and not used have ended: somebody can go on.
+    for _ in range(5):
+        now += 100
+        lease = limiter.lease_insert(block, now)
+        if lease is not None:
+            truly_inserted += block
+            limiter.observe(truly_inserted)
+            limiter.end_insert(lease)
+        assert lease is not None or limiter.take_samples(batch)
+        require_bounds()
+
+
+def test_nothing_is_drawn_before_there_is_enough() -> None:
+    limiter = Limiter(RateLimit(2.0, 100, 300))
+    limiter.observe(99)
+    assert not limiter.take_samples(1)
+    limiter.observe(100)
+    assert limiter.take_samples(300)
+    assert not limiter.take_samples(1)
+
+
+@pytest.mark.parametrize("wrong", [(0.0, 1, 1.0), (1.0, 0, 1.0), (1.0, 1, -1.0)])
+def test_limits_that_make_no_sense_are_refused(wrong: tuple[float, int, float]) -> None:
+    with pytest.raises(ArgumentError):
+        RateLimit(*wrong)
+
+
+def test_what_could_never_be_granted_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="tolerance"):
+        RateLimit(8.0, 100, 100).require("block", 8.0 * 128)
+
+
+@ray.remote(num_cpus=0)
+def feed(writer: Writer, count: int) -> None:
+    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    for _ in range(count):
+        writer.add(row, action, np.zeros(1, np.float32), row, no, no)
+    writer.flush()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_writers_and_learners_wait_for_each_other() -> None:
+    limit = RateLimit(samples_per_insert=2.0, min_size=256, tolerance=512)
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    with ReplayMemory(space, spaces.Discrete(2), 10_000, shards=2, limit=limit) as memory:
+        fed = [feed.remote(memory.writer(), 1_024) for _ in range(2)]
+        drawn = 0
+        while drawn < 3_600:  # after which all that is to be added is granted
+            memory.sample(100)
+            drawn += 100
+            standing = ray.get(memory._roster.limiter.remote())
+            assert standing["lowest"] <= standing["error"] <= standing["highest"]
+            assert len(memory) * 2.0 - drawn <= limit.highest
+        ray.get(fed, timeout=60)
+        assert len(memory) == 2_048
