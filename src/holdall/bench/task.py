@@ -25,6 +25,7 @@ class Task:
     features: str
     policy_kwargs: dict[str, Any]
     threads: int  # of torch; 0: as many as it takes by itself
+    num_envs: int = 1
 
 
 def run_task(task: Task) -> Iterator[dict[str, Any]]:

@@ -12,6 +12,7 @@ import json
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ import numpy as np
 import torch
 from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.logger import configure
 
 from holdall.bench.child import emit
@@ -50,14 +52,15 @@ class Watcher(BaseCallback):
         self.moments.append(time.perf_counter())
 
     def _on_step(self) -> bool:
-        self._steps += 1
+        self._steps += self.training_env.num_envs
         now = time.perf_counter()
         self.returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
-        if self._steps % self._every == 0:
+        if self._steps // self._every != (self._steps - self.training_env.num_envs) // self._every:
             self.readings.append((self._steps, held_bytes().unique))
         if now - self._told > _TELL_EVERY_S:
             self._told = now
-            emit({"phase": self.phase, "done": self._steps, "total": self.total})
+            resident = held_bytes().resident
+            emit({"phase": self.phase, "done": self._steps, "total": self.total, "resident": resident})
         return True
 
     def _on_training_end(self) -> None:
@@ -102,10 +105,10 @@ def _replay(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     seconds = np.diff(training.moments)
     settled = seconds[int(_WARM_UP * len(seconds)) :]
     return {
-        "steps": len(seconds),
+        "steps": len(seconds) * task.num_envs,
         "filled": held / model.replay_buffer.buffer_size,
         # The median: on a shared machine the mean tells more about the neighbours than about the run.
-        "steps_per_second": 1.0 / float(np.median(settled)),
+        "steps_per_second": task.num_envs / float(np.median(settled)),
         "seconds_of_steps": float(seconds.sum()),
         "fill_per_second": fill / (filling.moments[-1] - filling.moments[0]),
         "bytes_per_transition": _slope(filling.readings),
@@ -114,26 +117,27 @@ def _replay(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
 
 
 def _rollouts(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
-    total = max(task.timesteps, task.size) if task.fills else task.timesteps
-    training = Watcher("train", -(-total // task.size) * task.size)
+    rollout = task.size * task.num_envs
+    total = max(task.timesteps, rollout) if task.fills else task.timesteps
+    training = Watcher("train", -(-total // rollout) * rollout)
     begin_peak()
     model.learn(total, callback=training)
     peaks["train"] = peaks["collect"] = peak_bytes()
     seconds = np.diff(training.moments)
     return {
         "steps": training.num_timesteps,
-        "filled": min(training.num_timesteps / task.size, 1.0),
-        "steps_per_second": task.size / float(np.median(seconds)),
+        "filled": min(training.num_timesteps / rollout, 1.0),
+        "steps_per_second": rollout / float(np.median(seconds)),
         "seconds_of_steps": float(seconds.sum()),
         "fill_per_second": None,
-        "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= task.size]),
+        "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= rollout]),
         "rewards": training.returns[-1_000:],
     }
 
 
 def _model(task: Task) -> Any:
     algorithm = ALGORITHMS[task.algo]
-    env = make(task.env_id)
+    env = make_vec_env(partial(make, task.env_id), n_envs=task.num_envs)
     cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
     settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
     is_dict = hasattr(env.observation_space, "spaces")
@@ -143,7 +147,8 @@ def _model(task: Task) -> Any:
             settings["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
     else:
         own = importlib.import_module("holdall.sb3").ReplayBuffer if task.buffer == "holdall" else None
-        settings |= {"buffer_size": task.size, "train_freq": 1}
+        # As many updates as steps: with more environments, no fewer updates a transition.
+        settings |= {"buffer_size": task.size, "train_freq": 1, "gradient_steps": -1}
         settings["replay_buffer_class"] = own or (DictReplayBuffer if is_dict else ReplayBuffer)
     if task.features:
         module, _, name = task.features.partition(":")

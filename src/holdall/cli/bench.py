@@ -1,4 +1,4 @@
-"""`holdall bench`: which settings are best on this machine; `bench buffers`: which buffer is.
+"""`holdall bench`: which settings are best on this machine; `bench buffers`: which buffer is; `bench search`: a study.
 
 Exit codes: 0 all is well, 1 an error that holdall raised, 2 a mistake on the command line, 3 some runs failed, 130
 stopped with Ctrl-C: what was done is kept, and `--resume` does the rest.
@@ -23,6 +23,7 @@ from holdall.bench.run import announced, benched, header, turns
 from holdall.bench.settings import Settings, settings_of
 from holdall.bench.table import tables
 from holdall.cli.bench_buffers import BuffersCommand, buffers
+from holdall.cli.bench_search import search
 from holdall.cli.lists import ListsGroup
 from holdall.cli.verbosity import Verbose
 from holdall.cli.width import wide_console
@@ -40,6 +41,7 @@ class BenchGroup(ListsGroup):
 
 bench = typer.Typer(cls=BenchGroup, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 bench.command("buffers", cls=BuffersCommand)(buffers)
+bench.command("search")(search)
 
 
 @bench.callback()

@@ -1,0 +1,230 @@
+"""A study over the settings that memory depends on: capacity, batch, environments, threads, under a limit.
+
+In:  settings, a space of them, a file that remembers trials.  Out: trials, and those that no other beats.
+Invariant: every trial is a process of its own. One that the plan says does not fit is not started, and one whose memory
+is on its way past the limit is stopped before it gets there; both are remembered with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdall.bench.child import ChildError
+from holdall.bench.settings import SHIPPED, Settings
+from holdall.bench.task import Task, run_task
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.plan import answers
+from holdall.plan.answers import Known
+from holdall.plan.planned import make_plan
+from holdall.plan.settings import spec_of
+from holdall.plan.spec import Spec
+from holdall.plan.verdict import Verdict
+from holdall.units import format_bytes
+
+Tell = Callable[[str, float], None]
+_PROJECTED_FROM = 0.2
+"""Share of the buffer from which on its final size is foretold: before, the heap still grows for other reasons."""
+_MORE_THAN_FITS = 1.25
+"""The largest capacity that is tried, of what the plan says fits: the plan is careful."""
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """What is searched."""
+
+    capacity: tuple[int, int]
+    batch_sizes: tuple[int, ...]
+    num_envs: tuple[int, ...]
+    threads: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """One trial."""
+
+    number: int
+    state: str  # complete, pruned, failed
+    settings: dict[str, int]
+    samples_per_second: float | None  # transitions that updates learn from
+    steps_per_second: float | None
+    peak_bytes: int | None
+    reason: str = ""
+    is_best: bool = False  # no other one is both faster and larger
+
+    @property
+    def capacity(self) -> int:
+        """Transitions held."""
+        return self.settings.get("capacity", 0)
+
+
+class Stop(Exception):  # noqa: N818 it is no error: the trial ends early
+    """A trial that is not gone on with."""
+
+
+class Search:
+    """A study, new or gone on with.
+
+    Args:
+        settings: Of a bench: environment, algorithm, steps and limit; of its buffers the first is searched with.
+        storage: A file to which trials are added; one that is there is gone on with.
+        space: What is searched; None: what the plan says could fit.
+    """
+
+    def __init__(self, settings: Settings, storage: Path, space: Space | None = None) -> None:
+        _optuna()
+        if settings.on_policy:
+            raise ArgumentError(
+                f"algo ({settings.algo}) keeps no replay buffer to search the size of; take sac, td3 or dqn"
+            )
+        self._storage = storage
+        self._holdall = settings.buffers[0] == "holdall"
+        self._spec, self._known = _planned(settings)
+        self._open(settings, space)
+
+    def reopened(self, space: Space, settings: Settings | None = None) -> Search:
+        """Return the same study over another space, with what was measured for the plan."""
+        other = copy(self)
+        other._open(settings or self.settings, space)
+        return other
+
+    def _open(self, settings: Settings, space: Space | None) -> None:
+        optuna = _optuna()
+        self.settings = settings
+        self.space = space or self._default_space()
+        self._study = optuna.create_study(
+            study_name=f"{settings.env} {settings.algo} {settings.buffers[0]} {settings.limit_bytes}",
+            storage=optuna.storages.JournalStorage(optuna.storages.journal.JournalFileBackend(str(self._storage))),
+            directions=["maximize", "maximize"],
+            sampler=optuna.samplers.TPESampler(seed=0),
+            load_if_exists=True,
+        )
+
+    def run(self, trials: int, tell: Tell) -> Iterator[Found]:
+        """Add trials until there are so many; yield each."""
+        while sum(trial.state.is_finished() for trial in self._study.trials) < trials:
+            trial = self._study.ask()
+            drawn = self._drawn(trial)
+            state = _optuna().trial.TrialState
+            try:
+                figures = self._tried(drawn, partial(tell, f"trial {trial.number}"))
+            except Stop as stop:
+                trial.set_user_attr("reason", str(stop))
+                self._study.tell(trial, state=state.PRUNED)
+            except ChildError as error:
+                trial.set_user_attr("reason", str(error))
+                self._study.tell(trial, state=state.FAIL)
+            else:
+                for name in ("steps_per_second", "peak_bytes"):
+                    trial.set_user_attr(name, figures[name])
+                self._study.tell(trial, [figures["samples_per_second"], float(drawn["capacity"])])
+            yield next(found for found in self.found() if found.number == trial.number)
+
+    def found(self) -> list[Found]:
+        """Return every trial that has ended."""
+        best = {trial.number for trial in self._study.best_trials}
+        return [
+            Found(
+                trial.number,
+                {"complete": "complete", "pruned": "pruned"}.get(trial.state.name.lower(), "failed"),
+                dict(trial.params),
+                trial.values[0] if trial.values else None,
+                trial.user_attrs.get("steps_per_second"),
+                trial.user_attrs.get("peak_bytes"),
+                trial.user_attrs.get("reason", ""),
+                trial.number in best,
+            )
+            for trial in self._study.trials
+            if trial.state.is_finished()
+        ]
+
+    def code(self, found: Found) -> str:
+        """Return the lines to paste for a trial."""
+        spec = self._spec_of(found.settings)
+        lines = [f"torch.set_num_threads({found.settings['threads']})"]
+        if spec.num_envs > 1:
+            lines.append(f"env = make_vec_env(..., n_envs={spec.num_envs})")
+        return "\n".join([*lines, answers.code(spec, holdall=self._holdall)])
+
+    def _drawn(self, trial: Any) -> dict[str, int]:
+        space = self.space
+        return {
+            "capacity": trial.suggest_int("capacity", *space.capacity, log=True),
+            "batch_size": trial.suggest_categorical("batch_size", list(space.batch_sizes)),
+            "num_envs": trial.suggest_categorical("num_envs", list(space.num_envs)),
+            "threads": trial.suggest_categorical("threads", list(space.threads)),
+        }
+
+    def _tried(self, drawn: dict[str, int], tell: Callable[[float], None]) -> dict[str, Any]:
+        self._require_fit(drawn)
+        settings = self.settings
+        task = Task(
+            settings.env_id, settings.algo, settings.buffers[0], drawn["capacity"], drawn["batch_size"],
+            settings.timesteps, 0, True, settings.features, dict(settings.policy_kwargs), drawn["threads"],
+            drawn["num_envs"],
+        )  # fmt: skip
+        lines = run_task(task)
+        base = 0
+        figures: dict[str, Any] = {}
+        try:
+            for message in lines:
+                figures = message.get("result", figures)
+                if "resident" in message:
+                    base = base or message["resident"]
+                    self._require_room(message, base)
+                    tell(min(message["done"] / message["total"], 1.0) * (0.5 if message["phase"] == "fill" else 1.0))
+        finally:
+            lines.close()  # type: ignore[attr-defined]  # a generator, whose end kills the child
+        peak = max(figures["peaks"].values())
+        steps = figures["steps_per_second"]
+        return {"steps_per_second": steps, "samples_per_second": steps * drawn["batch_size"], "peak_bytes": peak}
+
+    def _require_fit(self, drawn: dict[str, int]) -> None:
+        spec = self._spec_of(drawn)
+        if self._known.verdict(spec, holdall=self._holdall) is Verdict.DOES_NOT_FIT:
+            need = format_bytes(answers.need_bytes(spec, self._known, holdall=self._holdall))
+            raise Stop(f"not started: the plan says {need}, of {format_bytes(self.settings.limit_bytes)}")
+
+    def _require_room(self, message: dict[str, Any], base: int) -> None:
+        """Stop a trial that is past the limit, or will be when its buffer is full."""
+        resident, done = message["resident"], message["done"] / message["total"]
+        limit = self.settings.limit_bytes
+        is_filling = message["phase"] == "fill" and done >= _PROJECTED_FROM
+        foreseen = int(base + (resident - base) / done) if is_filling else resident
+        if foreseen > limit:
+            raise Stop(
+                f"stopped at {format_bytes(resident)}: {format_bytes(foreseen)} to come, of {format_bytes(limit)}"
+            )
+
+    def _spec_of(self, drawn: dict[str, int]) -> Spec:
+        return self._spec.but(**{name: drawn[name] for name in ("capacity", "batch_size", "num_envs")})
+
+    def _default_space(self) -> Space:
+        base = self.settings.batch_size
+        most = int(_MORE_THAN_FITS * answers.largest_size(self._spec, self._known, holdall=self._holdall))
+        if most < 4 * base:
+            size = format_bytes(self.settings.limit_bytes)
+            raise ArgumentError(f"limit ({size}) leaves no room for a buffer beside the process; raise it")
+        return Space((max(most // 16, 2 * base), most), (base, 2 * base, 4 * base, 8 * base), (1, 2, 4), (1, 2))
+
+
+def _planned(settings: Settings) -> tuple[Spec, Known]:
+    """Measure what the plan needs once; the shipped environment's small network is left out of it."""
+    spec, environment = spec_of({"env": settings.env_id, "algo": settings.algo, "batch_size": settings.batch_size})
+    networks = settings.env not in SHIPPED
+    plan = make_plan(spec, budget_bytes=settings.limit_bytes, networks=networks, environment=environment)
+    return spec, plan.known
+
+
+def _optuna() -> Any:
+    try:
+        import optuna  # noqa: PLC0415 an extra
+        import optuna.storages.journal  # noqa: PLC0415 likewise
+    except ImportError as error:
+        raise MissingPackageError("holdall bench search needs optuna; run `pip install 'holdall[search]'`") from error
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna

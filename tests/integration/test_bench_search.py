@@ -1,0 +1,65 @@
+"""`holdall bench search`: a study of real trainings, at toy size."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from holdall.bench.search import Search, Space, Stop
+from holdall.bench.settings import settings_of
+from holdall.cli import app
+
+pytest.importorskip("optuna", reason="needs the extra [search]")
+
+SETTINGS = settings_of("demo", "sac", ["balanced"], 60, 1, ["holdall"], "1GiB", threads=1)
+SMALL = Space((400, 500), (16,), (1, 2), (1,))
+
+
+def nothing(what: str, share: float) -> None:
+    """Show no progress."""
+
+
+@pytest.mark.timeout(300)  # processes that import torch, on whatever machine
+def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
+    storage = tmp_path / "study.journal"
+    first = Search(SETTINGS, storage, SMALL)
+    (one,) = first.run(1, nothing)
+    assert one.state == "complete", one.reason
+    assert one.is_best
+    assert one.samples_per_second == pytest.approx(16 * (one.steps_per_second or 0.0))
+    assert 400 <= one.capacity <= 500
+    assert "replay_buffer_class=ReplayBuffer" in first.code(one)
+    assert f"buffer_size={one.capacity:_}" in first.code(one)
+
+    again = first.reopened(Space((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
+    assert [found.number for found in again.found()] == [one.number], "the storage remembers"
+    (other,) = again.run(2, nothing)
+    assert other.state == "pruned"
+    assert other.reason.startswith("not started: the plan says ")
+
+    limited = replace(SETTINGS, limit_bytes=2**29)
+    filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
+    tight = first.reopened(SMALL, limited)
+    tight._require_room(filling, base=380 * 2**20)
+    with pytest.raises(Stop, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
+        tight._require_room(filling, base=300 * 2**20)
+    with pytest.raises(Stop, match=r"600\.0 MiB"):
+        tight._require_room(filling | {"phase": "train", "resident": 600 * 2**20}, base=300 * 2**20)
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--algo", "ppo"], "algo (ppo) keeps no replay buffer"),
+        (["--buffer", "reverb"], "buffers (reverb) must be among sb3, holdall"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr(words: list[str], said: str) -> None:
+    told = CliRunner().invoke(app, ["bench", "search", *words])
+    assert told.exit_code == 1
+    assert said in told.stderr
+    assert told.stderr.count("\n") == 1
