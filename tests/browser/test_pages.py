@@ -130,10 +130,18 @@ def test_arrow_keys_move_through_the_readings(pages: dict[str, Path], opened: Op
     assert page.tip() is None
 
 
-def test_bars_tell_their_figures_under_the_pointer(pages: dict[str, Path], opened: Open) -> None:
+@pytest.mark.parametrize(
+    ("marks", "said"), [(".bars .mark", "train: 512.0 MiB"), (".points .mark", "± 2.48 steps a second")]
+)
+def test_bars_and_points_tell_their_figures_under_the_pointer(
+    marks: str, said: str, pages: dict[str, Path], opened: Open
+) -> None:
     page = opened(pages["results"])
-    page.point(".bars .mark")
-    assert "train: 512.0 MiB" in (page.tip() or "")
+    page.point(marks)
+    assert said in (page.tip() or "")
+    page.point("h1")
+    page.ask(f"document.querySelector('{marks}[tabindex=\"0\"]').focus({{focusVisible: true}})")
+    assert said in (page.tip() or "")
 
 
 def test_a_tooltip_stays_inside_of_a_narrow_page(pages: dict[str, Path], opened: Open) -> None:

@@ -84,7 +84,7 @@
   }
 
   // ---- marks: one stop for the Tab key a chart, arrow keys within it
-  for (const chart of document.querySelectorAll(".bars, .flags")) {
+  for (const chart of document.querySelectorAll(".bars, .flags, .points")) {
     const marks = [...chart.querySelectorAll(".mark")];
     marks.forEach((mark, position) => {
       mark.setAttribute("tabindex", position ? "-1" : "0");

@@ -17,6 +17,7 @@ from holdall.page.jsonlines import Line
 from holdall.page.markup import Markup, tag
 from holdall.page.results import Ranking, Results, Summary
 from holdall.page.scale import Scale, bytes_scale, duration, number, number_scale
+from holdall.page.scatter import Point, scatter
 from holdall.units import format_bytes
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
@@ -31,7 +32,7 @@ _SPEED_LEAD = (
 def page(results: Results) -> str:
     """Write the page."""
     sections = [_tiles(results), _rankings(results), _memory(results), _speed(results), _reward(results)]
-    sections += [_against(results), _all(results), _troubles(results), machine_section(results.header)]
+    sections += [_trade(results), _against(results), _all(results), _troubles(results), machine_section(results.header)]
     return document(_title(results), "bench", _facts(results), (part for part in sections if part))
 
 
@@ -248,6 +249,28 @@ def _written(interval: Interval | None) -> str:
     if interval is None:
         return _NOT_MEASURED
     return number(interval.mean) + ("" if interval.half is None else f" ± {number(interval.half)}")
+
+
+def _trade(results: Results) -> Markup | None:
+    """Show every profile and buffer by what it takes and how fast it is."""
+    known = [one for one in results.summaries if one.peak is not None and one.speed is not None]
+    if len(known) < 2:
+        return None
+    points = [
+        Point(
+            one.profile,
+            results.buffers.index(one.buffer),
+            _colour(results, one.buffer),
+            one.peak or 0.0,
+            _mean(one.speed) or 0.0,
+            f"{_named(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
+        )
+        for one in known
+    ]
+    across, up = bytes_scale(max(point.x for point in points)), number_scale(max(point.y for point in points))
+    chart = scatter(points, across, up, "Peak memory against steps a second", _legend(results))
+    lead = "Peak memory to the right, steps a second upwards: the further to the upper left, the better."
+    return section("Profile against profile", chart, lead=lead)
 
 
 def _against(results: Results) -> Markup | None:
