@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from holdall.checkpoint.local import LocalLibrary, LocalPlace
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref
@@ -15,6 +16,7 @@ from holdall.errors import CheckpointError, DamageError
 from .simulated import ROOT, Call, SimulatedDisk
 
 RUN = ROOT / "runs" / "one"
+SPILL = ROOT / "spill"
 KEEP = 2
 
 OpenPlace = Callable[[Path, SimulatedDisk], LocalPlace]
@@ -39,7 +41,11 @@ class Run:
         """Write one checkpoint, acknowledge it, and collect."""
         self._number += 1
         for part in range(4):
-            self._write(f"checkpoint {self._number}, part {part}, of run {self._seed}; ".encode() * 3)
+            content = f"checkpoint {self._number}, part {part}, of run {self._seed}; ".encode() * 3
+            if part == 2:
+                self._adopt(content)
+            else:
+                self._write(content)
         self._refs = self._refs[-6:]
         self._files = {ref.file: self._files[ref.file] for ref in self._refs}
         manifest = Manifest(
@@ -66,6 +72,30 @@ class Run:
         file.finish()
         self._files[file.name] = file.nbytes
         self._refs.append(Ref(file.name, 0, file.nbytes, hashlib.sha256(content).hexdigest()[:32]))
+
+    def _adopt(self, content: bytes) -> None:
+        """Take over a file of the disk tier, which syncs nothing by itself."""
+        if self.disk.make_directory(SPILL):
+            self.disk.sync_directory(ROOT)
+        path = SPILL / f"{self._seed}-{self._number}.seg"
+        descriptor = self.disk.create(path)
+        self.disk.write(descriptor, content)
+        adopted = self.place.adopt(SpilledFile(path, descriptor))  # type: ignore[arg-type]  # all that is looked at
+        if adopted is None:
+            raise RuntimeError("a file of this disk was not taken over")
+        self.disk.close(descriptor)
+        self.disk.unlink(path)  # the disk tier is done with it before the checkpoint is committed
+        self.disk.sync_directory(SPILL)  # what becomes of this name is of no interest: fewer states to look at
+        name, nbytes = adopted
+        self._files[name] = nbytes
+        self._refs.append(Ref(name, 0, nbytes, hashlib.sha256(content).hexdigest()[:32]))
+
+
+class SpilledFile(NamedTuple):
+    """A file of the disk tier."""
+
+    path: Path
+    descriptor: int
 
 
 def acknowledged(calls: list[Call]) -> list[int]:

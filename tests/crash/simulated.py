@@ -124,6 +124,9 @@ class SimulatedDisk(FileSystem):
             raise FileNotFoundError(errno.ENOENT, "missing", str(path))
         return self._handle(self.files[path], path)
 
+    def is_same(self, one: int, other: int) -> bool:
+        return self._handles[one].node is self._handles[other].node
+
     def read_at(self, file: int, start: int, nbytes: int) -> bytes:
         return bytes(self._handles[file].node.content[start : start + nbytes])
 

@@ -69,6 +69,10 @@ class FileSystem:
         """Give a file a second name; fails if something has it already."""
         os.link(old, new)
 
+    def is_same(self, one: int, other: int) -> bool:
+        """Whether two descriptors are of one file."""
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+
     def unlink(self, path: Path) -> None:
         """Take a name away."""
         path.unlink()

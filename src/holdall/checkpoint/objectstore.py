@@ -283,6 +283,10 @@ class RemotePlace:
         self._sequence += 1
         return RemoteFile(self._objects, data_name(self.epoch, self._sequence))
 
+    def adopt(self, file: SegmentFile) -> None:
+        """Nothing of a disk can be taken over by a store."""
+        return
+
     def upload(self, name: str, path: Path) -> None:
         """Put a finished file of another place."""
         with path.open("rb") as file:

@@ -83,6 +83,12 @@ class Place(Protocol):
     def new_file(self) -> NewFile:
         """Begin a file of records."""
 
+    def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
+        """Take over a file of records that takes no more, without copying it; return its name here and its bytes.
+
+        None where that cannot be done. The file is durable at the latest when the next manifest is committed.
+        """
+
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; FencedError if its number is taken."""
 

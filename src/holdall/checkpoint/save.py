@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdall.checkpoint.adopting import adoptable, ref_of
 from holdall.checkpoint.ledger import Filling, Ledger
 from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
 from holdall.checkpoint.merge import merge
@@ -259,6 +260,7 @@ class Saving:
 
     def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
         self._phase = "blocks"
+        self._adopt_files(pending)
         while pending:
             number, full = pending.popleft()
             blocks[number] = replace(blocks[number], refs=self._write_block(full))
@@ -274,6 +276,27 @@ class Saving:
             refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
         self._fresh.blocks[block] = refs
         return refs
+
+    def _adopt_files(self, pending: Iterable[_Pending]) -> None:
+        """Take over files of this disk in which full blocks lie, most of them spilled."""
+        for file, blocks in adoptable(full.block for _, full in pending if not self.knows(full.block)):
+            adopted = self._place.adopt(file)
+            if adopted is None:
+                continue
+            name, nbytes = adopted
+            self._fresh.files[name] = nbytes
+            for block, extent in blocks:
+                self._fresh.blocks[block] = (ref_of(extent, name, nbytes),)
+                if block.sealed is not None:
+                    self._see_to_dictionary(block.sealed.codec)
+
+    def _see_to_dictionary(self, codec: Codec) -> None:
+        """Write the dictionary of a codec, unless it is there."""
+        dictionary = codec.dictionary
+        if dictionary is not None:
+            name = dictionary_name(dictionary)
+            if name not in self._ledger.dictionaries and name not in self._fresh.dictionaries:
+                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
 
     def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
         """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
@@ -306,11 +329,7 @@ class Saving:
                 raise DamageError(f"{extent.file.path} was damaged since it was written, so the memory cannot be saved")
         else:
             checks = self._coder.checksums(extent, coded.offsets)
-        dictionary = coded.codec.dictionary
-        if dictionary is not None:
-            name = dictionary_name(dictionary)
-            if name not in self._ledger.dictionaries and name not in self._fresh.dictionaries:
-                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
+        self._see_to_dictionary(coded.codec)
         return pack_slices(coded, checks)
 
     def _write_files(self, attach: Mapping[str, Path | bytes]) -> dict[str, tuple[Ref, ...]]:

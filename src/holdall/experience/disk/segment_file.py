@@ -32,6 +32,7 @@ class SegmentFile:
     def __init__(self, path: Path, descriptor: int, *, is_temporary: bool) -> None:
         self.path = path
         self.descriptor = descriptor
+        self.is_growing = False  # whether records are still added to it
         self.is_awaited = False  # whether parts of it may have to be brought here before C reads them
         weakref.finalize(self, _close, descriptor, path if is_temporary else None, os.getpid())
 
@@ -58,6 +59,7 @@ class Extent:
     start: int
     nbytes: int
     checks: NDArray[np.uint32]  # per unit
+    record_start: int = -1  # of the record that they are part of, if they are
 
     def bring(self) -> None:
         """See to it that all units can be read."""

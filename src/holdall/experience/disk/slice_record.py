@@ -72,7 +72,7 @@ def unpack_slices(
     units = record.parts.get("units")
     if units is None:
         raise DamageError(f"the block at byte {record.start} of {file.path} has no units")
-    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"))
+    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"), record.start)
     return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
 
 

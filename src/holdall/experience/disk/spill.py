@@ -71,27 +71,32 @@ class SpillFolder:
             dictionary = sealed.codec.dictionary
             if dictionary is not None and file.lacks(dictionary):
                 file.append(pack_dictionary(dictionary))
-            end = file.append(pack_slices(sealed.coded, checks))
+            start, end = file.end, file.append(pack_slices(sealed.coded, checks))
             file.settle()
         except OSError as error:
-            self._open = None  # what it holds already stays readable
+            self._finish_file()  # what it holds already stays readable
             raise SpillError(
                 f"spill_dir ({self._place}): a block of {data.nbytes} bytes could not be written ({error.strerror}); "
                 "free disk space, or see that the directory is there and can be written to"
             ) from error
         self._written += data.nbytes
-        extent = Extent(file.file, end - data.nbytes, data.nbytes, checks)
+        extent = Extent(file.file, end - data.nbytes, data.nbytes, checks, start)
         return self._coder.adopt(replace(sealed.coded, data=extent))
 
     def close(self) -> None:
         """Delete the folder; blocks that are being read stay readable until then where the system allows it."""
-        self._open = None
+        self._finish_file()
         self._remove()
+
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            self._open.file.is_growing = False
+            self._open = None
 
     def _file(self) -> _OpenFile:
         """Return the file that blocks are written to, a new one if the last is full."""
         if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
-            self._open = None
+            self._finish_file()
             if self._place.is_dir() and not self._path.is_dir():  # somebody cleared it
                 self._locks.append(_locked_folder(self._path))
             self._open = _OpenFile(self._path / f"{self._files:08d}.seg")
@@ -106,6 +111,7 @@ class _OpenFile:
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
         descriptor = os.open(path, flags, 0o600)
         self.file = SegmentFile(path, descriptor, is_temporary=True)
+        self.file.is_growing = True
         self.end = 0
         self._settled = 0
         self._dictionaries: set[str] = set()
