@@ -23,6 +23,7 @@ from process import commit, machine, versions
 
 from holdall.footprint import held_bytes
 from holdall.units import format_bytes
+from holdall.watch.trim import trim
 from holdall.watch.watcher import Watcher
 
 HERE = Path(__file__).parent
@@ -172,12 +173,14 @@ def note(_: argparse.Namespace) -> list[Row]:
     with subprocess.Popen(command, **PIPES) as child:
         told = json.loads(_last_line(child))
         reading = Watcher(child.pid).read()
+        trimmed = trim(child.pid)
         child.communicate("\n")
     return [
         _row("note 003", "a search in one process", f"{format_bytes(reading.pss)} with {reading.threads} threads; "
              f"{100 * reading.attributed:.1f} % has a name", holds=reading.attributed >= 0.95,
              bar="an answer that sums up", attributed=reading.attributed, pss=reading.pss, peak=reading.peak,
              threads=reading.threads, torch_threads=reading.torch_threads, trials=told["trials"],
+             trimmed=trimmed.returned,
              parts=[[part.group, part.name, part.resident, part.allocated] for part in reading.parts])
     ]  # fmt: skip
 

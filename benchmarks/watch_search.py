@@ -72,9 +72,8 @@ def trial(number: int, workers: ThreadPoolExecutor) -> float:
             optimizer.step()
     if number == TRIALS - 1:  # the last one is still there when the process is read
         keep.update({"actor": actor, "critic": critic, "optimizer": optimizer, "rollouts": rollouts})
-        for name, module in (("actor", actor), ("critic", critic)):
-            for key, parameter in module.named_parameters():
-                watch.track(f"networks.{name}.{key}", parameter)
+        for name, held in (("actor", actor), ("critic", critic), ("optimizer", optimizer)):
+            watch.track(name, held)
     return float(loss.detach())
 
 

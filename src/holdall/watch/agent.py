@@ -49,8 +49,8 @@ class Agent:
         self.step: int | None = None
         self.goal: int | None = None
         self._arrays: dict[str, tuple[Any, Fill | None]] = {}
-        self._buffers: dict[str, Any] = {}  # weak references
         self._models: list[Any] = []
+        self._networks: list[Any] = []
         self._regions: tuple[Region, ...] = ()
         self._phases: dict[str, PhasePeak] = {}
         self._entered = time.monotonic()
@@ -69,9 +69,9 @@ class Agent:
         """Name an array, for as long as it lives."""
         self._arrays[name] = (weakref.ref(array), fill)
 
-    def follow_buffer(self, name: str, buffer: Any) -> None:
-        """Name the arrays of a buffer, whichever they are when they are asked for."""
-        self._buffers[name] = weakref.ref(buffer)
+    def follow_network(self, network: Any) -> None:
+        """Name what a torch module or an optimizer holds: parameters, gradients, state."""
+        self._networks.append(weakref.ref(network))
 
     def follow_model(self, model: Any) -> None:
         """Follow a model of Stable-Baselines3: its networks, its buffers, its steps."""
@@ -165,12 +165,12 @@ class Agent:
                 del self._arrays[name]
             else:
                 yield from array_regions(name, array, None if fill is None else float(fill()))
-        for name, known in list(self._buffers.items()):
-            if (buffer := known()) is not None:
-                yield from _of_buffer(name, buffer, memories)
         for known in self._models:
             if (model := known()) is not None:
                 yield from _of_model(model, memories)
+        networks = [network for known in self._networks if (network := known()) is not None]
+        optimizers = [one for one in networks if hasattr(one, "param_groups")]
+        yield from network_regions([one for one in networks if not hasattr(one, "param_groups")], optimizers)
 
 
 def _of_model(model: Any, memories: list[Any]) -> Iterator[Region]:

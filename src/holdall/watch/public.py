@@ -32,11 +32,15 @@ def track(name: str, array: Any, fill: Fill | None = None) -> None:
 
     Args:
         name: `features`, or `expert.actions` for a part of something.
-        array: Kept track of for as long as it lives; it is not kept alive.
+        array: Kept track of for as long as it lives; it is not kept alive. A torch module or an optimizer may be given,
+            too: what it holds is shown as parameters, gradients and optimizer state, of all that were given together.
         fill: Returns how full it is, of 1; without it, growth of what was touched counts as a leak.
     """
     if not 1 <= len(name) <= 100:
         raise ArgumentError(f"name ({name!r}) must be a text of 1 to 100 letters")
+    if hasattr(array, "param_groups") or (hasattr(array, "parameters") and hasattr(array, "modules")):
+        agent().follow_network(array)
+        return
     if not hasattr(array, "__array_interface__") and not hasattr(array, "untyped_storage"):
         raise ArgumentError(f"array ({type(array).__name__}) is neither a NumPy array nor a tensor; pass one of these")
     agent().track(name, array, fill)

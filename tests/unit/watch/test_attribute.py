@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -128,3 +129,13 @@ def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
     mapped = [one for one in found.parts if one.name.startswith("mapping of 64.0 MiB")]
     assert len(mapped) == 1
     assert 16 * MIB <= mapped[0].resident <= 18 * MIB
+
+
+def test_where_the_system_tells_only_sums_the_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way of macOS and Windows, walked here: psutil's figure, and what was named of it."""
+    monkeypatch.setattr("holdall.watch.watcher.LINUX", False)
+    monkeypatch.setattr("holdall.footprint.LINUX", False)
+    found = Watcher(os.getpid()).read()
+    assert not found.exact
+    assert sum(one.resident for one in found.parts) == found.pss
+    assert found.parts[-1].name == "this system tells only the sum"

@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory, RolloutMemory, tracked
-from holdall.watch.named import array_regions, buffer_regions, memory_regions
+from holdall.watch.named import array_regions, buffer_regions, memory_regions, network_regions
 from holdall.watch.sidecar import Region
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})
@@ -67,6 +67,18 @@ def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_positio
     assert found["replay.rewards"][0].fill == 0.4
     buffer.full = True
     assert by_name(buffer_regions("replay", buffer))["replay.rewards"][0].fill == 1.0
+
+
+def test_modules_and_optimizers_are_told_by_what_they_hold() -> None:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(100, 50)
+    optimizer = torch.optim.Adam(module.parameters())
+    module(torch.ones(1, 100)).sum().backward()
+    optimizer.step()
+    found = by_name(network_regions([module], [optimizer]))
+    sizes = {name: sum(region.nbytes for region in regions) for name, regions in found.items()}
+    assert sizes["parameters"] == sizes["gradients"] == 4 * (100 * 50 + 50)
+    assert sizes["optimizer state"] == 2 * sizes["parameters"] + 2 * 4  # and a count of steps for each
 
 
 def test_a_view_is_named_by_the_memory_that_it_looks_into() -> None:
