@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from typing import Any, TextIO
 
 from holdall.errors import HoldallError
@@ -36,7 +36,7 @@ def emit(message: Mapping[str, Any]) -> None:
     print(json.dumps(message), file=_CHANNEL["lines"], flush=True)
 
 
-def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Iterator[dict[str, Any]]:
+def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Generator[dict[str, Any], None, None]:
     """Yield the JSON lines that `command` prints; raise what it complained of if it fails."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,

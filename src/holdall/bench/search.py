@@ -178,7 +178,7 @@ class Search:
                     self._require_room(message, base)
                     tell(min(message["done"] / message["total"], 1.0) * (0.5 if message["phase"] == "fill" else 1.0))
         finally:
-            lines.close()  # type: ignore[attr-defined]  # a generator, whose end kills the child
+            lines.close()  # kills the child, with SIGKILL
         peak = max(figures["peaks"].values())
         steps = figures["steps_per_second"]
         return {"steps_per_second": steps, "samples_per_second": steps * drawn["batch_size"], "peak_bytes": peak}

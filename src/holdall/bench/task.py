@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -28,6 +28,6 @@ class Task:
     num_envs: int = 1
 
 
-def run_task(task: Task) -> Iterator[dict[str, Any]]:
+def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
     """Run one training in a process of its own; yield what it says."""
     return messages(module("bench.training", json.dumps(asdict(task))))

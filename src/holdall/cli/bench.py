@@ -31,6 +31,7 @@ from holdall.errors import ArgumentError, MissingPackageError
 from holdall.units import format_bytes
 
 FAILED, STOPPED = 3, 130
+_LONG_S = 3_600
 
 
 class BenchGroup(ListsGroup):
@@ -126,7 +127,10 @@ def _announce(settings: Settings, calibration: Calibration, done: list[Run], con
         )
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(turns(settings)) - len(done)
-    console.print(f"{count} runs, which take about {_minutes(announced(settings, calibration, done))}.", style="bold")
+    seconds = announced(settings, calibration, done)
+    console.print(f"{count} runs, which take about {_minutes(seconds)}.", style="bold")
+    if seconds > _LONG_S:
+        console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 
 
 def _run(
@@ -180,7 +184,9 @@ def _show(as_json: bool, first: dict[str, Any], runs: list[Run], found: list[Any
 
 
 def _minutes(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.1f} min"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.1f} min" if seconds < 2 * _LONG_S else f"{seconds / 3_600:.1f} h"
 
 
 def _require_sb3() -> None:

@@ -13,12 +13,14 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from holdall.bench.buffers.cases import CASES, Case, case_named
 from holdall.bench.buffers.compare import compared
-from holdall.bench.buffers.table import absences, cases_of, drawn
+from holdall.bench.buffers.table import cases_of, drawn, remarks
 from holdall.bench.buffers.ways import ways_of
 from holdall.cli.lists import ListsCommand
 from holdall.cli.verbosity import Verbose
 from holdall.cli.width import wide_console
 from holdall.errors import ArgumentError
+
+STOPPED = 130
 
 
 class BuffersCommand(ListsCommand):
@@ -48,6 +50,7 @@ def buffers(
     cases = _cases(case, trace, env, wrapper, frame_stack)
     ways = ways_of(libraries or ["all"])
     records: list[dict[str, Any]] = []
+    stopped = False
     told = Console(stderr=True)
     columns = (
         TextColumn("{task.description}"),
@@ -69,9 +72,12 @@ def buffers(
                 if json:
                     typer.echo(json_format.dumps(record))
         except KeyboardInterrupt:
-            told.print("Stopped; what was done is kept.", style="yellow")
+            stopped = True
     if not json:
         _show(records)
+    if stopped:
+        told.print("Stopped; the rounds that were done are kept.", style="yellow")
+        raise typer.Exit(STOPPED)
 
 
 def _cases(names: list[str] | None, traces: list[Path] | None, env: str | None, wrapper: str, stack: int) -> list[Case]:
@@ -101,5 +107,5 @@ def _show(records: list[dict[str, Any]]) -> None:
     for case in cases_of(records):
         console.print(drawn(records, case), soft_wrap=True)
         console.print()
-    for line in absences(records):
+    for line in remarks(records):
         console.print(line, style="dim", highlight=False, soft_wrap=True)

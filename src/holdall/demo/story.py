@@ -104,7 +104,7 @@ def _killed(console: Console, command: list[str]) -> Drawn:
                 elif "done" in message:
                     bars.update(task, completed=message["done"] / message["total"])
         finally:
-            lines.close()  # type: ignore[attr-defined]  # it is a generator, whose end kills the child with SIGKILL
+            lines.close()  # kills the child, with SIGKILL
     if saved is None:
         raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
     size = format_bytes(saved.checkpoint_bytes)

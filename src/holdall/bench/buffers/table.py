@@ -63,12 +63,23 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
     return list(dict.fromkeys(record["case"] for record in records if record["kind"] == "buffer"))
 
 
-def absences(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Say what was not measured, and why."""
-    said = (
+def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Say what was not measured, and why; and which figures are to be taken with care."""
+    known = list(records)
+    said = [
+        f"{record['case']} was played {record['laps']:.1f} times over: a buffer that shares what repeats gains by that"
+        for record in known
+        if record["kind"] == "buffer" and "laps" in record
+    ]
+    said += [
+        f"{record['library']} on {record['case']}: {record['note']}"
+        for record in known
+        if record["kind"] == "buffer" and record["note"]
+    ]
+    said += (
         f"{record['library'] or record['case']}{' on ' + record['case'] if record['library'] else ''}"
         f" was not measured: {record['reason']}"
-        for record in records
+        for record in known
         if record["kind"] == "absent"
     )
     return list(dict.fromkeys(said))
