@@ -6,9 +6,9 @@ Invariant: nothing is ranked by memory that was not filled, and by nothing where
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -107,13 +107,23 @@ def _by_memory(known: Sequence[Summary], measured: Sequence[Summary]) -> Ranking
                 return Ranking("memory", (), f"{' with '.join(summary.name)} {run.status}; --resume runs it again")
     if not measured:
         return Ranking("memory", (), "nothing was measured")
-    order = sorted(measured, key=lambda summary: summary.peak_bytes)
-    same = [
-        (one.name, other.name)
-        for one, other in itertools.pairwise(order)
-        if other.peak_bytes - one.peak_bytes < _SAME * one.peak_bytes
-    ]
-    return Ranking("memory", tuple(summary.name for summary in order), None, tuple(same))
+    groups = _alike(measured)
+    names = tuple(summary.name for group in groups for summary in group)
+    same = tuple((one.name, other.name) for group in groups for one, other in pairwise(group))
+    return Ranking("memory", names, None, same)
+
+
+def _alike(measured: Sequence[Summary]) -> list[list[Summary]]:
+    """Group peaks that count as the same; within a group, the order is that of the profiles, in every bench."""
+    groups: list[list[Summary]] = []
+    last = 0
+    for summary in sorted(measured, key=lambda summary: summary.peak_bytes):
+        if groups and summary.peak_bytes - last < _SAME * last:
+            groups[-1].append(summary)
+        else:
+            groups.append([summary])
+        last = summary.peak_bytes
+    return [sorted(group, key=measured.index) for group in groups]
 
 
 def _by_speed(measured: Sequence[Summary]) -> Ranking:
@@ -130,7 +140,7 @@ def _by_interval(by: str, found: Sequence[tuple[Name, Interval | None]]) -> Rank
         return Ranking(by, (), f"no {by} was measured")
     if any(interval.half is None for _, interval in known):
         return Ranking(by, (), "one seed says nothing of how far another would be from it; give --seeds 3 or more")
-    pairs = list(itertools.pairwise(known))
+    pairs = list(pairwise(known))
     same = [(one[0], other[0]) for one, other in pairs if one[1].overlaps(other[1])]
     if pairs and len(same) == len(pairs):
         return Ranking(by, (), "the intervals of all neighbours overlap; more seeds or steps would tell them apart")

@@ -56,6 +56,12 @@ def test_peaks_that_differ_by_a_heaps_holes_are_said_to_be_the_same() -> None:
     assert by("memory", runs).same == ((("fast", "sb3"), ("balanced", "sb3")),)
 
 
+def test_peaks_that_are_the_same_are_in_the_same_order_in_every_bench() -> None:
+    for first, second in ((1_000, 1_020), (1_020, 1_000)):
+        runs = [run("fast", peaks={"a": first}), run("balanced", peaks={"a": second}), run("least", peaks={"a": 500})]
+        assert by("memory", runs).order == (("least", "sb3"), ("fast", "sb3"), ("balanced", "sb3"))
+
+
 def test_speed_is_ranked_where_the_intervals_are_apart() -> None:
     runs = [run("fast", seed=seed, steps_per_second=100 + seed) for seed in range(3)]
     runs += [run("balanced", seed=seed, steps_per_second=50 + seed) for seed in range(3)]

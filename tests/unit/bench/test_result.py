@@ -2,6 +2,7 @@ from pathlib import Path
 
 import pytest
 
+from holdall.bench.ranking import rankings
 from holdall.bench.result import FORMAT, Lines, Run, read, runs_of
 from holdall.errors import ArgumentError
 
@@ -18,6 +19,18 @@ def test_what_was_written_is_read_and_the_last_of_a_name_counts(tmp_path: Path) 
     first, records = read(path)
     assert first["format"] == FORMAT
     assert runs_of(records) == [RUN]
+
+
+def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
+    first, records = read(Path(__file__).parents[2] / "results" / "bench.jsonl")
+    assert (first["env"], first["algo"]) == ("demo", "sac")
+    runs = runs_of(records)
+    assert len(runs) == 8
+    by_memory = rankings(runs)[0]
+    assert by_memory.refused is None
+    assert by_memory.order == tuple(
+        (profile, buffer) for profile in ("memory-efficient", "aggressive") for buffer in ("holdall", "sb3")
+    )
 
 
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
