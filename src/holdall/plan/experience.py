@@ -5,7 +5,7 @@ In:  what `filling` measured.  Out: bytes for any number of transitions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 _SEGMENTS_OF_A_CAPACITY = 16
 """A segment is at most this share of the capacity."""
@@ -26,6 +26,7 @@ class Experience:
     findings: dict[str, str]  # by field, in the memory's own words
     sealing_bytes: int = 0  # beside the transitions if they are compressed: what codecs work in, too
     segment_bytes: int = 0  # of unique slices; a full one is raw while it is sealed
+    most_compressed_bytes: float | None = None  # per transition, where another codec was chosen in another trial
 
     def need(self, transitions: int) -> int:
         """Bytes for so many transitions, in the smallest form that was measured."""
@@ -34,7 +35,8 @@ class Experience:
     def most(self, transitions: int) -> int:
         """An upper bound: the ratio gets worse, and the worker is as far behind as it may be."""
         raw = int(self.raw_need(transitions) * (1 + _SPREAD))
-        return min(raw, int(self._compressed_need(transitions, segments=_MOST_SEGMENTS) * (1 + _SPREAD)))
+        worse = replace(self, compressed_bytes=self.most_compressed_bytes or self.compressed_bytes)
+        return min(raw, int(worse._compressed_need(transitions, segments=_MOST_SEGMENTS) * (1 + _SPREAD)))
 
     def raw_need(self, transitions: int) -> int:
         """Bytes for so many transitions if nothing is compressed."""

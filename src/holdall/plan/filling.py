@@ -34,6 +34,9 @@ _SEGMENTS = 4
 """A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
 _SEGMENTS_OF_A_CAPACITY = 16
 _SETTLE_S = 60.0
+_TRIALS = 2
+"""A codec is chosen by how fast it decodes, and a busy machine may let a good one look slow: so more than once."""
+_AGREE = 0.1
 _TABLES_BYTES = 2**18
 
 Step = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_obs, terminated, truncated of all lanes
@@ -64,8 +67,11 @@ def measured(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
                 raw.bytes_per_transition, None, _staged(spec) + _TABLES_BYTES, ticks * spec.num_envs, raw.findings
             )
         )
-    # This one first: what codecs work in is taken from a heap that nothing else has stretched yet.
-    sealed = _filled(spec, real_steps(spec), ticks, prefer)
+    # These first: what codecs work in is taken from a heap that nothing else has stretched yet.
+    trials = [_filled(spec, real_steps(spec), ticks, prefer) for _ in range(_TRIALS)]
+    if _spread(trials) > _AGREE:
+        trials.append(_filled(spec, real_steps(spec), ticks, prefer))
+    sealed = min(trials, key=lambda trial: trial.bytes_per_transition)
     raw = _filled(spec, real_steps(spec), ticks)
     found = Experience(
         raw.bytes_per_transition,
@@ -73,10 +79,16 @@ def measured(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
         max(raw.beside_bytes, _staged(spec)),
         ticks * spec.num_envs,
         raw.findings | sealed.findings,
-        max(sealed.beside_bytes, _staged(spec)),
+        max(trials[0].beside_bytes, _staged(spec)),
         SEGMENT_BYTES,
+        min(max(trial.bytes_per_transition for trial in trials), raw.bytes_per_transition),
     )
     return asdict(found)
+
+
+def _spread(trials: list[Filled]) -> float:
+    each = [trial.bytes_per_transition for trial in trials]
+    return max(each) / max(min(each), 1.0) - 1
 
 
 def _filled(spec: Spec, steps: Iterator[Step], ticks: int, prefer: str | None = None) -> Filled:

@@ -120,3 +120,9 @@ def test_the_need_is_the_smaller_of_raw_and_compressed() -> None:
     assert found.most(1_000_000) > found.need(1_000_000) + 2 * 16 * 2**20
     assert found.need(10) <= found.raw_need(10)
     assert Experience(100.0, None, 5, 0, {}).need(10) == 1005
+
+
+def test_the_upper_bound_allows_for_the_worse_of_the_codecs_that_were_chosen() -> None:
+    found = Experience(7000.0, 200.0, 0, 2000, {}, 5, 2**24, most_compressed_bytes=900.0)
+    assert found.need(1_000_000) < 220e6
+    assert found.most(1_000_000) > 900e6
