@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import TracebackType
@@ -30,6 +31,7 @@ from holdall.checkpoint.autosave import Autosave, Turn
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import Progress, SaveHandle
 from holdall.checkpoint.manifest import Manifest
+from holdall.checkpoint.prefetched import Prefetched
 from holdall.checkpoint.recover import Losses
 from holdall.checkpoint.relane import Relaning, steps_of
 from holdall.checkpoint.restore import Attached, Restored, Shelf, restored, sensible
@@ -133,6 +135,7 @@ class ReplayMemory:
         self._attached = Attached()
         self._autosave: Autosave | None = None
         self._arrival: Arrival | None = None
+        self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = Crew()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
@@ -278,14 +281,22 @@ class ReplayMemory:
             batches = self._batches.elsewhere(delivery)
         batches.keep(prefetch + 2)
 
+        saved = self._prefetched.saved(batch_size)
+        drawn: deque[Draw] = deque(maxlen=prefetch + 1)
+
         def start() -> Job:
             with self._lock:
                 store = self._open()
-                draw = self._draw(store, self._require_enough(store, batch_size))
+                draw = self._prefetched.next_of(saved, self._held(store))
+                if draw is None:
+                    draw = self._draw(store, self._require_enough(store, batch_size))
                 reading = batches.look_up(draw, store)
+            drawn.append(draw)
             return batches.start(draw, reading)
 
-        return Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
+        loader = Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
+        self._prefetched.watch(loader, drawn)
+        return loader
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
@@ -444,11 +455,13 @@ class ReplayMemory:
             store = self._open()
             frozen = store.freeze(saver.rows_saved())
             sampled, generator = self._sampler.state(), generator_state(self._generator)
+            prefetched = self._prefetched.state()
         kind = type(self._sampler).__name__
         state = {
             "store": store_words(frozen),
             "sampler": {"kind": kind, "state": sampled},
             "generator": generator,
+            "prefetched": prefetched,
         }
         words = schema_words(self._schema)
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
@@ -724,6 +737,7 @@ class ReplayMemory:
         self._sampler = Uniform() if sampler is None else sampler
         if type(self._sampler).__name__ == saved["kind"]:
             self._sampler.restore(saved["state"])
+            self._prefetched.restore(found.state.get("prefetched", []), getattr(self._sampler, "_reward_fn", None))
             for one in (self._sampler, getattr(self._sampler, "by", None)):
                 if isinstance(one, Prioritized):
                     one.resize(self.capacity, store.first_tick * self._lanes)

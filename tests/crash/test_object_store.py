@@ -204,6 +204,42 @@ def test_a_run_that_lost_its_disk_goes_on_in_its_mirror(url: str, tmp_path: Path
         require_right(loaded)
 
 
+def test_a_copy_that_was_interrupted_goes_on_where_it_was(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files that arrived are not sent again, by this process or another."""
+    upload = RemotePlace.upload
+    sent: list[str] = []
+    most = 2
+
+    def interrupted(own: RemotePlace, name: str, path: Path) -> None:
+        if len(sent) == most:
+            raise CheckpointError("the line is dead")
+        upload(own, name, path)
+        sent.append(name)
+
+    monkeypatch.setattr(RemotePlace, "upload", interrupted)
+    with new_memory() as memory:
+        grow(memory, 150)
+        memory.save(tmp_path).result()
+        grow(memory, 150)
+        memory.save(tmp_path).result()
+        handle = memory.save(tmp_path, mirror=url)
+        with pytest.raises(CheckpointError, match="the line is dead"):
+            handle.mirrored(60)
+        first = list(sent)
+        assert len(first) == 2
+        assert RemotePlace(url).library.numbers() == []
+    with ReplayMemory.load(tmp_path) as memory:
+        sent.clear()
+        most = 1000
+        memory.save(tmp_path, mirror=url).mirrored(60)
+        assert sent
+        assert not set(first) & set(sent)
+    with ReplayMemory.load(url) as loaded:
+        require_right(loaded)
+
+
 def test_an_answer_that_was_lost_is_found_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest stands, the client was told otherwise: it reads it back and knows it for its own."""
     place = RemotePlace(url)

@@ -191,10 +191,14 @@ class Saver:
     def _opened(self) -> Place:
         if self._place is None:
             place = self._open_place()
-            self._last = max(place.library.numbers(), default=0)
+            try:
+                self._last = max(place.library.numbers(), default=0)
+                # Between loading and now another writer may have collected what was loaded.
+                self._ledger.keep_only(place.library.file_sizes())
+            except BaseException:
+                place.close()
+                raise
             self._place = place
-            # Between loading and now another writer may have collected what was loaded.
-            self._ledger.keep_only(self._place.library.file_sizes())
         return self._place
 
     def _collect(self, place: Place, keep: int) -> None:

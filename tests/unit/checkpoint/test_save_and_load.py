@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,17 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import ArgumentError, CheckpointError, ClosedError, FencedError, Prioritized, ReplayMemory, Uniform
+from holdall import (
+    ArgumentError,
+    CheckpointError,
+    ClosedError,
+    FencedError,
+    Hindsight,
+    NStep,
+    Prioritized,
+    ReplayMemory,
+    Uniform,
+)
 from holdall.checkpoint import merge
 from holdall.checkpoint.manifest import signed
 from holdall.experience import snapshot
@@ -90,6 +102,65 @@ def test_priorities_go_on_where_they_were_saved(tmp_path: Path) -> None:
             ReplayMemory.load(tmp_path)
         with ReplayMemory.load(tmp_path, sampler=Uniform()) as anew:
             assert (anew.sample(10).weights == 1).all()
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+def test_batches_under_way_are_handed_out_by_a_loaded_memory_too(tmp_path: Path, prefetch: int) -> None:
+    """They were drawn before the memory was saved, and before what was added since they were."""
+    samplers = [Prioritized(), NStep(3, 0.9), Uniform()]
+    for number, sampler in enumerate(samplers):
+        trainer = Trainer(sampler=sampler)
+        place = tmp_path / str(number)
+        again: Any = [Prioritized(), NStep(3, 0.9), Uniform()][number]
+        with trainer.memory as memory, memory.loader(32, prefetch) as loader:
+            trainer.add(200)
+            for _ in range(4):
+                next(loader)
+                trainer.add(5)
+            memory.save(place).result()
+            with ReplayMemory.load(place, sampler=again) as loaded, loaded.loader(32, prefetch) as resumed:
+                for _ in range(6):
+                    assert_same_bits(next(resumed), next(loader))
+                    tick = trainer.stream.tick().arguments()
+                    memory.add(**tick)
+                    loaded.add(**tick)
+
+
+def test_batches_under_way_that_do_not_fit_are_drawn_anew(tmp_path: Path, trainer: Trainer) -> None:
+    """Other sizes, and what was evicted."""
+    trainer.add(300)
+    with trainer.memory.loader(16, 2) as loader:
+        next(loader)
+        trainer.memory.save(tmp_path).result()
+    with ReplayMemory.load(tmp_path) as loaded, loaded.loader(8, 2) as resumed:
+        assert len(next(resumed)) == 8
+    with ReplayMemory.load(tmp_path, capacity=40) as loaded, loaded.loader(16, 2) as resumed:
+        for _ in range(4):
+            assert (next(resumed).ids >= loaded.first_id).all()
+
+
+def test_goals_of_batches_under_way_are_told_anew(tmp_path: Path) -> None:
+    """By the function that the loaded memory's sampler has."""
+    point = spaces.Box(-9, 9, (2,), np.float32)
+    space = spaces.Dict({"observation": point, "achieved_goal": point, "desired_goal": point})
+    stream = Stream(space, spaces.Discrete(3), 1, seed=3)
+
+    def reward(achieved: Any, desired: Any, _: Any) -> Any:
+        return (achieved > desired).sum(axis=-1)
+
+    with ReplayMemory(space, spaces.Discrete(3), 500, seed=2, sampler=Hindsight("future", 4, reward)) as memory:
+        for number in range(200):
+            tick = stream.tick().arguments()
+            memory.add(**(tick | {"truncated": np.array([number % 10 == 9])}))
+        with memory.loader(16, 2) as loader:
+            next(loader)
+            memory.save(tmp_path).result()
+            with (
+                ReplayMemory.load(tmp_path, sampler=Hindsight("future", 4, reward)) as loaded,
+                loaded.loader(16, 2) as resumed,
+            ):
+                for _ in range(5):
+                    assert_same_bits(next(resumed), next(loader))
 
 
 @pytest.mark.parametrize("capacity", [100, 604, 5000])
@@ -257,6 +328,24 @@ def test_closing_waits_for_what_is_being_saved(tmp_path: Path, trainer: Trainer)
     assert handle.result().number == 1
     with pytest.raises(ClosedError):
         trainer.memory.save(tmp_path)
+
+
+def test_a_program_that_ends_waits_for_what_it_saved(tmp_path: Path) -> None:
+    """Nobody asked for the result, nor closed the memory."""
+    program = (
+        "import sys, numpy as np, holdall\n"
+        "from gymnasium import spaces\n"
+        "space = spaces.Box(0, 255, (9000,), np.uint8)\n"
+        "memory = holdall.ReplayMemory(space, spaces.Discrete(2), 2000)\n"
+        "one, flag = np.zeros(1, np.int64), np.zeros(1, np.bool_)\n"
+        "for n in range(1000):\n"
+        "    obs = np.random.default_rng(n).integers(0, 256, (1, 9000), np.uint8)\n"
+        "    memory.add(obs, one, np.ones(1, np.float32), obs, flag, flag)\n"
+        "memory.save(sys.argv[1])\n"
+    )
+    subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=100)
+    with ReplayMemory.load(tmp_path) as loaded:
+        assert len(loaded) == 1000
 
 
 def test_saves_from_many_threads_come_one_after_another(tmp_path: Path, trainer: Trainer) -> None:

@@ -57,6 +57,11 @@ class Loader:
         done.result()
         return job.receive()
 
+    @property
+    def under_way(self) -> int:
+        """Batches that were drawn, and not handed out yet."""
+        return len(self._under_way)
+
     def close(self) -> None:
         """Stop; batches under way are given up, batches handed out stay as they are."""
         self._closed = True
