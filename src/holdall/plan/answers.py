@@ -175,6 +175,7 @@ def _changes(spec: Spec, known: Known) -> Iterator[Change]:
     yield from _process_changes(spec)
     if holdall and not spec.uses_holdall:  # which then loses less than without it
         for change in _smaller(spec.but(uses_holdall=True), known):
+            yield replace(change, spec=change.spec.but(uses_holdall=False), holdall=False)  # enough by itself, at times
             yield replace(change, title=f"holdall's buffer, and {change.title}")
     yield from _smaller(spec, known)
     for count in _halvings(spec.num_envs):

@@ -156,8 +156,8 @@ def settled(memory: ReplayMemory) -> Any:
 
 
 def _staged(spec: Spec) -> int:
-    """Bytes of two batches of observations (and next observations): one is drawn while the last is still used."""
-    return 2 * (1 if spec.on_policy else 2) * spec.batch * _observation_bytes(spec)
+    """Bytes of batches: of a replay two, with next observations, one drawn while the last is used; of a rollout one."""
+    return (1 if spec.on_policy else 4) * spec.batch * _observation_bytes(spec)
 
 
 def _observation_bytes(spec: Spec) -> int:

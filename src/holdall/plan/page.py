@@ -23,7 +23,7 @@ from holdall.units import format_bytes
 
 _TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
 _COLOURS = {
-    "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "context": "c5", "batch": "c2",
+    "CUDA": "c8", "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "batch": "c2",
 }  # fmt: skip
 """By a word in the name of a part; environments and processes have the one that is left."""
 _KNOWN_BY = "Every part says how it is known: exact, measured, traced, or an estimate."
@@ -43,7 +43,7 @@ def _said(verdict: object) -> Markup:
 
 
 def _tiles(plan: Plan) -> Markup:
-    check = plan.checks[0]
+    check = max(plan.checks, key=lambda check: check.verdict.value)  # the one that decides
     verdict = str(plan.verdict)
     shown = [
         Tile("verdict", verdict, check.what, _TONES[verdict]),
@@ -107,7 +107,7 @@ def _fitting(limit: int, phases: Sequence[Phase]) -> Scale:
 
 
 def _chart(title: str, phases: Sequence[Phase], scale: Scale, limit: int) -> Markup:
-    names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts))
+    names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts if part.nbytes))
     colours = {name: _colour(name) for name in names}
     peak = largest(phases)
     rows = [
@@ -158,9 +158,9 @@ def _curves(plan: Plan) -> Markup:
     rows = sorted(plan.table, key=lambda row: row.size)
     sizes = np.array([0, *(row.size for row in rows)], np.float64)
     layers = [Layer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
-    ours = [row.holdall_bytes for row in rows]
-    if all(size is not None for size in ours):
-        layers.append(Layer("holdall's memory", "c0", np.array([0, *ours], np.float64)))
+    if plan.known.experience is not None:
+        ours = [plan.known.experience.need(0), *(row.holdall_bytes or 0 for row in rows)]
+        layers.append(Layer("holdall's memory", "c0", np.array(ours, np.float64)))
     limit = plan.known.room.limit_bytes
     most = max(float(layer.values.max()) for layer in layers)
     scale = bytes_scale(limit if most <= limit <= 2 * most else most)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -200,6 +201,17 @@ def test_the_cheapest_change_makes_it_fit(spec: Spec, limit: float, experience: 
     assert change is not None
     assert title in change.title
     assert known.fits(change.spec, holdall=change.holdall)
+
+
+def test_holdalls_buffer_is_no_part_of_a_change_that_does_without_it() -> None:
+    spec = _ppo(device="cuda")
+    vram = Limit("test", 1_090 * MIB, 1_090 * MIB)
+    known = _known(spec, 100 * GB, Experience(276_500.0, None, 0, 0, {}))
+    known = replace(known, room=replace(known.room, vram=vram))
+    assert not known.fits(spec, holdall=False)
+    change = answers.cheapest_change(spec, known)
+    assert change is not None
+    assert (change.title.startswith("batches of"), change.holdall) == (True, False)
 
 
 def test_nothing_is_advised_where_libraries_alone_are_too_much() -> None:
