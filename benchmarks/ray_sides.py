@@ -62,6 +62,7 @@ def own_ray(**settings: Any) -> Iterator[None]:
         path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         os.environ["PYTHONPATH"] = path
         ray.init(
+            "local",
             num_cpus=4,
             include_dashboard=False,
             log_to_driver=False,
@@ -91,7 +92,7 @@ class HoldallSide:
             **settings,
         )
         self.writer: Writer = self.memory.writer()
-        self.processes = [process_of(actor) for actor in self.memory._actors]
+        self.processes = [process_of(self.memory._cluster.handle(number)) for number in self.memory._cluster.numbers]
 
     def arrange(self, steps: Sequence[Step], block: int) -> list[tuple[Any, ...]]:
         """Make the arguments of inserts: steps, or blocks of so many."""
