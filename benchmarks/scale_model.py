@@ -1,0 +1,188 @@
+"""What 1,000 actors and 10 TB would take, worked out from measured unit costs: `python benchmarks/scale_model.py`.
+
+In:  results/ray.json, which ray_replay.py measured on one machine, and assumptions that can be set on the command line.
+Out: for every workload what each part of the system has to carry, how many machines that is, and which part gives out
+first. `--docs` puts it into docs/scale.md. Nothing here was measured at this size: it is arithmetic, and says so.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from holdall.units import format_bytes
+
+HERE = Path(__file__).parent
+PAGE = HERE.parent / "docs" / "scale.md"
+BLOCK_ROWS = 128
+BATCH = 256
+DAY_S = 86_400
+NAMES = {"atari": "Atari, 4 stacked frames", "camera": "camera and vector", "noise": "the same, noisy"}
+
+
+@dataclass(frozen=True, slots=True)
+class Assumptions:
+    """What is asked of the system, and what machines are like. None of it is measured."""
+
+    actors: int = 1_000
+    steps_per_s: float = 100.0  # of one actor
+    rows_per_s: float = 51_200.0  # that the learner draws: 100 batches of 512
+    plain_tb: float = 10.0  # what the memory holds, counted as plain obs and next_obs
+    host_cores: int = 64
+    host_gib: float = 512.0
+    host_gbit_s: float = 25.0
+    host_usd_h: float = 4.0
+    usable: float = 0.6  # share of a machine that may be planned with
+    store_usd_gb_month: float = 0.023
+    put_usd_1000: float = 0.005
+    puts_per_shard_s: float = 5.0  # a journal in an object store gathers 0.2 s
+    days_kept: float = 1.0  # of journal, beyond what is held
+
+    @property
+    def inserts_per_s(self) -> float:
+        """Transitions of all actors."""
+        return self.actors * self.steps_per_s
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What one transition or one batch costs, measured."""
+
+    writer_us: float  # CPU of a transition at its actor
+    shard_insert_us: float
+    wire_insert: float  # bytes of a transition on its way to a shard, and held there
+    shard_held: float  # bytes of a transition in the shard's process, by the kernel's count
+    learner_row_us: float
+    shard_row_us: float
+    wire_row: float
+    plain: float  # bytes of a transition's obs and next_obs as plain arrays
+    call_us: float  # CPU, all in all, of one more shard that a batch is drawn from
+
+    @classmethod
+    def of(cls, found: dict[str, Any], spread: dict[str, Any]) -> Costs:
+        """Read what was measured of one workload."""
+        inserted, drawn = found["insert"], found["sample"]
+        return cls(
+            writer_us=inserted["steps"]["writer_cpu_us"]["holdall"],
+            shard_insert_us=inserted["steps"]["shard_cpu_us"]["holdall"],
+            wire_insert=inserted["encoded_bytes_per_transition"],
+            shard_held=inserted["shard_bytes_per_transition"]["holdall"],
+            learner_row_us=drawn["ahead"]["learner_cpu_us"]["holdall"] / BATCH,
+            shard_row_us=drawn["ahead"]["shard_cpu_us"]["holdall"] / BATCH,
+            wire_row=drawn["wire"]["answer_bytes"] / BATCH,
+            plain=drawn["wire"]["decoded_bytes"] / BATCH,
+            call_us=(spread["4"]["cpu_us"] - spread["1"]["cpu_us"]) / 3,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What one workload comes to."""
+
+    transitions: float
+    held_bytes: float
+    ingest_bytes_s: float
+    draw_bytes_s: float
+    writer_share: float  # of a core, at every actor
+    shard_cores: float
+    learner_cores: float
+    hosts: dict[str, float]  # for shards, by what they run out of
+    learner_hosts: dict[str, float]
+    shards: int
+    usd_day: float
+
+    @property
+    def first_wall(self) -> str:
+        """What gives out first as everything grows alike."""
+        walls = self.hosts | {f"learner's {name}": need for name, need in self.learner_hosts.items()}
+        return max(walls, key=lambda name: walls[name])
+
+
+def load(costs: Costs, asked: Assumptions) -> Load:
+    """Work one workload out."""
+    transitions = asked.plain_tb * 1e12 / costs.plain
+    held = transitions * costs.shard_held
+    ingest, drawn = asked.inserts_per_s * costs.wire_insert, asked.rows_per_s * costs.wire_row
+    shard_cores = (asked.inserts_per_s * costs.shard_insert_us + asked.rows_per_s * costs.shard_row_us) / 1e6
+    host_bytes_s = asked.host_gbit_s / 8 * 1e9 * asked.usable
+    cores = asked.host_cores * asked.usable
+    hosts = {
+        "memory": held / (asked.host_gib * 2**30 * asked.usable),
+        "cores": shard_cores / cores,
+        "network": (2 * ingest + drawn) / host_bytes_s,  # in from actors, on to the store; out to the learner
+    }
+    # A shard is one process with one lock: more than a core's worth of calls waits in line.
+    shards = max(1, math.ceil(max(hosts.values())), math.ceil(shard_cores / asked.usable))
+    learner_cores = asked.rows_per_s * (costs.learner_row_us + costs.call_us * (shards - 1) / BATCH) / 1e6
+    learner = {"cores": learner_cores / cores, "network": drawn / host_bytes_s}
+    machines = max(1, math.ceil(max(hosts.values()))) + max(1, math.ceil(max(learner.values())))
+    stored_gb = (held + ingest * DAY_S * asked.days_kept) / 1e9
+    usd = machines * asked.host_usd_h * 24 + stored_gb * asked.store_usd_gb_month / 30
+    usd += shards * asked.puts_per_shard_s * DAY_S / 1000 * asked.put_usd_1000
+    writer_share = asked.steps_per_s * costs.writer_us / 1e6
+    return Load(
+        transitions, held, ingest, drawn, writer_share, shard_cores, learner_cores, hosts, learner, shards, usd
+    )  # fmt: skip
+
+
+def table(results: dict[str, Any], asked: Assumptions) -> str:
+    """Lay the workloads side by side, as Markdown."""
+    found = results["found"]
+    spread = found["atari"]["spread"]
+    loads = {name: load(Costs.of(found[name], spread), asked) for name in NAMES if name in found}
+    rows: list[tuple[str, list[str]]] = [
+        (
+            f"transitions in {asked.plain_tb:g} TB of plain arrays",
+            [f"{each.transitions / 1e6:,.0f} M" for each in loads.values()],
+        ),
+        ("held by all shards", [format_bytes(each.held_bytes) for each in loads.values()]),
+        ("into the shards, a second", [format_bytes(each.ingest_bytes_s) for each in loads.values()]),
+        ("out to the learner, a second", [format_bytes(each.draw_bytes_s) for each in loads.values()]),
+        ("an actor's core spent on encoding", [f"{each.writer_share:.1%}" for each in loads.values()]),
+        ("cores of all shards", [f"{each.shard_cores:.1f}" for each in loads.values()]),
+        ("cores of the learner, for delivery alone", [f"{each.learner_cores:.1f}" for each in loads.values()]),
+        ("shards", [str(each.shards) for each in loads.values()]),
+    ]
+    rows += [
+        (f"machines for shards, by {kind}", [f"{each.hosts[kind]:.2f}" for each in loads.values()])
+        for kind in ("memory", "cores", "network")
+    ]
+    rows += [
+        (f"machines for the learner, by {kind}", [f"{each.learner_hosts[kind]:.2f}" for each in loads.values()])
+        for kind in ("cores", "network")
+    ]
+    rows += [
+        ("gives out first", [each.first_wall for each in loads.values()]),
+        ("a day, without actors and GPUs", [f"${each.usd_day:,.0f}" for each in loads.values()]),
+    ]
+    lines = ["| | " + " | ".join(NAMES[name] for name in loads) + " |", "|---|" + "--:|" * len(loads)]
+    lines += [f"| {name} | " + " | ".join(cells) + " |" for name, cells in rows]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Read the command line, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=HERE / "results" / "ray.json")
+    parser.add_argument("--docs", action="store_true", help="put the table into docs/scale.md")
+    for field in fields(Assumptions):
+        kind = int if isinstance(field.default, int) else float
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
+    wanted = vars(parser.parse_args())
+    asked = Assumptions(**{field.name: wanted[field.name] for field in fields(Assumptions)})
+    made = table(json.loads(wanted["results"].read_text(encoding="utf-8")), asked)
+    if wanted["docs"]:
+        page = PAGE.read_text(encoding="utf-8")
+        marked = re.compile(r"(<!-- scale: [^>]*-->\n).*?(<!-- end of scale -->)", re.DOTALL)
+        PAGE.write_text(marked.sub(lambda found: f"{found[1]}{made}{found[2]}", page), encoding="utf-8")
+    else:
+        print(made, end="")
+
+
+if __name__ == "__main__":
+    main()
