@@ -76,18 +76,16 @@ class Stream:
         return sum(len(block.payload) for block in self._under_way)
 
     def send(self, payload: bytes, rows: int) -> None:
-        """Send a block; wait while as many are under way as the shard allows."""
-        if self._epoch < 0:
-            self._meet()
-        self.hear()
-        start = time.monotonic()
-        while len(self._under_way) >= self._credits:
-            self.hear(wait=True)
-        self.waited_s += time.monotonic() - start
+        """Send a block; wait while as many are under way as the shard allows. If that fails, the block is kept."""
         block = _UnderWay(self._sequence, payload, rows, None)
         self._sequence += 1
         self._under_way.append(block)
-        self._call(block)
+        self.hear()
+        start = time.monotonic()
+        while block.call is None and len(self._under_way) > self._credits:
+            self.hear(wait=True)
+        self.waited_s += time.monotonic() - start
+        self._begin()
 
     def grant(self, lease: int, roster: Any) -> None:
         """Tell a limiter when the block that was sent last has arrived."""
@@ -105,6 +103,14 @@ class Stream:
         self._under_way.clear()
         return left
 
+    def _begin(self) -> None:
+        """Send the blocks that were never sent: one that is new, and those that waited when patience was lost."""
+        if self._epoch < 0:
+            self._meet()
+        for block in self._under_way:
+            if block.call is None:
+                self._call(block)
+
     def _call(self, block: _UnderWay) -> None:
         envelope = Envelope(self._writer, self._epoch, block.sequence).packed()
         block.call = self._shard.insert.remote(envelope, block.payload)
@@ -113,6 +119,9 @@ class Stream:
         """Look at the acknowledgements that came, in order; wait for the oldest if asked to."""
         while self._under_way:
             oldest = self._under_way[0]
+            if oldest.call is None:
+                self._begin()
+                return
             ready, _ = ray.wait([oldest.call], timeout=self._patience_s if wait else 0)
             if not ready:
                 if wait:
@@ -178,7 +187,7 @@ class Stream:
                 block.sequence, self._sequence = self._sequence, self._sequence + 1
         while self._under_way and self._under_way[0].sequence < ack.expected:
             self._under_way.popleft()  # accepted; its acknowledgement was lost
-        self.resent += len(self._under_way)
+        self.resent += sum(block.call is not None for block in self._under_way)
         for block in self._under_way:
             self._call(block)
 

@@ -31,7 +31,7 @@ for module in (sys.modules[__name__], ledger_module):
     ray.cloudpickle.register_pickle_by_value(module)  # type: ignore[no-untyped-call]  # cloudpickle has no types
 
 SHARDS, FEEDERS = 2, 2
-PATIENCE_S = 60.0
+PATIENCE_S = 90.0
 
 
 class Arena:
@@ -124,7 +124,8 @@ def torment(seed: int, shard_kills: int, feeder_kills: int, transitions: int, fo
     generator = np.random.default_rng(seed)
     (folder / "ledger").mkdir()
     acts = generator.permutation(["shard"] * shard_kills + ["feeder"] * feeder_kills)
-    settings: dict[str, Any] = {"durability": "segment", "url": folder / "journals", "extras": EXTRAS, "seed": seed}
+    settings: dict[str, Any] = {"durability": "segment", "url": folder / "journals", "extras": EXTRAS}
+    settings |= {"seed": seed, "patience_s": PATIENCE_S}  # a busy machine takes long to start a process
     with ReplayMemory(OBSERVATION, ACTION, 1_000_000, shards=SHARDS, **settings) as memory:
         arena = Arena(memory, seed, transitions, folder / "ledger")
         for act in acts.tolist():

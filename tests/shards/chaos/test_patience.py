@@ -1,0 +1,49 @@
+"""A shard that is away for longer than a writer's patience: the writer says so, and loses nothing that it was given."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import numpy as np
+import psutil
+import pytest
+
+from holdall import ShardError
+from holdall.ray import ReplayMemory
+
+from ..processes import process_of
+from .ledger import ACTION, EXTRAS, OBSERVATION, checked, step
+
+
+@pytest.fixture(scope="module")
+def memory(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayMemory]:
+    where = tmp_path_factory.mktemp("journals")
+    with ReplayMemory(
+        OBSERVATION, ACTION, 10_000, shards=1, durability="segment", url=where, extras=EXTRAS, patience_s=2.0
+    ) as made:
+        yield made
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: ReplayMemory) -> None:
+    shard = psutil.Process(process_of(memory._cluster.handle(0)))
+    before = memory._cluster.refresh()[0].next_row
+    writer = memory.writer()
+    added = 0
+    if is_known:
+        writer.add(*step(0))
+        writer.flush()
+        added = 1
+    shard.send_signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(ShardError, match="flush"):  # noqa: PT012  which of them it is does not matter
+            while added < 2_000:
+                added += 1
+                writer.add(*step(added - 1))
+    finally:
+        shard.send_signal(signal.SIGCONT)
+    writer.flush()
+    after = memory._cluster.refresh()[0].next_row
+    numbers = checked(memory.gather(np.arange(before, after)))
+    assert numbers.tolist() == list(range(added))
