@@ -15,6 +15,7 @@ import torch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 STEPS = {
+    "ape_x": 12,
     "dqn_atari": 60,
     "dqn_own_loop": 600,
     "her_bit_flipping": 120,
@@ -26,7 +27,7 @@ STEPS = {
 }
 ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-NEEDS = {"dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
+NEEDS = {"ape_x": "ale_py", "dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
 
 
 @pytest.fixture(autouse=True)

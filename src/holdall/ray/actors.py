@@ -7,8 +7,8 @@ from typing import Any
 import ray
 
 from holdall.ray.limiter import RateLimit
-from holdall.ray.roster import Roster
-from holdall.ray.shard import GROUPS, NAMESPACE, Shard
+from holdall.ray.roster import NAMESPACE, Roster
+from holdall.ray.shard import GROUPS, Shard
 
 _TALKS = 16
 """Questions that the roster hears at a time."""

@@ -57,6 +57,7 @@ class Cluster:
 
     def __init__(self, address: Address) -> None:
         self._address = address
+        self._roster = address.roster()
         self._members: dict[int, _Member] = {}
         self._lock = threading.RLock()
         self._version = -1
@@ -200,7 +201,7 @@ class Cluster:
             self._looked_at = time.monotonic()
             known = self._version
         try:
-            version, shards = ray.get(self._address.roster.shards.remote(known), timeout=self._address.patience_s)
+            version, shards = ray.get(self._roster.shards.remote(known), timeout=self._address.patience_s)
         except LOSSES:
             return
         if shards is not None and version < known:

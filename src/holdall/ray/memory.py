@@ -42,6 +42,7 @@ from holdall.ray.ids import MOST_SHARDS, rows_of, shards_of
 from holdall.ray.layout import Layout
 from holdall.ray.limiter import RateLimit
 from holdall.ray.saving import newest_manifest
+from holdall.ray.security import require_safe_cluster
 from holdall.ray.settings import Settings
 from holdall.ray.standing import Standing
 from holdall.ray.writer import Address, Writer
@@ -116,6 +117,7 @@ class ReplayMemory:
         shards: Iterable[int],
         saved: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
+        require_safe_cluster()
         self._lanes = schema.num_envs
         self._layout = Layout.of(schema)
         self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
@@ -132,9 +134,7 @@ class ReplayMemory:
         self._name = f"holdall-{secrets.token_hex(8)}"
         survives = settings.durability == "segment"
         self._roster = start_roster(self._name, settings.limit, survives)
-        self._address = Address(
-            self._words, self._roster, survives, settings.prefer, settings.patience_s, settings.limit
-        )
+        self._address = Address(self._words, self._name, survives, settings.prefer, settings.patience_s, settings.limit)
         self._cluster = Cluster(self._address)
         self._drawing = Drawing(
             self._cluster,
@@ -192,6 +192,10 @@ class ReplayMemory:
         """Add one transition per lane, see `holdall.ReplayMemory.add`."""
         with self._lock:
             self._own().add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def add_as_is(self, *_: Any) -> bool:
+        """Say that there is no short way to add; for adapters."""
+        return False
 
     def extend(
         self,
@@ -298,6 +302,11 @@ class ReplayMemory:
     def num_envs(self) -> int:
         """Lanes of `add`."""
         return self._lanes
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, those that do not answer now among them."""
+        return len(self._cluster.numbers)
 
     @property
     def sampler(self) -> Sampler:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import warnings
 from typing import Any
 
 import ray
@@ -19,6 +20,8 @@ from holdall.ray.ids import MOST_LIVES
 from holdall.ray.limiter import Limiter, RateLimit
 from holdall.ray.standing import Standing
 
+NAMESPACE = "holdall"
+"""Where rosters have their names."""
 _LOOK_AGAIN_S = 0.05
 _CHOOSING_S = 60.0
 """How long a writer may take to choose a codec before another is asked to."""
@@ -157,4 +160,6 @@ class Roster:
 
 
 def _is_restarted() -> bool:
-    return ray.is_initialized() and ray.get_runtime_context().was_current_actor_reconstructed
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns of a name that it uses itself
+        return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -29,6 +29,7 @@ from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of, life_of
 from holdall.ray.journal import Entry, Journal
 from holdall.ray.layout import Layout
+from holdall.ray.roster import NAMESPACE
 from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
 from holdall.ray.shelf import Shelf
 from holdall.ray.slots import slots_at
@@ -37,7 +38,6 @@ from holdall.ray.turns import OutOfTurnError, Turns
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 
-NAMESPACE = "holdall"
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""
 _MOST_CREDITS = 4

@@ -28,6 +28,7 @@ from holdall.ray.encode import Encoder
 from holdall.ray.habits import Habits
 from holdall.ray.layout import Layout
 from holdall.ray.limiter import RateLimit
+from holdall.ray.roster import NAMESPACE
 from holdall.ray.standing import Standing
 from holdall.ray.stream import GoneError, Stream
 from holdall.schema import Schema, fit_flags, fit_reward
@@ -43,11 +44,18 @@ class Address:
     """Where a memory is, for writers and learners in other processes."""
 
     words: dict[str, Any]  # of the schema
-    roster: Any
+    name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
     survives: bool  # whether shards hold after a restart what they acknowledged
     prefer: str
     patience_s: float
     limit: RateLimit | None = None
+
+    def roster(self) -> Any:
+        """Find the roster."""
+        try:
+            return ray.get_actor(self.name, NAMESPACE)
+        except ValueError as error:
+            raise ShardError(f"the memory {self.name} is not there; was it closed?") from error
 
 
 class Writer:
@@ -69,12 +77,11 @@ class Writer:
         self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
         self._layout = Layout.of(self._schema)
         self._name = secrets.token_bytes(16)
+        self._roster = self._address.roster()
         self._kernels = chosen_kernels()
         ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
         self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
-        self._habits = Habits(
-            self._address.roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
-        )
+        self._habits = Habits(self._roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer)
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
         self._streams: dict[int, Stream] = {}
@@ -93,6 +100,11 @@ class Writer:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
         self._begin()
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The memory's schema, as plain words."""
+        return self._address.words
 
     @property
     def waiting_rows(self) -> int:
@@ -223,7 +235,7 @@ class Writer:
             return
         limit.require("block", rows * limit.samples_per_insert)
         start = time.monotonic()
-        while (lease := ray.get(self._address.roster.lease_insert.remote(rows))) is None:
+        while (lease := ray.get(self._roster.lease_insert.remote(rows))) is None:
             time.sleep(_ASK_AGAIN_S)
             for stream in self._streams.values():
                 stream.hear()  # what has arrived does not count as under way any more
@@ -254,7 +266,7 @@ class Writer:
     def _end_grants(self, stream: Stream) -> None:
         """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
         for lease in self._grants:
-            stream.grant(lease, self._address.roster)
+            stream.grant(lease, self._roster)
         self._grants.clear()
 
     def _stream(self, excluded: int = -1) -> Stream:
@@ -273,9 +285,7 @@ class Writer:
             return
         self._looked_at = now
         try:
-            version, shards = ray.get(
-                self._address.roster.shards.remote(self._version), timeout=self._address.patience_s
-            )
+            version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
         except ray.exceptions.RayError as error:
             if self._version >= 0:
                 return

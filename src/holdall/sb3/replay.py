@@ -241,11 +241,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
         return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
 
-    def _new_memory(self) -> ReplayMemory:
+    def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
+        """Describe observations and actions as they are stored."""
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
+        return observed, stored_space((self.action_dim,), self._action_dtype)
+
+    def _new_memory(self) -> ReplayMemory:
         return ReplayMemory(
-            spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""],  # a plain dict would be sorted
-            stored_space((self.action_dim,), self._action_dtype),
+            *self._stored_spaces(),
             capacity=self.buffer_size * self.n_envs,
             num_envs=self.n_envs,
             budget=self._budget,

@@ -1,0 +1,82 @@
+"""Actors that play, and Stable-Baselines3's learners over what they feed."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import ray
+from gymnasium import spaces
+from stable_baselines3 import DQN
+from stable_baselines3.common.logger import configure
+
+import holdall.ray.sb3
+from holdall import Prioritized, ShardError
+from holdall.ray import ReplayMemory, collect
+
+from .processes import kill, process_of, wait_until
+
+pytestmark = pytest.mark.usefixtures("cluster")
+# Workers have no tests to import.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types
+
+
+class Counting(gym.Env[Any, Any]):
+    """Counts its steps; an episode has seven."""
+
+    observation_space = spaces.Box(0, 10, (2,), np.float32)
+    action_space = spaces.Discrete(2)
+
+    def reset(self, **_: Any) -> tuple[Any, dict[str, Any]]:
+        self.count = 0
+        return self._seen(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self.count += 1
+        return self._seen(), float(action), self.count == 7, False, {}
+
+    def _seen(self) -> Any:
+        return np.full(2, self.count, np.float32)
+
+
+def test_a_learner_trains_on_what_actors_play_and_they_on_what_it_learnt() -> None:
+    settings = {"shards": 2, "sampler": Prioritized(), "seed": 1}
+    buffer = holdall.ray.sb3.ReplayBuffer
+    model = DQN("MlpPolicy", Counting(), 10_000, replay_buffer_class=buffer, replay_buffer_kwargs=settings, seed=0)
+    model.set_logger(configure(None, []))
+    assert isinstance(model.replay_buffer, buffer)
+    memory: Any = model.replay_buffer.memory
+    make_act = holdall.ray.sb3.epsilon_greedy(model, 2)
+    with memory, collect(Counting, 2, memory, make_act, num_cpus=0) as actors:
+        wait_until(lambda: model.replay_buffer is not None and model.replay_buffer.size() >= 600)
+        actors.send(holdall.ray.sb3.weights_of(model))
+        before = {name: array.copy() for name, array in holdall.ray.sb3.weights_of(model).items()}
+        model.train(gradient_steps=4, batch_size=32)
+        assert any((before[name] != array).any() for name, array in holdall.ray.sb3.weights_of(model).items())
+        samples = model.replay_buffer.sample(64)
+        assert (samples.next_observations == samples.observations + 1).all()
+        assert (samples.dones.flatten() == (samples.next_observations[:, 0] == 7)).all()
+        model.replay_buffer.update_priorities(samples.ids, np.ones(64))
+        wait_until(lambda: all(each.steps > 0 and each.episodes > 0 for each in actors.progress()))
+        progress = actors.progress()
+        assert all(0 <= total <= 7 for each in progress for total in each.returns)
+        kill(process_of(actors._actors[0]))
+        held = len(memory)
+        wait_until(lambda: len(memory) >= held + 600)
+        batch = memory.sample(500)
+        assert (batch.next_obs == batch.obs + 1).all()
+
+
+def test_an_actor_that_fails_says_why() -> None:
+    def broken() -> Counting:
+        raise RuntimeError("no display")
+
+    space = Counting.observation_space
+    with ReplayMemory(space, Counting.action_space, 1_000, shards=1) as memory:
+        actors = collect(broken, 1, memory, num_cpus=0)
+        with pytest.raises(ShardError, match="no display"):
+            wait_until(lambda: bool(actors.progress()) and False)
+        actors.stop()
