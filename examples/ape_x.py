@@ -78,3 +78,4 @@ with holdall.ray.collect(make_env, actors, memory, make_act, num_cpus=0.5) as co
             print(update, "updates,", sum(each.steps for each in collection.progress()), "steps")
 print(memory.report())
 memory.close()
+ray.shutdown()

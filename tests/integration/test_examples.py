@@ -26,8 +26,9 @@ STEPS = {
     "sac_camera_dict": 104,
 }
 ELSEWHERE = {"checkpoint_to_s3"}  # needs a server: tests/crash
+IN_A_PROCESS = {"ape_x", "resume_after_a_crash"}  # the first starts Ray, the second is run twice
 ONE_THREAD = os.environ | {"OMP_NUM_THREADS": "1"}
-NEEDS = {"ape_x": "ale_py", "dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
+NEEDS = {"dqn_atari": "ale_py", "ppo_stacked_frames": "ale_py"}
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +58,7 @@ def test_three_lines_of_an_example_are_holdalls(file: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # Stable-Baselines3 on progress, and on what it wraps
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(set(STEPS) - {"resume_after_a_crash"}))
+@pytest.mark.parametrize("name", sorted(set(STEPS) - IN_A_PROCESS))
 def test_an_example_runs_and_says_what_its_memory_holds(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -65,6 +66,14 @@ def test_an_example_runs_and_says_what_its_memory_holds(
         pytest.skip(f"{NEEDS[name]} is not installed")
     run(name, monkeypatch, tmp_path)
     assert "times smaller" in capsys.readouterr().out or name == "ppo_stacked_frames"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("ale_py") is None, reason="ale_py is not installed")
+def test_two_actors_and_two_shards_train_a_dqn(tmp_path: Path) -> None:
+    pytest.importorskip("ray", reason="ray is not installed")
+    script = [sys.executable, str(EXAMPLES / "ape_x.py"), str(STEPS["ape_x"])]
+    ran = subprocess.run(script, cwd=tmp_path, capture_output=True, text=True, check=True, env=ONE_THREAD)
+    assert "times smaller" in ran.stdout
 
 
 def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> None:
