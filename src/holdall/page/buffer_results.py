@@ -29,6 +29,7 @@ class Measured:
     load_s: float | None
     exact: bool | None
     note: str
+    laps: float | None  # how often the trace was played over, if more than once
 
     @property
     def bytes_per_transition(self) -> float | None:
@@ -48,15 +49,15 @@ class BufferResults:
     def read(cls, header: Line, lines: Iterable[Line]) -> BufferResults:
         """Read the rest of a file; of records that are there twice the last counts."""
         found: dict[tuple[str, str], Measured] = {}
-        absent: dict[str, str] = {}
+        absent: dict[tuple[str, str], str] = {}
         for line in lines:
             if line.kind == "buffer" and len(found) < _MOST_RECORDS:
                 one = _measured(line)
                 found[one.case, one.library] = one
             elif line.kind == "absent" and len(absent) < _MOST_RECORDS:
-                name = line.text("library") or line.text("name") or "something"
-                absent[name] = line.text("reason") or line.text("note") or ""
-        return cls(header, tuple(found.values()), tuple(absent.items()))
+                absent[line.text("case") or "", line.text("library") or ""] = line.text("reason") or ""
+        named = {" on ".join(part for part in (library, case) if part): why for (case, library), why in absent.items()}
+        return cls(header, tuple(found.values()), tuple(named.items()))
 
     @property
     def cases(self) -> list[str]:
@@ -77,4 +78,5 @@ def _measured(line: Line) -> Measured:
         line.size("load_s"),
         line.flag("exact"),
         line.text("note") or "",
+        line.size("laps"),
     )

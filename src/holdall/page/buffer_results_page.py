@@ -80,6 +80,9 @@ def _case(results: BufferResults, case: str) -> Markup:
     charts = [chart for name, figure, unit in _FIGURES if (chart := _chart(known, name, figure, unit)) is not None]
     count = max((one.transitions or 0.0 for one in known), default=0.0)
     lead = f"{count:,.0f} transitions. Shorter is better, if the data came back right."
+    laps = max((one.laps or 0.0 for one in known), default=0.0)
+    if laps > 1:
+        lead += f" They were played {laps:.1f} times over: a buffer that shares what repeats gains by that."
     keys = (("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused"))
     legend = tag(
         "ul", *(tag("li", tag("span", class_=f"key {colour}"), name) for name, colour in keys), class_="legend"

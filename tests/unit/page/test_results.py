@@ -107,10 +107,17 @@ def test_whether_data_came_back_right_is_said_in_words(tmp_path: Path) -> None:
         }
         for name, exact in (("holdall", True), ("other", False), ("third", None))
     ]
-    report = _report(tmp_path, BUFFERS, *lines, {"kind": "absent", "library": "fourth", "reason": "not installed"})
+    report = _report(
+        tmp_path, BUFFERS, *lines, {"kind": "absent", "case": "atari", "library": "fourth", "reason": "not installed"}
+    )
     text = report.page()
-    assert all(word in text for word in (" yes", " no", "not compared", "fourth: not installed"))
+    assert all(word in text for word in (" yes", " no", "not compared", "fourth on atari: not installed"))
     assert [one["bytes_per_transition"] for one in report.summary()["buffers"]] == [50, 50, 50]
+
+
+def test_a_trace_that_was_played_over_is_said(tmp_path: Path) -> None:
+    line = {"kind": "buffer", "library": "holdall", "case": "camera", "transitions": 10, "bytes": 50, "laps": 2.5}
+    assert "played 2.5 times over" in _report(tmp_path, BUFFERS, line).page()
 
 
 @pytest.mark.parametrize(
