@@ -29,7 +29,7 @@ from holdall.watch.watcher import Watcher
 HERE = Path(__file__).parent
 TRAININGS = str(HERE / "watch_trainings.py")
 MIB = 2**20
-CLEAN = ("sac-small", "dqn-vector", "ppo-vector", "td3-vector", "dqn-holdall")
+CLEAN = ("dqn-vector", "ppo-vector", "td3-vector", "dqn-holdall", "sac-small")
 GROUPS = Path("/sys/fs/cgroup/memory")
 PIPES: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
 
