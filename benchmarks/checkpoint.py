@@ -1,4 +1,4 @@
-"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--folder DIR]`.
+"""What saving costs and what loading takes: `python benchmarks/checkpoint.py [--gigabytes 1 8] [--folder F] [--url U]`.
 
 Out: one JSON line a measurement, with the bar that it is held to; the exit status is 1 if one is not met. Linux only.
 
@@ -6,6 +6,9 @@ memory       the most that the process's USS grows while it saves, in a fresh pr
 incremental  bytes written after 1 % new data, over those of the first save
 pause        how long `save` keeps the training thread, 3,000 segments and a million priorities
 load         from nothing to the first batch of 256, 3,000 segments
+linked       bytes written, and seconds, for a memory most of which lies in the disk tier, on the same disk
+remote       with --url, 1 GB: the most that USS grows while it is saved there, and while it is loaded and sampled from,
+             over the same with a directory; seconds to the first batch
 """
 
 from __future__ import annotations
@@ -149,27 +152,82 @@ def pause_and_load(folder: Path) -> list[dict[str, Any]]:
     return [pause | {"is_met": p99 <= 5}, load]
 
 
+def linked(folder: Path) -> list[dict[str, Any]]:
+    """Save a memory of the disk tier."""
+    steps = GB // (FRAME[0] * FRAME[1])
+    with new_memory(2 * steps, budget="128MiB", spill_dir=folder / "spill") as memory:
+        Player(memory).play(steps)
+        memory.drain()
+        done = memory.save(folder / "run").result()
+    share = done.bytes_written / done.bytes_total
+    words = {"what": "linked", "bytes": done.bytes_total, "written_bytes": done.bytes_written, "seconds": done.seconds}
+    return [words | {"is_met": share < 0.5}]
+
+
+def remote(folder: Path, url: str) -> list[dict[str, Any]]:
+    """Save to an object store and load from there, beside a directory."""
+    steps = GB // (FRAME[0] * FRAME[1])
+    grown: dict[str, float] = {}
+    with new_memory(2 * steps, budget=None) as memory:
+        Player(memory).play(steps)
+        memory.drain()
+        for place in (str(folder), url):
+            before, watch = held_bytes().unique, Watch()
+            memory.save(place).result()
+            grown[place] = watch.stop() - before
+    found = []
+    for place in (str(folder), url):  # in processes of their own: what one has allocated, the next would use again
+        program = [sys.executable, __file__, "--only", "sampled", "--url", place]
+        found.append(json.loads(subprocess.run(program, capture_output=True, text=True, check=True).stdout))
+    saving, loading = grown[url], found[1]["grown_bytes"] - found[0]["grown_bytes"]
+    words = {"what": "remote", "save_grown_bytes": saving, "load_grown_bytes": loading}
+    return [words | {"first_batch_seconds": found[1]["seconds"], "is_met": max(saving, loading) <= 64 * MB}]
+
+
+def sampled(url: str) -> list[dict[str, Any]]:
+    """Load a memory and sample from it."""
+    before, watch, began = held_bytes().unique, Watch(), time.perf_counter()
+    with holdall.ReplayMemory.load(url, budget=None) as loaded:
+        loaded.sample(BATCH)
+        took = time.perf_counter() - began
+        for _ in range(20):
+            loaded.sample(BATCH)
+    return [{"what": "sampled", "grown_bytes": watch.stop() - before, "seconds": took, "is_met": True}]
+
+
+def measured(only: str, folder: Path, url: str | None) -> list[dict[str, Any]]:
+    """Run one of the measurements."""
+    if only == "pause":
+        return pause_and_load(folder)
+    if only == "linked":
+        return linked(folder)
+    if only == "remote" and url is not None:
+        return remote(folder, url)
+    if only == "sampled" and url is not None:
+        return sampled(url)
+    return memory_and_increment(float(only), folder)
+
+
 def main() -> None:
     """Run every measurement in a process of its own."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--gigabytes", type=float, nargs="*", default=[1.0, 8.0])
     parser.add_argument("--folder", type=Path, help="where checkpoints are written; a disk with room for them")
+    parser.add_argument("--url", help="a prefix of an object store, to be measured, too")
     parser.add_argument("--json", type=Path, help="append results to this file")
     parser.add_argument("--only", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.only is not None:
-        for result in (
-            pause_and_load(arguments.folder)
-            if arguments.only == "pause"
-            else memory_and_increment(float(arguments.only), arguments.folder)
-        ):
+        for result in measured(arguments.only, arguments.folder, arguments.url):
             emit(result)
         return
     all_met = True
-    for only in [*map(str, arguments.gigabytes), "pause"]:
+    remotely = [] if arguments.url is None else ["remote"]
+    for only in [*map(str, arguments.gigabytes), "pause", "linked", *remotely]:
         folder = Path(tempfile.mkdtemp(dir=arguments.folder))
         try:
             program = [sys.executable, __file__, "--only", only, "--folder", str(folder)]
+            program += [] if arguments.url is None else ["--url", arguments.url]
             done = subprocess.run(program, capture_output=True, text=True, check=True)
         finally:
             shutil.rmtree(folder)
