@@ -8,6 +8,7 @@ is a journal, was written to it first. Nothing is decoded here.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -18,7 +19,7 @@ from numpy.typing import NDArray
 from holdall.arguments import generator_of
 from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.schema_words import schema_of
-from holdall.errors import ArgumentError, DamageError
+from holdall.errors import ArgumentError, DamageError, ShardError
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, pack_answer
@@ -44,6 +45,7 @@ _MOST_CREDITS = 4
 _LOADED = bytes(16)
 """Stands for the writer of blocks that a checkpoint brought."""
 _CROWDED_BYTES = 32 * 2**20
+_SETTLED_S = 5.0
 _OVERTAKEN_S = 2.0
 """How long a block waits for those before it, which Ray may deliver later, before the writer is asked for them."""
 
@@ -80,6 +82,7 @@ class Shard:
         self._turns = Turns()
         self._dictionaries: dict[str, Dictionary] = {}
         self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
+        self._staged: Counter[bytes] = Counter()  # blocks of every writer that are not durable yet
         self._inserted = 0
         self._changes = 0
         self._sampler = sampler
@@ -130,6 +133,7 @@ class Shard:
                 if self._committer is None:
                     self._take(staged)
                 else:
+                    self._staged[sent.writer] += 1
                     self._committer.stage(staged)
                 self._changed.notify_all()
             staged.wait()
@@ -141,8 +145,11 @@ class Shard:
 
     @ray.method(concurrency_group="insert")
     def expect(self, writer: bytes) -> bytes:
-        """Say which block of a writer is the next."""
-        with self._lock:
+        """Say which block of a writer is the next: all before it are drawn from, and durable if any are."""
+        with self._changed:
+            # The writer forgets what was accepted, so it is told of nothing that could still be lost.
+            if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
+                raise ShardError(f"shard {self._number} waits for its disk; ask again")
             return self._ack(writer, Verdict.EXPECTED_ANOTHER)
 
     @ray.method(concurrency_group="control")
@@ -274,6 +281,9 @@ class Shard:
         with self._lock:
             for each in staged:
                 self._take(each)
+                self._staged[each.entry.writer] -= 1
+            self._staged = +self._staged
+            self._changed.notify_all()
             return self._shelf.first_row
 
     def _take(self, staged: Staged) -> None:

@@ -1,0 +1,65 @@
+"""A journal on a slow disk: a writer that asks what was accepted is told of nothing that could still be lost."""
+
+from __future__ import annotations
+
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
+from holdall.checkpoint.schema_words import schema_words
+from holdall.errors import ShardError
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.store import Tick
+from holdall.ray import shard as shard_module
+from holdall.ray.block import pack_block
+from holdall.ray.encode import Encoder
+from holdall.ray.envelope import Ack, Envelope, Verdict
+from holdall.ray.layout import Layout
+from holdall.ray.shard import Shard
+from holdall.ray.slots import LocalSlots
+from holdall.sampling.uniform import Uniform
+from holdall.schema import Schema
+
+from .ledger import ACTION, EXTRAS, OBSERVATION, step
+
+WRITER = b"w" * 16
+SCHEMA = Schema.of(OBSERVATION, ACTION, EXTRAS, 1)
+
+
+def block(numbers: range) -> bytes:
+    encoder = Encoder(Layout.of(SCHEMA), 1, len(numbers), chosen_kernels())
+    for number in numbers:
+        obs, action, reward, next_obs, ends, no, extras = step(number)
+        encoder.add(Tick([obs], [action], reward, [next_obs], ends, no, [extras["number"]], None))
+    return pack_block(encoder.close({}))
+
+
+def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disk, create = threading.Event(), LocalSlots.create
+
+    def create_slowly(slots: LocalSlots, number: int, content: bytes) -> bool:
+        disk.wait()
+        return create(slots, number, content)
+
+    shard: Any = Shard(0, schema_words(SCHEMA), 1_000, Uniform(), 0, "nobody", str(tmp_path))
+    monkeypatch.setattr(LocalSlots, "create", create_slowly)
+    monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
+    told: list[Ack] = []
+    sent = (Envelope(WRITER, 0, 0).packed(), block(range(50)))
+    inserting = threading.Thread(target=lambda: told.append(Ack.of(shard.insert(*sent))))
+    inserting.start()
+    while shard._expected.get(WRITER, 0) == 0:
+        time.sleep(0.01)
+    with pytest.raises(ShardError, match="disk"):
+        shard.expect(WRITER)
+    disk.set()
+    inserting.join()
+    assert told[0].verdict is Verdict.ACCEPTED
+    assert Ack.of(shard.expect(WRITER)).expected == 1
