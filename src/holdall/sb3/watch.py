@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from typing import Any
 
 from stable_baselines3.common.callbacks import BaseCallback
@@ -62,7 +63,7 @@ class WatchCallback(BaseCallback):
             "interval_s": interval_s, "record": record, "prometheus": prometheus, "limit": limit,
         }  # fmt: skip
         self.watch: Watch | None = None
-        self._logged = 0.0
+        self._logged = self._looks_next = 0.0
         self._warned: set[str] = set()
         self._has_phases = False
 
@@ -109,7 +110,11 @@ class WatchCallback(BaseCallback):
             self.watch = None
 
     def _log(self, watch: Watch) -> None:
-        """Hand the newest reading to the logger, once."""
+        """Hand the newest reading to the logger, once; it is not looked for oftener than it is taken."""
+        now = time.monotonic()
+        if now < self._looks_next:
+            return
+        self._looks_next = now + self._settings["interval_s"]
         reading = watch.reading()
         if reading is None or reading.time <= self._logged:
             return

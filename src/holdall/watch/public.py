@@ -97,7 +97,12 @@ class Watch:
         # The package may have been found in a way that another Python does not know of.
         home = str(Path(holdall.__file__).parent.parent)
         path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._beside = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL)
+        self._beside = subprocess.Popen(
+            command,
+            env=os.environ | {"PYTHONPATH": path},
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt at the terminal is for the training
+        )
         self._end = weakref.finalize(self, _end, self._beside)
 
     def reading(self) -> Reading | None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from holdall.watch.history import History, Live
-from holdall.watch.reading import Part, Reading
+from holdall.watch.reading import Gpu, Part, Reading
 from holdall.watch.verdicts import Verdict, verdicts_on
 from holdall.watch.verdicts.filling import Fill
 from holdall.watch.verdicts.runout import distance_to
@@ -147,6 +147,22 @@ def test_the_step_at_which_a_limit_is_reached_is_told() -> None:
     assert verdict.severity == "error"
     assert verdict.evidence["step"] == pytest.approx(40 * STEPS + 30.5 * STEPS, rel=0.02)
     assert verdict.evidence["limit"] == "control group x"
+
+
+def test_a_gpu_and_a_disk_run_out_too() -> None:
+    gpu = {"requested": 0, "allocated": 0, "fragmented": 0, "other": 100 * MIB, "limit": 1000 * MIB}
+    history = History()
+    for i in range(40):
+        history.add(reading(i, [base()], gpu=Gpu(**gpu, reserved=(100 + 10 * i) * MIB)))
+    verdict = named(verdicts_on(history), "running out")
+    assert verdict.evidence["limit"] == "GPU memory"
+    assert verdict.evidence["step"] == pytest.approx(80 * STEPS, rel=0.02)
+    history = History()
+    for i in range(40):
+        history.add(reading(i, [base()], spilled=i * MIB, disk_free=100 * MIB))
+    verdict = named(verdicts_on(history), "running out")
+    assert verdict.evidence["limit"] == "disk that memories spill to"
+    assert verdict.evidence["distance"] == pytest.approx(100 * STEPS, rel=0.02)
 
 
 def test_a_limit_beyond_the_end_of_the_training_is_not_told() -> None:
