@@ -64,7 +64,9 @@ def _curve(history: History, reading: Reading, width: int) -> Text:
     right = ""
     if reading.headroom:
         name, free = min(reading.headroom.items(), key=lambda limit: limit[1])
-        right = f"{format_bytes(free)} left" + (" in the control group" if name.startswith("control group") else "")
+        right = f"{format_bytes(max(free, 0))} left" + (
+            " in the control group" if name.startswith("control group") else ""
+        )
     room = max(width - len(left) - len(right) - 4, 8)
     levels = [one.pss for one in history.readings]
     levels = [max(levels[i * len(levels) // room : max((i + 1) * len(levels) // room, i * len(levels) // room + 1)])

@@ -147,6 +147,7 @@ def test_the_step_at_which_a_limit_is_reached_is_told() -> None:
     assert verdict.severity == "error"
     assert verdict.evidence["step"] == pytest.approx(40 * STEPS + 30.5 * STEPS, rel=0.02)
     assert verdict.evidence["limit"] == "control group x"
+    assert verdict.text == "control group x: 305.0 MiB are left, used up at step 7,050, in 30 s"
 
 
 def test_a_gpu_and_a_disk_run_out_too() -> None:

@@ -76,13 +76,18 @@ def _told(history: History, distance: float, name: str, left: int) -> Verdict:
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
     step = history.place(newest) + distance if history.counts_steps else None
     seconds = distance / rate if rate > 0 else None
-    where = "" if step is None else f" at step {step:,.0f}"
-    when = "" if seconds is None else f" in {in_time(seconds)}"
+    ends = [
+        *([] if step is None else [f"at step {step:,.0f}"]),
+        *([] if seconds is None else [f"in {in_time(seconds)}"]),
+    ]
+    text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
+    if left <= 0:
+        text = f"{name}: exceeded by {format_bytes(-left)}"
     severity: Severity = "error" if step is None or newest.goal is not None else "warning"
     return Verdict(
         name="running out",
         severity=severity,
-        text=f"{name}: {format_bytes(left)} are left, and used up{where},{when}".replace(",,", ",").rstrip(","),
+        text=text,
         remedy="a smaller buffer, holdall's memory with a budget and a spill_dir, or on_pressure='spill'; "
         "see 'holdall plan'",
         evidence={"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds},
