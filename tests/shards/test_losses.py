@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall import Prioritized, ShardError
+from holdall import ArgumentError, Prioritized, ShardError
 from holdall.ray import ReplayMemory
 from holdall.ray.ids import shards_of
 
@@ -158,3 +158,20 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
             assert np.allclose(batch.weights, told.min() / told, rtol=1e-4)
         else:
             assert (batch.weights == 1).all()
+
+
+def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(durable: ReplayMemory) -> None:
+    durable._drawing._policy = "degrade"
+    durable.flush()
+    wait_until(lambda: all_answer(durable))
+    writer, before = durable.writer(), held(durable)
+    numbered(writer, 10_000, 10_200)
+    added = durable.add_shard()
+    durable.drain_shard(0)
+    numbered(writer, 10_200, 10_400)
+    writer.flush()
+    assert held(durable) == sorted([*before, *range(10_000, 10_400)])
+    assert durable.num_shards == 2
+    assert set(shards_of(durable.sample(300).ids).tolist()) == {1, added}
+    with pytest.raises(ArgumentError, match="shard"):
+        durable.drain_shard(0)

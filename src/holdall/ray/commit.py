@@ -20,6 +20,7 @@ from holdall.ray.journal import Entry, Journal
 
 _SLOT_BYTES = 16 * 2**20
 _TRY_AGAIN_S = 0.5
+_LOOK_AGAIN_S = 0.01
 _TRIM_EVERY = 64
 
 _LOG = logging.getLogger("holdall")
@@ -64,6 +65,15 @@ class Committer:
             self._staged.append(staged)
             self.backlog += len(staged.entry.payload)
             self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything that is staged is durable."""
+        while self.backlog:
+            time.sleep(_LOOK_AGAIN_S)
+
+    def hide(self, row: int) -> None:
+        """Have the rows before a number left out when the journal is read; nothing may be staged."""
+        self._journal.hide(row)
 
     def _run(self) -> None:
         while True:

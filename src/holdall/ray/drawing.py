@@ -108,16 +108,16 @@ class Drawing:
 
     def answer(self, shard: int, payload: bytes) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
-
-        def learn(name: str) -> Dictionary:
-            if name not in self._dictionaries:
-                record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
-                self._dictionaries[name] = unpack_dictionary(record)
-            return self._dictionaries[name]
-
-        answer = unpack_answer(payload, self._layout, learn)
+        answer = unpack_answer(payload, self._layout, lambda name: self.learn(shard, name))
         self._cluster.note(shard, answer.standing)
         return answer
+
+    def learn(self, shard: int, name: str) -> Dictionary:
+        """Return a dictionary that a shard's blocks name."""
+        if name not in self._dictionaries:
+            record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
+            self._dictionaries[name] = unpack_dictionary(record)
+        return self._dictionaries[name]
 
     def _heard(self, asked: Asked) -> Answer | None:
         """Wait for a shard's answer; None if it is lost, or holds nothing any more."""

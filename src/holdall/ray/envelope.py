@@ -26,6 +26,7 @@ class Verdict(IntEnum):
     EXPECTED_ANOTHER = 1  # out of order, or there already
     NEEDS_DICTIONARY = 2
     REFUSED = 3  # it will never be accepted; the reason follows
+    CLOSED = 4  # the shard takes nothing more; send it to another
 
 
 @dataclass(frozen=True, slots=True)

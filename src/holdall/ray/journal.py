@@ -48,6 +48,7 @@ class Journal:
         self.expected: dict[bytes, int] = {}
         self.dictionaries: dict[str, Dictionary] = {}
         self.first_row = 0
+        self.hidden_before = 0
         self.fenced = False
         self.lingers_s = slots.lingers_s
 
@@ -83,6 +84,15 @@ class Journal:
         self._known |= {dictionary_name(each) for each in dictionaries}
         self.dictionaries |= {dictionary_name(each): each for each in dictionaries}
 
+    def hide(self, row: int) -> None:
+        """Say that the rows before a number are elsewhere now, and not to be read again."""
+        self.hidden_before = max(self.hidden_before, row)
+        if self.fenced or not self._create([], tells_all=True):
+            self.fenced = True
+            raise FencedError(
+                f"{self._slots.url}: another shard has opened this journal; it has what was not moved yet"
+            )
+
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
         numbers = sorted(self._first_rows)
@@ -97,7 +107,7 @@ class Journal:
                 del self._first_rows[number]
 
     def _create(self, parts: list[bytes], tells_all: bool, first_row: int = 0) -> bool:
-        head: dict[str, object] = {"number": self._next, "first_row": first_row, "opening": not parts}
+        head: dict[str, object] = {"number": self._next, "first_row": first_row, "hidden_before": self.hidden_before}
         if tells_all:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
             # What is removed later must not take dictionaries with it that are still in use.
@@ -121,6 +131,7 @@ class Journal:
                 name = bytes.fromhex(writer)
                 self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
             self._told_at = number if "expected" in head else self._told_at
+            self.hidden_before = max(self.hidden_before, whole(head["hidden_before"], 2**62))
             entries = []
             for record in records[1:]:
                 raw = content[record.start : record.start + record.nbytes]

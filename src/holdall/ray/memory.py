@@ -34,6 +34,7 @@ from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdE
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
 from holdall.ray.actors import start_roster, start_shard
+from holdall.ray.block import dictionaries_of
 from holdall.ray.checkpoints import save
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
@@ -156,6 +157,35 @@ class ReplayMemory:
             if self._next_shard >= MOST_SHARDS:
                 raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
             return self._start_shard(self._next_shard, None)
+
+    def drain_shard(self, number: int) -> None:
+        """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
+
+        Transitions that were moved have new ids, and the priority of new ones.
+        """
+        self.flush()
+        with self._lock:
+            self._open()
+            if number not in self._actors or len(self._actors) == 1:
+                raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self._actors)}")
+            actor = self._actors[number]
+            ray.get([self._roster.retire.remote(number), actor.close_to_writers.remote()])
+            own = self._own()
+            own.look_around()
+        while True:
+            payload, rows, end = ray.get(actor.release.remote())
+            if not payload:
+                break
+            known = {name: self._drawing.learn(number, name) for name in dictionaries_of(payload)}
+            with self._lock:
+                own.pass_on(payload, known, rows)
+            ray.get(actor.forget_before.remote(end))
+        with self._lock:
+            ray.get(self._roster.dismiss.remote(number))
+            del self._actors[number]
+            self._cluster.refresh()
+            own.look_around()
+            ray.kill(actor)
 
     def _start_shard(self, number: int, saved: tuple[str, Any] | None) -> int:
         self._next_shard = number + 1

@@ -23,7 +23,7 @@ from holdall.errors import ArgumentError, DamageError, ShardError
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.answer import Answer, pack_answer
-from holdall.ray.block import dictionaries_of, unpack_block
+from holdall.ray.block import dictionaries_of, pack_block, unpack_block
 from holdall.ray.commit import Committer, Staged
 from holdall.ray.dictionaries import pack_dictionary, unpack_dictionary
 from holdall.ray.envelope import Ack, Envelope, Verdict
@@ -83,6 +83,7 @@ class Shard:
         self._dictionaries: dict[str, Dictionary] = {}
         self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
         self._staged: Counter[bytes] = Counter()  # blocks of every writer that are not durable yet
+        self._is_closed = threading.Event()
         self._inserted = 0
         self._changes = 0
         self._sampler = sampler
@@ -119,6 +120,8 @@ class Shard:
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
+                if self._is_closed.is_set():
+                    return self._ack(sent.writer, Verdict.CLOSED)
                 if any(name not in self._dictionaries for name in dictionaries_of(payload)):
                     return self._ack(sent.writer, Verdict.NEEDS_DICTIONARY)
                 dictionaries = dict(self._dictionaries)
@@ -126,6 +129,8 @@ class Shard:
             staged = Staged(Entry(sent.writer, sent.sequence, payload), block)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
+                if self._is_closed.is_set():
+                    return self._ack(sent.writer, Verdict.CLOSED)
                 if sent.sequence != self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, Verdict.EXPECTED_ANOTHER)
                 self._shelf.require(block)
@@ -201,6 +206,35 @@ class Shard:
             return self._standing().packed()
 
     @ray.method(concurrency_group="control")
+    def close_to_writers(self) -> None:
+        """Accept nothing more, so that what is held can be moved elsewhere."""
+        with self._changed:
+            self._is_closed.set()
+            self._changed.notify_all()
+            committer = self._committer
+        if committer is not None:
+            committer.drain()
+
+    @ray.method(concurrency_group="control")
+    def release(self) -> tuple[bytes, int, int]:
+        """Give up the oldest block: return it, its rows, and the number of the row behind it; none: no bytes."""
+        with self._lock:
+            shelf = self._shelf
+            if shelf.transitions == 0:
+                return b"", 0, shelf.next_row
+            start, block = shelf.block(shelf.block_numbers[0])
+            block.columns["valid"][: max(0, shelf.first_row - start)] = False  # they had left already
+            shelf.hide_before(start + block.rows)
+            self._changes += 1
+            return pack_block(block), block.rows, start + block.rows
+
+    @ray.method(concurrency_group="control")
+    def forget_before(self, row: int) -> None:
+        """See to it that rows which are elsewhere now do not come back with the journal."""
+        if self._committer is not None:
+            self._committer.hide(row)
+
+    @ray.method(concurrency_group="control")
     def save(self, url: str) -> dict[str, Any]:
         """Write what is held now to a place; return what the manifest has to say of it."""
         saver = self._savers.setdefault(url, ShardSaver(shard_slots(url, self._number)))
@@ -251,6 +285,7 @@ class Shard:
             shelf = shelf or Shelf(self._layout, capacity, journal.first_row)
             shelf.append(unpack_block(entry.payload, self._layout, journal.dictionaries))
         self._shelf = shelf or self._shelf
+        self._shelf.hide_before(min(journal.hidden_before, self._shelf.next_row))
         self._epoch = journal.epoch
         self._expected = dict(journal.expected)
         self._dictionaries = dict(journal.dictionaries)

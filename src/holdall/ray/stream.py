@@ -168,6 +168,9 @@ class Stream:
             for later in self._under_way:
                 later.sequence, self._sequence = self._sequence, self._sequence + 1
             raise ShardError(f"shard {self.number} refused a block, which is dropped: {ack.reason}")
+        if ack.verdict is Verdict.CLOSED:
+            self._forget_accepted()
+            raise SealedError(f"shard {self.number} takes nothing more")
         if ack.verdict is Verdict.NEEDS_DICTIONARY:
             ray.get([self._shard.learn.remote(record) for record in self._dictionaries(oldest.payload)])
         self._meet()
@@ -191,6 +194,14 @@ class Stream:
         for block in self._under_way:
             self._call(block)
 
+    def _forget_accepted(self) -> None:
+        """Keep the blocks that a shard did not accept before it was closed."""
+        calls = [block.call for block in self._under_way if block.call is not None]
+        ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
+        expected = self._asked().expected
+        while self._under_way and self._under_way[0].sequence < expected:
+            self._under_way.popleft()
+
     def _asked(self) -> Ack:
         until = time.monotonic() + self._patience_s
         while True:
@@ -209,3 +220,7 @@ class Stream:
 
 class GoneError(ShardError):
     """A shard that will not come back."""
+
+
+class SealedError(GoneError):
+    """A shard that takes nothing more; what it has not accepted is safe to send elsewhere."""

@@ -30,7 +30,7 @@ from holdall.ray.layout import Layout
 from holdall.ray.limiter import RateLimit
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.standing import Standing
-from holdall.ray.stream import GoneError, Stream
+from holdall.ray.stream import GoneError, SealedError, Stream
 from holdall.schema import Schema, fit_flags, fit_reward
 
 _ROWS_OF_A_BLOCK = 128
@@ -250,8 +250,8 @@ class Writer:
             else:
                 stream.send(payload, rows)
                 self._end_grants(stream)
-        except GoneError:
-            if self._address.survives:
+        except GoneError as error:
+            if self._address.survives and not isinstance(error, SealedError) and self._is_listed(stream.number):
                 raise
             left = stream.take_back()
             if payload is not None and (not left or left[-1][0] is not payload):
@@ -262,6 +262,17 @@ class Writer:
                 self._through(self._stream(excluded=stream.number), *block)
             if payload is None:
                 self.flush()
+
+    def pass_on(self, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
+        """Send a block that another shard held; it is acknowledged when this returns."""
+        self._dictionaries |= dictionaries
+        self._through(self._stream(), payload, rows)
+        self.flush()
+
+    def _is_listed(self, shard: int) -> bool:
+        """Whether a shard is still one of the memory's."""
+        _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        return shards is None or shard in shards
 
     def _end_grants(self, stream: Stream) -> None:
         """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
@@ -278,10 +289,15 @@ class Writer:
         pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
         return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
 
+    def look_around(self) -> None:
+        """Ask at once which shards there are."""
+        self._looked_at = 0.0
+        self._look_around()
+
     def _look_around(self) -> None:
         """Ask which shards there are, from time to time."""
         now = time.monotonic()
-        if self._version >= 0 and now - self._looked_at < _LOOK_AGAIN_S:
+        if self._version >= 0 and self._looked_at and now - self._looked_at < _LOOK_AGAIN_S:
             return
         self._looked_at = now
         try:
