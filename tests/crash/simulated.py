@@ -165,9 +165,12 @@ def after_power_cuts(
         before: What was on the disk, durably, before the first of `calls`.
     """
     generator = random.Random(seed)
+    durable = _Durable(before)
     for cut in range(len(calls) + 1):
         issued = calls[:cut]
         names, bytes_left = _undone(issued)
+        durable.advance(issued, min([*names, *bytes_left.values(), cut]))
+        synced = _synced_bytes(issued)
         variants = [FATES] * len(bytes_left)
         count = (1 << len(names)) * len(FATES) ** len(variants)
         if count <= most_at_a_cut:
@@ -177,8 +180,7 @@ def after_power_cuts(
         seen = set()
         for happened, *fates in choices:
             lost = {index for index, done in zip(names, happened, strict=True) if not done}
-            fate_of = dict(zip(bytes_left, fates, strict=True))
-            disk = _left_behind(issued, lost, fate_of, before)
+            disk = durable.followed_by(issued, lost, dict(zip(bytes_left, fates, strict=True)), synced)
             key = _fingerprint(disk)
             if key not in seen:
                 seen.add(key)
@@ -193,20 +195,20 @@ def _random_choice(generator: random.Random, names: int, variants: Sequence[tupl
     return (happened, *(generator.choice(fates) for fates in variants))
 
 
-def _undone(issued: list[Call]) -> tuple[list[int], list[int]]:
-    """Return the calls whose names are not durable, and the nodes (by identity) whose bytes are not."""
+def _undone(issued: list[Call]) -> tuple[list[int], dict[int, int]]:
+    """Return the calls whose names are not durable, and by identity of a node the first call whose bytes are not."""
     names: list[int] = []
-    dirty: dict[int, bool] = {}
+    dirty: dict[int, int] = {}
     for index, call in enumerate(issued):
         if call.what == "sync_directory":
             names = [i for i in names if _directory_of(issued[i]) != call.path]
         elif call.what in {"create", "rename", "link", "unlink", "mkdir"}:
             names.append(index)
         elif call.what == "write":
-            dirty[id(call.node)] = True
+            dirty.setdefault(id(call.node), index)
         elif call.what == "sync":
             dirty.pop(id(call.node), None)
-    return names, list(dirty)
+    return names, dirty
 
 
 def _directory_of(call: Call) -> Path:
@@ -214,36 +216,62 @@ def _directory_of(call: Call) -> Path:
     return path.parent if path is not None else Path()
 
 
-def _left_behind(
-    issued: list[Call], lost: set[int], fate_of: dict[int, str], before: SimulatedDisk | None
-) -> SimulatedDisk:
-    disk = SimulatedDisk()
-    left: dict[int, Node] = {}
-    if before is not None:
-        disk.directories = set(before.directories)
-        for path, node in before.files.items():
-            disk.files[path] = left.setdefault(id(node), Node(bytearray(node.content)))
-    synced = _synced_bytes(issued)
-    for index, call in enumerate(issued):
-        if call.what == "write":
-            node = left.setdefault(id(call.node), Node())
-            node.content += call.data
-        if index in lost or call.path is None:
-            continue
+class _Durable:
+    """What the first calls left for good; the states after a cut differ only in what came later."""
+
+    def __init__(self, before: SimulatedDisk | None) -> None:
+        self._done = 0
+        self._files: dict[Path, int] = {}  # identity of the node by path
+        self._contents: dict[int, bytes] = {}
+        self._directories: set[Path] = SimulatedDisk().directories
+        if before is not None:
+            self._directories = set(before.directories)
+            self._files = {path: id(node) for path, node in before.files.items()}
+            self._contents = {id(node): bytes(node.content) for node in before.files.values()}
+
+    def advance(self, issued: list[Call], upto: int) -> None:
+        """Take calls in that cannot be undone any more."""
+        for call in issued[self._done : upto]:
+            if call.what == "write":
+                self._contents[id(call.node)] = self._contents.get(id(call.node), b"") + call.data
+            self._name(call, self._files, self._directories)
+        self._done = max(self._done, upto)
+
+    @staticmethod
+    def _name(call: Call, files: dict[Path, int], directories: set[Path]) -> None:
+        if call.path is None:
+            return
         if call.what == "mkdir":
-            disk.directories.add(call.path)
+            directories.add(call.path)
         elif call.what == "unlink":
-            disk.files.pop(call.path, None)
+            files.pop(call.path, None)
         elif call.what in {"create", "link", "rename"}:
             if call.what == "rename":
-                disk.files.pop(call.path, None)
-            disk.files[call.target or call.path] = left.setdefault(id(call.node), Node())
-    for key, fate in fate_of.items():
-        _suffer(left[key], fate, synced.get(key, 0))
-    missing = {path for path in disk.files if not set(path.parents) <= disk.directories | set(ROOT.parents)}
-    for path in missing:
-        del disk.files[path]
-    return disk
+                files.pop(call.path, None)
+            files[call.target or call.path] = id(call.node)
+
+    def followed_by(
+        self, issued: list[Call], lost: set[int], fate_of: dict[int, str], synced: dict[int, int]
+    ) -> SimulatedDisk:
+        """Return the disk after some of the later calls happened, and bytes of some files suffered."""
+        disk = SimulatedDisk()
+        disk.directories = set(self._directories)
+        files, contents = dict(self._files), dict(self._contents)
+        for index in range(self._done, len(issued)):
+            call = issued[index]
+            if call.what == "write":
+                contents[id(call.node)] = contents.get(id(call.node), b"") + call.data
+            if index not in lost:
+                self._name(call, files, disk.directories)
+        for key, fate in fate_of.items():
+            contents[key] = _suffered(contents[key], fate, synced.get(key, 0))
+        known = disk.directories | set(ROOT.parents)
+        reached = {folder for folder in known if set(folder.parents) <= known}
+        nodes: dict[int, Node] = {}
+        for path, key in files.items():
+            if path.parent in reached:
+                disk.files[path] = nodes.setdefault(key, Node(bytearray(contents.get(key, b""))))
+        return disk
 
 
 def _synced_bytes(issued: list[Call]) -> dict[int, int]:
@@ -257,14 +285,12 @@ def _synced_bytes(issued: list[Call]) -> dict[int, int]:
     return synced
 
 
-def _suffer(node: Node, fate: str, safe: int) -> None:
-    loose = len(node.content) - safe
+def _suffered(content: bytes, fate: str, safe: int) -> bytes:
+    loose = len(content) - safe
     kept = {"lost": 0, "zero": 0, "half zero": loose // 2, "one byte": 1, "half": loose // 2}.get(fate, loose)
     if fate == "all but one byte":
         kept = loose - 1
-    del node.content[safe + kept :]
-    if "zero" in fate:
-        node.content += bytes(loose - kept)
+    return content[: safe + kept] + (bytes(loose - kept) if "zero" in fate else b"")
 
 
 def _fingerprint(disk: SimulatedDisk) -> bytes:
