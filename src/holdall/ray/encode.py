@@ -70,6 +70,7 @@ class Encoder:
             self.fields.append(self._new_field(leaf, Window.whole(leaf)))
             self._searches.begin(i, leaf)
         self._changed_windows: dict[int, Window] = {}
+        self._tick_bytes = 2 * lanes * sum(leaf.nbytes for leaf in layout.leaves)
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
@@ -86,28 +87,49 @@ class Encoder:
         """Whether the block has to be closed before the next tick."""
         if self._used >= self._ticks or self._changed_windows:
             return True
+        if self._used * self._tick_bytes < _BLOCK_BYTES:  # even if nothing was known
+            return False
         return sum(field.part.added_bytes for field in self.fields) >= _BLOCK_BYTES
 
     def add(self, tick: Tick) -> None:
         """Write one tick to the block, which is not full."""
+        self._put(tick, self._used)
+        self._append([tick.obs[i] for i in self._layout.sliced], [tick.next_obs[i] for i in self._layout.sliced])
+
+    def extend(self, steps: Tick, start: int) -> int:
+        """Write ticks, which have a time axis, from `start` on until the block is full; return how many it took."""
+        first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
+        self._put(_cut(steps, slice(start, start + count)), slice(first, first + count))
+        obs, next_obs = ([arrays[i] for i in self._layout.sliced] for arrays in (steps.obs, steps.next_obs))
+        for t in range(start, start + count):
+            self._append([array[t] for array in obs], [array[t] for array in next_obs])
+            if self.is_full:
+                break
+        return self._used - first
+
+    def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
+        """Write the observations of one tick that are cut into slices."""
         now = self._used
+        for field, array, next_array in zip(self.fields, obs, next_obs, strict=True):
+            field.part.append(array, next_array, field.cursors[now])
+        self._used = now + 1
+        if self._searches.under_way:
+            self._look(obs, next_obs)
+
+    def _put(self, tick: Tick, where: int | slice) -> None:
+        """Write all else of one tick, or of several."""
         if self._reward is None:
             self._reward = np.empty((self._ticks, self._lanes), tick.reward.dtype)
-        for field, i in zip(self.fields, self._layout.sliced, strict=True):
-            field.part.append(tick.obs[i], tick.next_obs[i], field.cursors[now])
-        self._reward[now] = tick.reward
+        self._reward[where] = tick.reward
         columns = self._columns
         for name, values in (("action", tick.action), ("extras", tick.extras)):
             for i, value in enumerate(values):
-                columns[f"{name}.{i}"][now] = value
+                columns[f"{name}.{i}"][where] = value
         for i in range(len(tick.obs)):
             if i not in self._layout.sliced:
-                columns[f"obs.{i}"][now], columns[f"next.{i}"][now] = tick.obs[i], tick.next_obs[i]
-        columns["terminated"][now], columns["truncated"][now] = tick.terminated, tick.truncated
-        columns["valid"][now] = True if tick.valid is None else tick.valid
-        self._used = now + 1
-        if self._searches.under_way:
-            self._look(tick)
+                columns[f"obs.{i}"][where], columns[f"next.{i}"][where] = tick.obs[i], tick.next_obs[i]
+        columns["terminated"][where], columns["truncated"][where] = tick.terminated, tick.truncated
+        columns["valid"][where] = True if tick.valid is None else tick.valid
 
     def close(self, codecs: Mapping[int, Codec]) -> Block:
         """Return the block, its slices coded as `codecs` says for their fields, and begin the next one."""
@@ -155,10 +177,9 @@ class Encoder:
         offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
         return Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
 
-    def _look(self, tick: Tick) -> None:
+    def _look(self, obs: list[Array], next_obs: list[Array]) -> None:
         """Look for windows; one that was found begins with the next block."""
-        large = self._layout.sliced
-        done = self._searches.look([tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
+        done = self._searches.look(obs, next_obs)
         for i in done:
             window = self._searches.end(i) or Window.whole(self.fields[i].leaf)
             if window != self.fields[i].window:
@@ -173,6 +194,20 @@ class Encoder:
 
     def _new_field(self, leaf: Leaf, window: Window) -> _OpenField:
         return _OpenField(self._kernels, leaf, window, self._lanes, self._ticks)
+
+
+def _cut(steps: Tick, where: slice) -> Tick:
+    """Return some ticks of several."""
+    return Tick(
+        obs=[array[where] for array in steps.obs],
+        action=[array[where] for array in steps.action],
+        reward=steps.reward[where],
+        next_obs=[array[where] for array in steps.next_obs],
+        terminated=steps.terminated[where],
+        truncated=steps.truncated[where],
+        extras=[array[where] for array in steps.extras],
+        valid=None if steps.valid is None else steps.valid[where],
+    )
 
 
 def plain_codec(window: Window) -> Codec:

@@ -156,19 +156,14 @@ class Writer:
         steps = self._fit(
             (count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid
         )  # fmt: skip
-        for t in range(count):
-            self._write(
-                Tick(
-                    obs=[array[t] for array in steps.obs],
-                    action=[array[t] for array in steps.action],
-                    reward=steps.reward[t],
-                    next_obs=[array[t] for array in steps.next_obs],
-                    terminated=steps.terminated[t],
-                    truncated=steps.truncated[t],
-                    extras=[array[t] for array in steps.extras],
-                    valid=None if steps.valid is None else steps.valid[t],
-                )
-            )
+        self._require_open()
+        taken = 0
+        while taken < count:
+            if self._encoder.is_full:
+                self._send()
+            taken += self._encoder.extend(steps, taken)
+            if self._encoder.is_full:
+                self._send()
 
     def flush(self) -> None:
         """Send what waits, and return when the shards have acknowledged everything."""
@@ -183,9 +178,12 @@ class Writer:
             self.flush()
         self._closed = True
 
-    def _write(self, tick: Tick) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
+
+    def _write(self, tick: Tick) -> None:
+        self._require_open()
         if self._encoder.is_full:
             self._send()
         self._encoder.add(tick)

@@ -1,0 +1,81 @@
+"""Encoding: trajectories and single ticks become the same blocks, byte for byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.store import Tick
+from holdall.ray import encode
+from holdall.ray.block import pack_block
+from holdall.ray.encode import Encoder
+from holdall.ray.layout import Layout
+from holdall.schema import Schema
+from holdall.testing import Stream
+from holdall.testing.strategies import streams
+
+
+def flat(stream: Stream, schema: Schema) -> Tick:
+    step, leading = stream.tick(), (stream.num_envs,)
+    return Tick(
+        schema.observation.flatten(step.obs, leading, "obs"),
+        schema.action.flatten(step.action, leading, "action"),
+        step.reward,
+        schema.observation.flatten(step.next_obs, leading, "next_obs"),
+        step.terminated,
+        step.truncated,
+        schema.extras.flatten(step.extras, leading, "extras"),
+        None,
+    )
+
+
+def together(ticks: list[Tick]) -> Tick:
+    def stacked(name: str) -> list[NDArray[Any]]:
+        return [np.stack(arrays) for arrays in zip(*(getattr(tick, name) for tick in ticks), strict=True)]
+
+    rewards, terminated, truncated = (
+        np.stack([getattr(tick, name) for tick in ticks]) for name in ("reward", "terminated", "truncated")
+    )
+    return Tick(
+        stacked("obs"), stacked("action"), rewards, stacked("next_obs"), terminated, truncated, stacked("extras"), None
+    )
+
+
+@settings(max_examples=60)
+@given(
+    stream=streams(),
+    most=st.integers(1, 30),
+    block_bytes=st.sampled_from([1, 2_000, 4 * 2**20]),
+    lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
+)
+def test_a_trajectory_becomes_the_blocks_of_its_ticks(
+    stream: Stream, most: int, block_bytes: int, lengths: list[int]
+) -> None:
+    schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
+    one, other = (Encoder(Layout.of(schema), stream.num_envs, most, chosen_kernels()) for _ in range(2))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "_BLOCK_BYTES", block_bytes)
+        for length in lengths:
+            ticks = [flat(stream, schema) for _ in range(length)]
+            expected, found = [], []
+            for tick in ticks:
+                one.add(tick)
+                if one.is_full:
+                    expected.append(pack_block(one.close({})))
+            steps, taken = together(ticks), 0
+            while taken < length:
+                taken += other.extend(steps, taken)
+                if other.is_full:
+                    found.append(pack_block(other.close({})))
+            assert found == expected
+            assert other.rows == one.rows
+        if one.rows:
+            assert pack_block(other.close({})) == pack_block(one.close({}))
