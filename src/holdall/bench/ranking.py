@@ -89,8 +89,11 @@ def summaries(runs: Sequence[Run]) -> list[Summary]:
     return [Summary(name, tuple(run for run in runs if (run.profile, run.buffer) == name)) for name in names]
 
 
-def rankings(runs: Sequence[Run]) -> list[Ranking]:
-    """Rank by memory, speed and reward."""
+def rankings(runs: Sequence[Run], missing: int = 0) -> list[Ranking]:
+    """Rank by memory, speed and reward; nothing, while runs are missing."""
+    if missing:
+        why = f"{missing} runs are missing; --resume makes them"
+        return [Ranking(by, (), why) for by in ("memory", "speed", "reward")]
     known = summaries(runs)
     measured = [summary for summary in known if summary.done]
     return [_by_memory(known, measured), _by_speed(measured), _by_reward(measured)]

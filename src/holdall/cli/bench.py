@@ -100,7 +100,7 @@ def profiles(
         if resume is None:
             lines.write(first)
         runs, stopped = _run(settings, calibration, done, lines, told)
-        found = rankings(runs)
+        found = rankings(runs, missing=len(turns(settings)) - len(runs))
         if not stopped:
             for ranking in found:
                 lines.write(ranking.as_dict())

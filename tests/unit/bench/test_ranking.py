@@ -81,6 +81,12 @@ def test_reward_is_the_mean_of_the_later_half_of_the_episodes() -> None:
     assert summary.reward.mean == 6.0
 
 
+def test_nothing_is_ranked_while_runs_are_missing() -> None:
+    assert [ranking.refused for ranking in rankings([run("fast")], missing=3)] == [
+        "3 runs are missing; --resume makes them"
+    ] * 3
+
+
 def test_nothing_at_all_is_refused_without_a_fault() -> None:
     assert all(ranking.refused for ranking in rankings([]))
 
