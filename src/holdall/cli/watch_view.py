@@ -15,7 +15,7 @@ from holdall.watch.reading import GROUPS, Part, Reading
 from holdall.watch.turn import Turn
 
 _TITLES = {
-    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python objects", "heap_retained": "heap, kept",
+    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
     "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
     "other": "other", "unattributed": "unattributed",
 }  # fmt: skip
@@ -33,6 +33,8 @@ def view(turn: Turn, history: History, title: str, width: int = 80) -> Renderabl
     lines: list[RenderableType] = [_headline(title, reading, width), _curve(history, reading, width), _table(reading)]
     if reading.gpu is not None:
         lines.append(_gpu(reading))
+    if beside := _beside(reading):
+        lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
     for verdict in turn.verdicts:
         text = Text(f"{verdict.name}: ", style=_COLOURS[verdict.severity])
         text.append(verdict.text, style="default")
@@ -104,6 +106,18 @@ def _row(table: Table, part: Part, pss: int, style: str = "", indent: str = "") 
     bar = "█" * round(share * _BAR) if not indent else "─" * round(share * _BAR)
     fill = "" if part.fill is None else f"{100 * part.fill:.0f} %"
     table.add_row(indent + part.name, format_bytes(part.resident), bar, format_bytes(part.allocated), fill, style=style)
+
+
+def _beside(reading: Reading) -> list[str]:
+    """Return what is no part of the process's memory, and matters to it."""
+    words = []
+    if reading.page_cache is not None:
+        words.append(f"page cache of the control group {format_bytes(reading.page_cache)}")
+    if reading.pressure is not None:
+        words.append(f"memory pressure {reading.pressure:.1f} %")
+    if reading.spilled:
+        words.append(f"{format_bytes(reading.spilled)} spilled to disk")
+    return words
 
 
 def _gpu(reading: Reading) -> Text:
