@@ -20,7 +20,12 @@ def start_roster(name: str, limit: RateLimit | None, survives: bool) -> Any:
     return actor.options(name=name, namespace=NAMESPACE, max_concurrency=_TALKS).remote(limit, survives)
 
 
-def start_shard(*arguments: Any) -> Any:
-    """Start a shard. Ray restarts it after a loss; what changes it is never called again by Ray itself."""
+def start_shard(options: dict[str, Any], *arguments: Any) -> Any:
+    """Start a shard. Ray restarts it after a loss; what changes it is never called again by Ray itself.
+
+    Args:
+        options: Where it is to be started.
+    """
     remote: Any = ray.remote
-    return remote(num_cpus=0, max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard).remote(*arguments)
+    actor = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
+    return actor.options(**options).remote(*arguments)

@@ -33,15 +33,16 @@ from holdall.checkpoint.source import place_of
 from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
-from holdall.ray.actors import start_roster, start_shard
-from holdall.ray.block import dictionaries_of
 from holdall.ray.checkpoints import save
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
 from holdall.ray.drawing import Drawing, Job, Request, received
-from holdall.ray.ids import MOST_SHARDS, rows_of, shards_of
+from holdall.ray.fleet import Fleet
+from holdall.ray.ids import rows_of, shards_of
 from holdall.ray.layout import Layout
 from holdall.ray.limiter import RateLimit
+from holdall.ray.metrics import LearnerMetrics
+from holdall.ray.priorities import Priorities, checked
 from holdall.ray.saving import newest_manifest
 from holdall.ray.security import require_safe_cluster
 from holdall.ray.settings import Settings
@@ -51,7 +52,7 @@ from holdall.report import FieldReport, MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.uniform import Uniform
-from holdall.schema import Schema, as_array
+from holdall.schema import Schema
 
 _ASK_AGAIN_S = 0.005
 _MOST_TOLD = 16
@@ -75,6 +76,9 @@ class ReplayMemory:
         url: Where journals are kept: a path that every machine sees, or a prefix of an object store.
         sampler: `Uniform()` or `Prioritized(...)`.
         limit: How many rows are drawn for every transition added; writers and learners then wait for each other.
+        placement: Where shards are started: "spread" over machines as far as there are any, or "pack" on few.
+        resources: What Ray reserves for each, by name: {"memory": 2**34}, or one of your own that machines for shards
+            have once each.
         patience_s: Seconds after which a shard that says nothing counts as lost.
 
     All methods may be called from any thread.
@@ -97,6 +101,8 @@ class ReplayMemory:
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         sampler: Sampler | None = None,
         limit: RateLimit | None = None,
+        placement: str = "spread",
+        resources: Mapping[str, float] | None = None,
         patience_s: float = 10.0,
     ) -> None:
         require_count("num_envs", num_envs, 1)
@@ -105,7 +111,7 @@ class ReplayMemory:
         self._sampler = _single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         rows = capacity // num_envs // shards * num_envs
-        settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s, limit)
+        settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources)
         self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
 
     def _set_up(
@@ -122,20 +128,17 @@ class ReplayMemory:
         self._lanes = schema.num_envs
         self._layout = Layout.of(schema)
         self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
-        self._shard_rows = shard_rows
-        self._seed = seed
-        self._url = None if settings.url is None else place_of(settings.url)
         self._words = schema_words(schema)
-        self._next_shard = 0
         self._lock = threading.RLock()
-        self._told: list[tuple[int, Any]] = []
-        self._actors: dict[int, Any] = {}
         self._own_writer: Writer | None = None
         self._closed = False
         self._name = f"holdall-{secrets.token_hex(8)}"
-        survives = settings.durability == "segment"
-        self._roster = start_roster(self._name, settings.limit, survives)
-        self._address = Address(self._words, self._name, survives, settings.prefer, settings.patience_s, settings.limit)
+        self._metrics = LearnerMetrics(self._name)
+        url = None if settings.url is None else place_of(settings.url)
+        self._fleet = Fleet(self._name, self._words, shard_rows, self._sampler, seed, url, settings)
+        self._roster = self._fleet.roster
+        patience = settings.patience_s
+        self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
         self._cluster = Cluster(self._address)
         self._drawing = Drawing(
             self._cluster,
@@ -144,19 +147,17 @@ class ReplayMemory:
             self._sampler,
             generator,
             settings.on_shard_loss,
-            settings.patience_s,
+            patience,
         )
+        self._priorities = Priorities(self._cluster, patience)
         for number in shards:
-            self._start_shard(number, None if saved is None else (saved[0], saved[1][str(number)]))
+            self._fleet.start(number, None if saved is None else (saved[0], saved[1][str(number)]))
         self._cluster.refresh()
 
     def add_shard(self) -> int:
         """Start one more shard and return its number; new blocks go there, too."""
-        with self._lock:
-            self._open()
-            if self._next_shard >= MOST_SHARDS:
-                raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
-            return self._start_shard(self._next_shard, None)
+        self._open()
+        return self._fleet.start()
 
     def drain_shard(self, number: int) -> None:
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
@@ -165,34 +166,7 @@ class ReplayMemory:
         """
         self.flush()
         with self._lock:
-            self._open()
-            if number not in self._actors or len(self._actors) == 1:
-                raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self._actors)}")
-            actor = self._actors[number]
-            ray.get([self._roster.retire.remote(number), actor.close_to_writers.remote()])
-            own = self._own()
-            own.look_around()
-        while True:
-            payload, rows, end = ray.get(actor.release.remote())
-            if not payload:
-                break
-            known = {name: self._drawing.learn(number, name) for name in dictionaries_of(payload)}
-            with self._lock:
-                own.pass_on(payload, known, rows)
-            ray.get(actor.forget_before.remote(end))
-        with self._lock:
-            ray.get(self._roster.dismiss.remote(number))
-            del self._actors[number]
-            self._cluster.refresh()
-            own.look_around()
-            ray.kill(actor)
-
-    def _start_shard(self, number: int, saved: tuple[str, Any] | None) -> int:
-        self._next_shard = number + 1
-        arguments = (self._words, self._shard_rows, self._sampler, self._seed, self._name, self._url, saved)
-        self._actors[number] = start_shard(number, *arguments)
-        ray.get(self._roster.admit.remote(number, [self._actors[number]]))
-        return number
+            self._fleet.drain(number, self._own(), self._drawing, self._cluster)
 
     def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
         """Return a handle that feeds the memory from any process; it can be pickled.
@@ -293,30 +267,14 @@ class ReplayMemory:
         call.
         """
         self._open()
-        told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
-        wanted = as_ids(ids)
         if not isinstance(self._sampler, Prioritized):
             raise ArgumentError(
                 f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
                 "priorities; construct the memory with sampler=Prioritized(...)"
             )
-        if told.shape != wanted.shape or told.dtype.kind not in "iuf":
-            raise ArgumentError(
-                f"priorities has shape {told.shape} and dtype {told.dtype} for ids of shape {wanted.shape}; pass one "
-                "number for every row drawn"
-            )
-        if told.size and not (np.isfinite(told).all() and told.min() >= 0):
-            raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
+        told = checked(ids, priorities)
         self.flush()
-        shards = shards_of(wanted)
-        lost = self._cluster.lost
-        for shard in np.unique(shards).tolist():
-            if shard not in lost and shard in self._cluster.numbers:
-                rows = np.flatnonzero(shards == shard)
-                sent = (rows_of(wanted[rows]).tobytes(), told[rows].tobytes(), told.dtype.str)
-                with self._lock:
-                    self._told.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
-        self._hear_of_priorities()
+        self._priorities.tell(*told)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
@@ -326,7 +284,7 @@ class ReplayMemory:
     @property
     def capacity(self) -> int:
         """Most transitions that are held, over all shards."""
-        return self._shard_rows * len(self._cluster.numbers)
+        return self._fleet.shard_rows * len(self._cluster.numbers)
 
     @property
     def num_envs(self) -> int:
@@ -380,11 +338,11 @@ class ReplayMemory:
         self.flush()
         words = {
             "schema": self._words,
-            "shard_rows": self._shard_rows,
+            "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
             "sampler": type(self._sampler).__name__,
         }
-        return save(place_of(url), self._actors, words, int(keep))
+        return save(place_of(url), self._fleet.actors, words, int(keep))
 
     @classmethod
     def load(
@@ -434,8 +392,7 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
-            for actor in (*self._actors.values(), self._roster):
-                ray.kill(actor)
+            self._fleet.end()
             self._deliverer.dismiss()
 
     def __enter__(self) -> Self:
@@ -469,42 +426,32 @@ class ReplayMemory:
     def _start(self, count: int) -> Request:
         """Ask for a batch, once what this process added and told has reached the shards."""
         self.flush()
-        self._hear_of_priorities()
+        self._priorities.hear()
         self._wait_for_grant(count)
+        if self._metrics.is_due:
+            self._tell_metrics()
         return self._drawing.start(count)
+
+    def _tell_metrics(self) -> None:
+        writer, shards = self._own_writer, max(1, self.num_shards)
+        self._metrics.tell(
+            coverage=1 - len(self._cluster.lost) / shards,
+            losses=self._cluster.losses,
+            unacknowledged_bytes=0 if writer is None else writer.unacknowledged_bytes,
+            credit_wait_seconds=0.0 if writer is None else writer.waited_s,
+        )
 
     def _wait_for_grant(self, count: int) -> None:
         """Wait until the limiter grants a draw, if there is one."""
         limit = self._address.limit
         if self._cluster.roster_was_lost:
-            self._tell_roster()
+            self._cluster.roster_was_lost = False
+            self._fleet.readmit()
         if limit is None:
             return
         limit.require("batch", count)
         while not ray.get(self._roster.take_samples.remote(count)):
             time.sleep(_ASK_AGAIN_S)
-
-    def _tell_roster(self) -> None:
-        """Tell a roster that was restarted which shards there are."""
-        self._cluster.roster_was_lost = False
-        for number, actor in self._actors.items():
-            self._roster.admit.remote(number, [actor])
-
-    def _hear_of_priorities(self) -> None:
-        """Look at what became of updates, and wait if too many are under way."""
-        while True:
-            with self._lock:
-                if not self._told:
-                    return
-                shard, call = self._told[0]
-                ready, _ = ray.wait([call], timeout=self._address.patience_s if len(self._told) > _MOST_TOLD else 0)
-                if not ready and len(self._told) <= _MOST_TOLD:
-                    return
-                self._told.pop(0)
-            try:
-                self._cluster.note(shard, Standing.of(received(call, self._address.patience_s)))
-            except LOSSES:
-                self._cluster.lose(shard)
 
 
 def _sum_of(fields: list[FieldReport]) -> FieldReport:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.experience.sealing.choice import COST_CAPS
@@ -12,6 +14,7 @@ from holdall.ray.limiter import RateLimit
 from holdall.sampling.draw import require_number
 
 DURABILITIES = ("memory", "segment")
+PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +28,16 @@ class Settings:
     device: str | None
     patience_s: float
     limit: RateLimit | None = None
+    placement: str = "spread"
+    resources: Mapping[str, float] | None = None
 
     def __post_init__(self) -> None:
-        known = {"durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": tuple(COST_CAPS)}
+        known = {
+            "durability": DURABILITIES,
+            "on_shard_loss": POLICIES,
+            "prefer": tuple(COST_CAPS),
+            "placement": tuple(PLACEMENTS),
+        }
         for argument, values in known.items():
             value = getattr(self, argument)
             if value not in values:
@@ -38,3 +48,10 @@ class Settings:
                 f"url ({self.url!r}) does not go with durability={self.durability!r}; name where journals are kept for "
                 "durability='segment', and nothing for 'memory'"
             )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Ray is told of a shard's place."""
+        named = dict(self.resources or {})
+        own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
+        return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}

@@ -30,6 +30,7 @@ from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of, life_of
 from holdall.ray.journal import Entry, Journal
 from holdall.ray.layout import Layout
+from holdall.ray.metrics import ShardMetrics
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
 from holdall.ray.shelf import Shelf
@@ -80,6 +81,7 @@ class Shard:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._turns = Turns()
+        self._metrics = ShardMetrics(memory, number)
         self._dictionaries: dict[str, Dictionary] = {}
         self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
         self._staged: Counter[bytes] = Counter()  # blocks of every writer that are not durable yet
@@ -115,7 +117,10 @@ class Shard:
     @ray.method(concurrency_group="insert")
     def insert(self, envelope: bytes, payload: bytes) -> bytes:
         """Take a block over, if it is the next one of its writer."""
-        sent = Envelope.of(envelope)
+        with self._metrics.timed("insert"):
+            return self._insert(Envelope.of(envelope), payload)
+
+    def _insert(self, sent: Envelope, payload: bytes) -> bytes:
         try:
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
@@ -177,7 +182,7 @@ class Shard:
     def sample(self, client: bytes, epoch: int, turn: int, count: int) -> bytes:
         """Draw rows; of an empty shard, return how it stands."""
         self._require_epoch(epoch)
-        with self._turns.taken(client, turn), self._lock:
+        with self._turns.taken(client, turn), self._metrics.timed("sample"), self._lock:
             if self._shelf.transitions == 0:
                 return self._standing().packed()
             return self._answer(self._sampler.draw(self._held(), count, self._generator).ids)
@@ -348,7 +353,10 @@ class Shard:
             mass = self._sampler.mass(self._held()) if shelf.next_row > shelf.first_row else 0.0
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (shelf.first_row, shelf.next_row, shelf.transitions)
-        return Standing(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
+        standing = Standing(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
+        if self._metrics.is_due:
+            self._metrics.tell_standing(standing, shelf.encoded_bytes)
+        return standing
 
     def _held(self) -> Held:
         shelf = self._shelf

@@ -200,6 +200,11 @@ class Shelf:
         """Blocks held."""
         return len(self._block_rows.held)
 
+    @property
+    def encoded_bytes(self) -> int:
+        """Bytes of compressed slices."""
+        return sum(field.unit_bytes for field in self._fields)
+
     def require(self, block: Block) -> None:
         """Refuse a block that this shelf cannot take."""
         dtype = block.columns["reward"].dtype

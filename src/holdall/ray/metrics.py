@@ -1,0 +1,104 @@
+"""Metrics: what shards and learners say of themselves through `ray.util.metrics`, for Prometheus.
+
+In:  standings, and how long calls took.  Out: gauges and histograms, with the memory's name and the shard's number.
+Invariant: a metric costs a call no more than some microseconds, and one that cannot be told never makes a call fail.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from ray.util import metrics
+
+from holdall.ray.standing import Standing
+
+_SHARD = {
+    "transitions": "Transitions that can be drawn",
+    "inserted": "Transitions ever accepted",
+    "mass": "What draws are in proportion to",
+    "backlog": "Bytes that wait to be made durable",
+    "epoch": "Another one after every restart",
+    "encoded_bytes": "Bytes of compressed slices",
+}
+_LEARNER = {
+    "coverage": "Share of the shards that answer",
+    "losses": "How often a shard did not answer",
+    "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
+    "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
+}
+_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+_PAUSE_S = 1.0
+
+
+class _Gauges:
+    """Gauges that are told once a second at most."""
+
+    def __init__(self, prefix: str, described: dict[str, str], tags: dict[str, str]) -> None:
+        self._gauges: dict[str, Any] = {}
+        for name, text in described.items():
+            gauge = metrics.Gauge(f"holdall_{prefix}_{name}", description=text, tag_keys=tuple(tags))
+            gauge.set_default_tags(tags)
+            self._gauges[name] = gauge
+        self._told_at = -_PAUSE_S
+        self._lock = threading.Lock()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to tell again; who is told so has to."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told_at < _PAUSE_S:
+                return False
+            self._told_at = now
+            return True
+
+    def tell(self, **values: float) -> None:
+        """Set gauges."""
+        for name, value in values.items():
+            self._gauges[name].set(float(value))
+
+
+class ShardMetrics(_Gauges):
+    """What one shard tells."""
+
+    def __init__(self, memory: str, shard: int) -> None:
+        tags = {"memory": memory, "shard": str(shard)}
+        super().__init__("shard", _SHARD, tags)
+        self._seconds: Any = metrics.Histogram(
+            "holdall_shard_call_seconds",
+            description="How long calls took",
+            boundaries=_BOUNDARIES,
+            tag_keys=("memory", "shard", "call"),
+        )
+        self._seconds.set_default_tags(tags)
+
+    @contextmanager
+    def timed(self, call: str) -> Iterator[None]:
+        """Time a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.observe(time.perf_counter() - began, tags={"call": call})
+
+    def tell_standing(self, standing: Standing, encoded_bytes: int) -> None:
+        """Tell how the shard stands."""
+        self.tell(
+            transitions=standing.transitions,
+            inserted=standing.inserted,
+            mass=standing.mass,
+            backlog=standing.backlog,
+            epoch=standing.epoch,
+            encoded_bytes=encoded_bytes,
+        )
+
+
+class LearnerMetrics(_Gauges):
+    """What one learner tells."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("learner", _LEARNER, {"memory": memory})
