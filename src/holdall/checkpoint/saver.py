@@ -8,6 +8,7 @@ leaves the memory and the checkpoints before alone; the next one starts over wit
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections import deque
@@ -69,6 +70,7 @@ class Saver:
         self._is_busy = False
         # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+        self._process = os.getpid()
 
     def rows_saved(self) -> dict[int, RowsKey]:
         """Name the chunks of rows that need not be written again."""
@@ -101,6 +103,9 @@ class Saver:
                 self._wake()
 
     def _wake(self) -> None:
+        if self._process != os.getpid():  # a fork's child has the saver, not its thread
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+            self._process, self._is_busy = os.getpid(), False
         if not self._is_busy:
             self._is_busy = True
             self._thread.submit(self._run)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import subprocess
 import sys
 import threading
@@ -346,6 +347,25 @@ def test_a_program_that_ends_waits_for_what_it_saved(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program, str(tmp_path)], check=True, timeout=100)
     with ReplayMemory.load(tmp_path) as loaded:
         assert len(loaded) == 1000
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_fork_of_a_memory_that_was_saved_saves_to_a_place_of_its_own(tmp_path: Path, trainer: Trainer) -> None:
+    """The thread that saved stayed behind."""
+    trainer.add(50)
+    trainer.memory.drain()
+    trainer.memory.save(tmp_path / "one").result()
+    child = os.fork()
+    if child == 0:
+        try:
+            trainer.memory.save(tmp_path / "two").result(60)
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with ReplayMemory.load(tmp_path / "two") as loaded:
+        trainer.require_same(loaded)
 
 
 def test_saves_from_many_threads_come_one_after_another(tmp_path: Path, trainer: Trainer) -> None:
