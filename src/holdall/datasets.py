@@ -8,7 +8,7 @@ before ended with, a new episode begins. Images are stored without loss.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,13 @@ from holdall.schema import Leaf, Structure, Tree
 _FLUSH_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 256
 
+Told = Callable[[int, int], None]
+"""Is told how many transitions are done, and how many there are."""
 
-def export_minari(memory: ReplayMemory, dataset_id: str) -> int:
+
+def export_minari(memory: ReplayMemory, dataset_id: str, told: Told = lambda _done, _all: None) -> int:
     """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
+    done = 0
     minari = _minari()
     schema = memory.schema
     settings = {
@@ -36,6 +40,8 @@ def export_minari(memory: ReplayMemory, dataset_id: str) -> int:
     count, held, buffers = 0, 0, []
     for episode in _episodes(memory):
         buffers.append(_buffer(minari, episode))
+        done += len(episode["reward"])
+        told(done, len(memory))
         count, held = count + 1, held + sum(array.nbytes for array in _arrays(episode))
         if held >= _FLUSH_BYTES:
             dataset, held, buffers = _flushed(minari, dataset, dataset_id, buffers, settings), 0, []
@@ -46,7 +52,7 @@ def export_minari(memory: ReplayMemory, dataset_id: str) -> int:
     return count
 
 
-def import_minari(dataset_id: str) -> ReplayMemory:
+def import_minari(dataset_id: str, told: Told = lambda _done, _all: None) -> ReplayMemory:
     """Return a memory of one lane with all transitions of a local Minari dataset."""
     dataset = _minari().load_dataset(dataset_id)
     memory = ReplayMemory(dataset.observation_space, dataset.action_space, max(1, int(dataset.total_steps)))
@@ -66,6 +72,7 @@ def import_minari(dataset_id: str) -> ReplayMemory:
                 for name, value in rows.items()
             }
             memory.extend(**piece)
+            told(len(memory), int(dataset.total_steps))
     return memory
 
 

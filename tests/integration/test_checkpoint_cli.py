@@ -72,6 +72,23 @@ def test_gc_leaves_the_newest(run: Path) -> None:
         assert len(memory) == 30
 
 
+def test_a_checkpoint_goes_to_minari_and_back(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every transition, with a bar that ends at all of them."""
+    pytest.importorskip("minari", reason="needs the extra [minari]")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    told = called("export", run, "robots/dog-v0")
+    assert told.exit_code == 0, told.stderr
+    assert "30 transitions in 30 episodes" in told.stdout
+    assert "30/30" in told.stderr
+    told = called("import", "minari:robots/dog-v0", tmp_path / "back")
+    assert told.exit_code == 0, told.stderr
+    assert "30/30" in told.stderr
+    with ReplayMemory.load(run) as memory, ReplayMemory.load(tmp_path / "back") as back:
+        ids = np.arange(30)
+        assert np.array_equal(back.gather(ids).obs, memory.gather(ids).obs)
+        assert np.array_equal(back.gather(ids).next_obs, memory.gather(ids).next_obs)
+
+
 @pytest.mark.parametrize("command", ["ls", "verify", "gc"])
 def test_a_place_without_checkpoints_is_told_in_one_line(command: str, tmp_path: Path) -> None:
     """And nothing is made there."""

@@ -3,20 +3,30 @@
 Exit codes: 0 all is well, 1 an error that holdall raised, 2 a mistake on the command line, 3 something is damaged.
 """
 
+import contextlib
 import datetime
 import json as json_
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskProgressColumn,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
 from rich.table import Table
 
-from holdall.checkpoint.handle import Checkpoint
 from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.place import Library, require_files
 from holdall.checkpoint.schema_words import schema_of
@@ -154,8 +164,8 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     from holdall.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with ReplayMemory.load(url, sampler=NoDraws()) as memory:
-        episodes, transitions = export_minari(memory, dataset), len(memory)
+    with ReplayMemory.load(url, sampler=NoDraws()) as memory, _counting("exporting") as told:
+        episodes, transitions = export_minari(memory, dataset, told), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
 
@@ -173,8 +183,9 @@ def import_(
     if source.startswith(_MINARI):
         from holdall.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with import_minari(source.removeprefix(_MINARI)) as memory:
-            _tell_saved(memory.save(url).result())
+        with _counting("importing") as told:
+            imported = import_minari(source.removeprefix(_MINARI), told)
+        _save(imported, url)
         return
     file = Path(source)
     if not file.is_file():
@@ -193,12 +204,24 @@ def import_(
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.sb3.imported import memory_of  # noqa: PLC0415  torch is loaded with it
 
-        with memory_of(Path(folder)) as memory:
-            _tell_saved(memory.save(url).result())
+        with _counting("importing") as told:
+            imported = memory_of(Path(folder), told)
+        _save(imported, url)
 
 
-def _tell_saved(saved: Checkpoint) -> None:
+def _save(memory: ReplayMemory, url: str) -> None:
+    with memory:
+        saved = memory.save(url).result()
     typer.echo(f"checkpoint {saved.number} of {saved.transitions} transitions, {format_bytes(saved.bytes_written)}")
+
+
+@contextlib.contextmanager
+def _counting(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar over transitions, with rate and time left; yield what is told of them."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
+    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+        task = bar.add_task(what, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 def _bar() -> Progress:

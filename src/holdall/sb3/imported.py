@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,12 @@ from holdall.sb3.replay import stored_space
 _STEPS_AT_ONCE = 256
 
 
-def memory_of(folder: Path) -> ReplayMemory:
-    """Add all transitions to a new memory, as `holdall.sb3.ReplayBuffer` would have."""
+def memory_of(folder: Path, told: Callable[[int, int], None] = lambda _done, _all: None) -> ReplayMemory:
+    """Add all transitions to a new memory, as `holdall.sb3.ReplayBuffer` would have.
+
+    Args:
+        told: Is told how many transitions are done, and how many there are.
+    """
     words = json.loads((folder / "words.json").read_text(encoding="utf-8"))
 
     def opened(name: str) -> Any:
@@ -49,4 +54,5 @@ def memory_of(folder: Path) -> ReplayMemory:
             done ^ cut,
             cut,
         )
+        told(memory.next_id, rewards.size)
     return memory
