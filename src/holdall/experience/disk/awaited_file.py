@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError
-from holdall.experience.disk.segment_file import SegmentFile
+from holdall.experience.disk.segment_file import SegmentFile, write_at
 from holdall.experience.part import NEXT_IS_WHOLE, Places
 from holdall.experience.sealing.sealed import SealedSlices
 
@@ -80,7 +80,7 @@ class AwaitedFile(SegmentFile):
     def _write(self, start: int, piece: memoryview) -> None:
         try:
             while piece.nbytes:
-                written = os.pwrite(self.descriptor, piece, start)
+                written = write_at(self.descriptor, piece, start)
                 start, piece = start + written, piece[written:]
         except OSError as error:
             raise CheckpointError(

@@ -89,6 +89,15 @@ def _pread(descriptor: int, nbytes: int, start: int) -> bytes:
         return os.read(descriptor, nbytes)
 
 
+def write_at(descriptor: int, data: memoryview, start: int) -> int:
+    """Write some of `data` from a position on; return how many bytes it was."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, start)
+    with _SEEKING:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
 def _close(descriptor: int, doomed: Path | None, process: int) -> None:
     os.close(descriptor)
     # A fork's child has the descriptor, not the file.
