@@ -175,3 +175,21 @@ def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(durable: Replay
     assert set(shards_of(durable.sample(300).ids).tolist()) == {1, added}
     with pytest.raises(ArgumentError, match="shard"):
         durable.drain_shard(0)
+
+
+def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemory) -> None:
+    writer, before = durable.writer(), len(durable)
+    numbered(writer, 20_000, 20_100)
+    writer.flush()
+    kill(process_of(durable._roster))
+    numbered(writer, 20_100, 20_600)
+    writer.flush()
+    assert len(durable) == before + 600
+    durable.sample(100)
+    wait_until(lambda: bool(durable._cluster.refresh()) and durable.sample(1).ids.size == 1)
+    added = durable.add_shard()
+    late = durable.writer()
+    numbered(late, 20_600, 21_600)
+    late.flush()
+    assert len(durable) == before + 1_600
+    wait_until(lambda: added in set(shards_of(durable.sample(500).ids).tolist()))

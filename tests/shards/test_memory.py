@@ -172,6 +172,14 @@ def test_a_memory_that_cannot_be_made_is_refused(wrong: dict[str, Any]) -> None:
         ReplayMemory(OBSERVATION, ACTION, **wrong)
 
 
+def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) -> None:
+    statuses = four.shards()
+    assert [status.number for status in statuses] == [0, 1, 2, 3]
+    assert len({status.pid for status in statuses}) == 4
+    assert all(status.answers and status.node and status.uss_bytes > 2**20 for status in statuses)
+    assert sum(status.standing.transitions for status in statuses if status.standing is not None) == len(four)
+
+
 def test_a_closed_memory_says_so() -> None:
     memory = ReplayMemory(OBSERVATION, ACTION, 100, shards=1, extras=EXTRAS)
     memory.close()

@@ -73,6 +73,13 @@ class Cluster:
             epoch = -1 if member.standing is None else member.standing.epoch
             return getattr(member.handle, method).remote(member.client, epoch, turn, *arguments)
 
+    def ask_roster(self, method: str, *arguments: Any) -> Any:
+        """Ask the roster something; None while it is being restarted."""
+        try:
+            return ray.get(getattr(self._roster, method).remote(*arguments), timeout=self._address.patience_s)
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return None
+
     def handle(self, shard: int) -> Any:
         """Return the actor of a shard."""
         with self._lock:

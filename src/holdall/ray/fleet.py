@@ -63,7 +63,7 @@ class Fleet:
                 raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
             self._next = chosen + 1
             self.actors[chosen] = start_shard(self._options, chosen, *self._made_with, saved)
-            ray.get(self.roster.admit.remote(chosen, [self.actors[chosen]]))
+            ray.get(self.roster.admit.remote(self.actors))
             return chosen
 
     def drain(self, number: int, writer: Writer, drawing: Drawing, cluster: Cluster) -> None:
@@ -72,6 +72,7 @@ class Fleet:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
+            ray.get(self.roster.admit.remote(self.actors))
             ray.get([self.roster.retire.remote(number), actor.close_to_writers.remote()])
             writer.look_around()
             while (released := ray.get(actor.release.remote()))[0]:
@@ -87,8 +88,7 @@ class Fleet:
 
     def readmit(self) -> None:
         """Tell a roster that was restarted which shards there are."""
-        for number, actor in self.actors.items():
-            self.roster.admit.remote(number, [actor])
+        self.roster.admit.remote(self.actors)
 
     def end(self) -> None:
         """End all actors."""

@@ -47,6 +47,7 @@ from holdall.ray.saving import newest_manifest
 from holdall.ray.security import require_safe_cluster
 from holdall.ray.settings import Settings
 from holdall.ray.standing import Standing
+from holdall.ray.status import ShardStatus, status_of
 from holdall.ray.writer import Address, Writer
 from holdall.report import FieldReport, MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
@@ -316,6 +317,11 @@ class ReplayMemory:
         """Id of the next transition; of a memory of one shard."""
         return self._only_standing().next_row
 
+    def shards(self) -> list[ShardStatus]:
+        """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
+        self._open()
+        return [status_of(number, actor, self._address.patience_s) for number, actor in self._fleet.actors.items()]
+
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
@@ -450,7 +456,7 @@ class ReplayMemory:
         if limit is None:
             return
         limit.require("batch", count)
-        while not ray.get(self._roster.take_samples.remote(count)):
+        while not self._cluster.ask_roster("take_samples", count):
             time.sleep(_ASK_AGAIN_S)
 
 

@@ -51,10 +51,10 @@ class Roster:
             life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
             return life
 
-    def admit(self, shard: int, handle: list[Any]) -> int:
-        """Add a shard; its handle comes in a list, or Ray would wait for it."""
+    def admit(self, handles: dict[int, Any]) -> int:
+        """Add shards to the list; it is told all there are, since it may have been restarted and know none."""
         with self._lock:
-            self._shards[shard] = (handle[0], True)
+            self._shards = {shard: (handle, True) for shard, handle in handles.items()} | self._shards
             self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
             return self._version
 

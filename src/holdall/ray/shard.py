@@ -7,6 +7,7 @@ is a journal, was written to it first. Nothing is decoded here.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -22,6 +23,7 @@ from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ArgumentError, DamageError, ShardError
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
+from holdall.footprint import held_bytes
 from holdall.ray.answer import Answer, pack_answer
 from holdall.ray.block import dictionaries_of, pack_block, unpack_block
 from holdall.ray.commit import Committer, Staged
@@ -262,6 +264,14 @@ class Shard:
         """Say what is held."""
         with self._lock:
             return self._standing().packed()
+
+    @ray.method(concurrency_group="control")
+    def process(self) -> tuple[str, int, int, bytes]:
+        """Say where this shard runs, what its process takes, and how it stands."""
+        with self._lock:
+            standing = self._standing().packed()
+        address: Any = ray.util.get_node_ip_address
+        return str(address()), os.getpid(), held_bytes().unique, standing
 
     @ray.method(concurrency_group="control")
     def report(self) -> list[dict[str, Any]]:

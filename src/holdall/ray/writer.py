@@ -233,12 +233,22 @@ class Writer:
             return
         limit.require("block", rows * limit.samples_per_insert)
         start = time.monotonic()
-        while (lease := ray.get(self._roster.lease_insert.remote(rows))) is None:
+        while (lease := self._leased(rows)) is None:
             time.sleep(_ASK_AGAIN_S)
             for stream in self._streams.values():
                 stream.hear()  # what has arrived does not count as under way any more
         self._grants.append(lease)
         self.limited_s += time.monotonic() - start
+
+    def _leased(self, rows: int) -> int | None:
+        """Ask the limiter; None: not yet, or it is being restarted."""
+        try:
+            lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
+        except ray.exceptions.ActorDiedError as error:
+            raise ShardError("the memory was closed while a writer waited to add to it") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return None
+        return lease
 
     def _through(self, stream: Stream, payload: bytes | None, rows: int = 0) -> None:
         """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
