@@ -149,6 +149,30 @@ def test_an_awaited_file_can_be_closed_while_it_is_waited_for(saved: str, monkey
     assert "did not answer" in told[0]
 
 
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+@pytest.mark.usefixtures("unhurried")
+def test_a_batch_waits_for_a_server_that_was_killed(saved: str, weed: Weed) -> None:
+    """It costs time alone."""
+    with ReplayMemory.load(saved) as memory:
+        weed.kill()
+        told: list[str] = []
+
+        def gather() -> None:
+            require_right(memory)
+            told.append("right")
+
+        thread = threading.Thread(target=gather)
+        thread.start()
+        try:
+            thread.join(2)
+            assert thread.is_alive()
+        finally:
+            weed.restart()
+        thread.join(120)
+        assert told == ["right"]
+
+
 def test_pages_are_fetched_once_and_a_short_answer_is_refused(tmp_path: Path) -> None:
     """Ranges may overlap, touch, be empty, and end behind the file."""
     content = np.random.default_rng(0).bytes(5 * PAGE_BYTES + 17)
