@@ -51,7 +51,7 @@ class Workload:
 WORKLOADS = {
     "atari": Workload("atari", {"game": "Breakout"}, 8_192, tuple(CASES)),
     "camera": Workload("camera", {}, 4_096, ("insert", "sample", "checkpoint")),
-    "noise": Workload("camera", {"noisy": True}, 4_096, ("insert", "sample")),
+    "noise": Workload("camera", {"noisy": True}, 3_072, ("insert", "sample")),
 }
 
 
@@ -132,7 +132,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--case", choices=CASES, action="append")
     parser.add_argument("--workload", choices=WORKLOADS, action="append")
-    parser.add_argument("--rounds", type=int, default=9, help="turns of each side")
+    parser.add_argument("--rounds", type=int, default=7, help="turns of each side")
     parser.add_argument("--json", type=Path)
     wanted = parser.parse_args()
     warnings.filterwarnings("ignore", category=FutureWarning)

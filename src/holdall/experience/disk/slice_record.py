@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -82,7 +82,7 @@ def codec_words(codec: Codec) -> dict[str, Any]:
         "method": int(codec.method),
         "level": codec.level,
         "group": codec.group,
-        "transform": {name: int(value) for name, value in asdict(codec.transform).items()},
+        "transform": {name: int(getattr(codec.transform, name)) for name in _OF_TRANSFORM},
         "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
     }
 
