@@ -308,12 +308,7 @@ class Writer:
         if self._version >= 0 and self._looked_at and now - self._looked_at < _LOOK_AGAIN_S:
             return
         self._looked_at = now
-        try:
-            version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
-        except ray.exceptions.RayError as error:
-            if self._version >= 0:
-                return
-            raise ShardError(f"the memory's roster does not answer ({type(error).__name__}); is it closed?") from error
+        version, shards = self._listed()
         if shards is None or version < self._version:  # one that was restarted knows less, until it is told again
             return
         self._version = version
@@ -329,6 +324,23 @@ class Writer:
             missing = max(0, self._spread - len(kept))
             taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
         self._open_to = taking
+
+    def _listed(self) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
+        """Return the roster's list; who knows no shard yet waits for a roster that is restarted, and for its list."""
+        until = time.monotonic() + self._address.patience_s
+        while True:
+            missing = "lists no shards"
+            try:
+                version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
+                if shards or self._version >= 0:
+                    return version, shards
+            except ray.exceptions.RayError as error:
+                if self._version >= 0:
+                    return self._version, None
+                missing = f"does not answer ({type(error).__name__})"
+            if time.monotonic() > until:
+                raise ShardError(f"the memory's roster {missing}; is the memory closed?")
+            time.sleep(_ASK_AGAIN_S)
 
     def _needed(self, payload: bytes) -> list[bytes]:
         return [pack_dictionary(self._dictionaries[name]) for name in dictionaries_of(payload)]

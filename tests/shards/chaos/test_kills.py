@@ -21,9 +21,9 @@ from holdall import ArgumentError
 from holdall.ray import ReplayMemory
 from holdall.ray.ids import shards_of
 
-from ..processes import process_of
+from ..processes import process_of, wait_until
 from . import ledger as ledger_module
-from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle, written
+from .ledger import ACTION, EXTRAS, OBSERVATION, acknowledged, checked, feed, held, settle, step, written
 
 pytestmark = pytest.mark.usefixtures("cluster")
 # Workers have no tests to import.
@@ -160,3 +160,40 @@ def test_what_was_acknowledged_outlives_many_kills(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tell(seed, torment(seed, 4, 3, 6_000, tmp_path), capsys)
+
+
+def _is_told(memory: ReplayMemory) -> bool:
+    """Draw, as a learner does all the time, and look whether a roster that was restarted knows the shards again."""
+    checked(memory.sample(64))
+    try:
+        return bool(ray.get(memory._roster.shards.remote(-1), timeout=5.0)[1])
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        return False
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("durability", ["memory", "segment"])
+def test_the_roster_may_be_killed(durability: str, tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"durability": durability, "extras": EXTRAS, "patience_s": PATIENCE_S}
+    settings |= {"url": tmp_path} if durability == "segment" else {}
+    with ReplayMemory(OBSERVATION, ACTION, 10_000, shards=SHARDS, **settings) as memory:
+        writer = memory.writer()
+        for number in range(300):
+            writer.add(*step(number))
+        writer.flush()
+        ids = memory.sample(64).ids
+        psutil.Process(process_of(memory._roster)).kill()
+        for number in range(300, 900):
+            writer.add(*step(number))
+        writer.flush()
+        wait_until(lambda: _is_told(memory))
+        later = memory.writer()  # of an actor that starts now
+        for number in range(900, 1_200):
+            later.add(*step(number))
+        later.flush()
+        memory._cluster.refresh()
+        checked(memory.gather(ids))
+        found = held(memory)
+        assert np.array_equal(np.sort(np.concatenate(list(found.values()))), np.arange(1_200))
+        memory.add_shard()
+        assert len(memory._cluster.refresh()) == SHARDS + 1
