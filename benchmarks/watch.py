@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import select
 import statistics
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from process import commit, machine, versions
 
 from holdall.footprint import held_bytes
 from holdall.units import format_bytes
+from holdall.watch.sidecar import told_by
 from holdall.watch.trim import trim
 from holdall.watch.watcher import Watcher
 
@@ -60,32 +62,19 @@ def attributed(_: argparse.Namespace) -> list[Row]:
 
 
 def cost(wanted: argparse.Namespace) -> list[Row]:
-    """Compare step rates with and without a watch, turn by turn, and look at the watcher itself."""
-    command = [sys.executable, TRAININGS, "dqn-vector", "--steps", "6000", "--rates", str(wanted.rounds)]
-    rates: dict[bool, list[float]] = {True: [], False: []}
-    sizes: list[tuple[int, int]] = []
-    with subprocess.Popen(command, **PIPES) as child:
-        assert child.stdout is not None
-        used: dict[int, tuple[float, float]] = {}
-        os.set_blocking(child.stdout.fileno(), False)
-        while child.poll() is None:
-            _measure(child.pid, used, sizes)
-            time.sleep(0.5)
-        for line in child.stdout.read().splitlines():
-            told = json.loads(line)
-            rates[told["watched"]].append(told["rate"])
-        shares = [seconds / wall for seconds, wall in used.values() if wall > 3]
-    pairs = [plain / watched - 1.0 for watched, plain in zip(rates[True], rates[False], strict=True)]
-    slower = statistics.median(pairs)
-    agent = _agents_share()
+    """Compare a training with itself, watched and not watched by turns, and look at the watcher."""
+    command = [sys.executable, TRAININGS, "dqn-vector", "--steps", "1000", "--rates", str(4 * wanted.rounds)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    turns = [json.loads(line) for line in done.stdout.splitlines()]
+    slower = {clock: _slower(turns, clock) for clock in ("cpu", "wall")}
+    agent, share, pss, rss = _taken_beside()
     return [
-        _row("cost", "step rate", f"{100 * slower:+.2f} % slower (median of {len(pairs)} pairs), the agent's own time "
-             f"{100 * agent:.2f} %", holds=agent <= 0.005 and slower <= 0.005 + _spread(pairs),
-             bar="at most 0.5 %", pairs=pairs, agents_share=agent, median=slower, spread=_spread(pairs)),
-        _row("cost", "watcher", f"{100 * max(shares):.1f} % of a core, {format_bytes(max(s[0] for s in sizes))} PSS, "
-             f"{format_bytes(max(s[1] for s in sizes))} resident", holds=max(shares) <= 0.03 and
-             max(size[0] for size in sizes) <= 40e6, bar="3 % of a core, 40 MB", share=max(shares),
-             pss=max(size[0] for size in sizes), rss=max(size[1] for size in sizes)),
+        _row("cost", "step rate", f"{_percent(slower['cpu'])} of the training's own time, by turns; "
+             f"{_percent(slower['wall'])} by the clock; the agent's own count {100 * agent:.2f} %",
+             holds=slower["cpu"][0] <= 0.005 and agent <= 0.005, bar="at most 0.5 %",
+             cpu=slower["cpu"], wall=slower["wall"], agents_count=agent, turns=len(turns)),
+        _row("cost", "watcher", f"{100 * share:.1f} % of a core, {format_bytes(pss)} PSS, {format_bytes(rss)} resident",
+             holds=share <= 0.03 and rss <= 40e6, bar="3 % of a core, 40 MB", share=share, pss=pss, rss=rss),
     ]  # fmt: skip
 
 
@@ -239,41 +228,46 @@ def _last_line(child: subprocess.Popen[str]) -> str:
     return child.stdout.readline()
 
 
-def _measure(pid: int, used: dict[int, tuple[float, float]], sizes: list[tuple[int, int]]) -> None:
-    """Note what the watchers beside a process took so far."""
-    try:
-        for process in psutil.Process(pid).children():
-            if "holdall.watch.beside" in " ".join(process.cmdline()):
-                times = process.cpu_times()
-                wall = time.time() - process.create_time()
-                begun = 0.35  # importing, before there is anything to watch
-                used[process.pid] = (max(times.user + times.system - begun, 0.0), wall)
-                held = held_bytes(process.pid)
-                sizes.append((held.proportional, held.resident))
-    except (psutil.Error, OSError):
-        return
+def _slower(turns: list[dict[str, Any]], clock: str) -> tuple[float, float]:
+    """Return how much slower watched turns are than their neighbours, and how far that may be off."""
+    ratios = []
+    for pair in zip(turns[::2], turns[1::2], strict=False):
+        watched, plain = sorted(pair, key=lambda turn: not turn["watched"])
+        ratios.append(watched[clock] / plain[clock] - 1.0)
+    low, _, high = statistics.quantiles(ratios, n=4)
+    return statistics.median(ratios), float((high - low) / len(ratios) ** 0.5)
 
 
-def _agents_share() -> float:
-    """Return what part of a training's time its agent takes, by the agent's own clock."""
-    command = [sys.executable, TRAININGS, "sac-small", "--steps", "8000", "--size", "8000", "--pause"]
-    begun = time.time()
+def _percent(slower: tuple[float, float]) -> str:
+    return f"{100 * slower[0]:+.2f} % (give or take {100 * slower[1]:.2f})"
+
+
+def _taken_beside() -> tuple[float, float, int, int]:
+    """Return what the agent takes of a training's time, by its own count, and the watcher's time and memory."""
+    command = [sys.executable, TRAININGS, "sac-small", "--steps", "6000", "--size", "6000", "--pause"]
+    used, pss, rss = (0.0, 1.0), 0, 0
+    first: tuple[float, float] | None = None
     with subprocess.Popen(command, **PIPES) as child:
-        _last_line(child)
-        watcher = Watcher(child.pid)
-        watcher.read()
-        told = watcher.newest_told
-        wall = time.time() - begun
+        assert child.stdout is not None
+        while not select.select([child.stdout], [], [], 0.5)[0]:
+            for process in _watchers(child.pid):
+                times, held = process.cpu_times(), held_bytes(process.pid)
+                now = (times.user + times.system, time.monotonic())
+                first = first or now  # from here on: importing came before
+                used = (now[0] - first[0], now[1] - first[1])
+                pss, rss = max(pss, held.proportional), max(rss, held.resident)
+        told = told_by(child.pid)
+        wall = time.time() - psutil.Process(child.pid).create_time()
         child.communicate("\n")
-    return 1.0 if told is None else told.seconds_spent / wall
+    return (told.seconds_spent / wall if told else 1.0), used[0] / max(used[1], 1.0), pss, rss
 
 
-def _spread(pairs: list[float]) -> float:
-    """Return how far the median may be off: the pairs' quartiles, over the root of their number."""
-    if len(pairs) < 4:
-        return 1.0
-    low, _, high = statistics.quantiles(pairs, n=4)
-    return float((high - low) / len(pairs) ** 0.5)
+def _watchers(pid: int) -> list[psutil.Process]:
+    try:
+        children = psutil.Process(pid).children()
+        return [child for child in children if "holdall.watch.beside" in " ".join(child.cmdline())]
+    except (psutil.Error, OSError):
+        return []
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ import argparse
 import json
 import mmap
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +28,8 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
+from holdall.watch import start
+from holdall.watch.guard import Guard
 
 BYTES_OBJECT = 33  # what Python takes for an empty one
 
@@ -169,19 +172,46 @@ def say(**words: Any) -> None:
     print(json.dumps(words), flush=True)
 
 
-def turns_of_rates(model: Any, steps: int, turns: int) -> list[tuple[bool, float]]:
-    """Train with and without a watch, by turns, and return the rates of steps."""
-    rates = []
-    model.learn(steps)  # what is made once is made here
-    for turn in range(2 * turns):
-        watched = turn % 2 == turn // 2 % 2  # with, without, without, with
-        callback = WatchCallback() if watched else None
-        begun = time.perf_counter()
-        before = model.num_timesteps
-        model.learn(steps, callback=callback, reset_num_timesteps=False)
-        rates.append((watched, (model.num_timesteps - before) / (time.perf_counter() - begun)))
-        say(turn=turn, watched=watched, rate=rates[-1][1])
-    return rates
+class Toggling(BaseCallback):
+    """Has the training watched and not watched by turns, and notes the time that each turn takes."""
+
+    def __init__(self, block: int, turns: int) -> None:
+        super().__init__()
+        self._block, self._turns = block, turns
+        self._watch = start()
+        self._guard: Guard | None = None
+        self._turn = -1
+        self._begun = (0.0, 0.0)
+
+    def _on_training_start(self) -> None:
+        self._watch.agent.follow_model(self.model)
+
+    def _on_step(self) -> bool:
+        if self._guard is not None:
+            self._watch.agent.drive()
+        return self.n_calls % self._block > 0 or self._turn_over()
+
+    def _turn_over(self) -> bool:
+        now = (time.perf_counter(), time.process_time())
+        if self._turn >= 0:  # what is made once is made before the first turn
+            wall, cpu = (after - before for before, after in zip(self._begun, now, strict=True))
+            say(watched=self._guard is not None, wall=wall / self._block, cpu=cpu / self._block)
+        self._turn += 1
+        self._watch_in_turn(watched=self._turn % 4 in {0, 3})  # with, without, without, with
+        self._begun = (time.perf_counter(), time.process_time())
+        return self._turn < self._turns
+
+    def _watch_in_turn(self, *, watched: bool) -> None:
+        agent, beside = self._watch.agent, self._watch.pid
+        if self._guard is not None:
+            self._guard.stop()
+        self._guard = Guard(agent, "warn") if watched else None
+        agent.due = time.monotonic() + (0.0 if watched else 1e6)
+        os.kill(beside, signal.SIGCONT if watched else signal.SIGSTOP)
+
+    def _on_training_end(self) -> None:
+        os.kill(self._watch.pid, signal.SIGCONT)
+        self._watch.stop()
 
 
 def main() -> None:
@@ -200,7 +230,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = MODELS[wanted.model](wanted.seed, wanted.size)
     if wanted.rates:
-        turns_of_rates(model, wanted.steps, wanted.rates)
+        model.learn(10**9, callback=Toggling(wanted.steps, wanted.rates))
         return
     watch = WatchCallback(0.5, record=wanted.record, verbose=0)
     model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))

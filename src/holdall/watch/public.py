@@ -105,6 +105,11 @@ class Watch:
         )
         self._end = weakref.finalize(self, _end, self._beside)
 
+    @property
+    def pid(self) -> int:
+        """The process beside this one that reads it."""
+        return self._beside.pid
+
     def reading(self) -> Reading | None:
         """Return the newest reading; None before the first."""
         found = newest(os.getpid())
