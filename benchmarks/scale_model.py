@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import re
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -165,6 +164,20 @@ def table(results: dict[str, Any], asked: Assumptions) -> str:
     return "\n".join(lines) + "\n"
 
 
+def measured(results: dict[str, Any]) -> str:
+    """Lay what was measured beside what was asked of it, as Markdown."""
+    by_name: dict[str, dict[str, Any]] = {}
+    for bar in results["bars"]:
+        by_name.setdefault(bar["name"], {})[bar["workload"]] = bar
+    lines = ["| | asked of Atari | " + " | ".join(NAMES.values()) + " |", "|---|--:|" + "--:|" * len(NAMES)]
+    for name, bars in by_name.items():
+        first = next(iter(bars.values()))
+        asked = f">= {first['least']:g}" if first["least"] is not None else f"<= {first['most']:.3g}"
+        cells = [f"{bars[each]['value']:.3g}" if each in bars else "" for each in NAMES]
+        lines.append(f"| {name} | {asked} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main() -> None:
     """Read the command line, and write the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -175,13 +188,17 @@ def main() -> None:
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, default=field.default)
     wanted = vars(parser.parse_args())
     asked = Assumptions(**{field.name: wanted[field.name] for field in fields(Assumptions)})
-    made = table(json.loads(wanted["results"].read_text(encoding="utf-8")), asked)
-    if wanted["docs"]:
-        page = PAGE.read_text(encoding="utf-8")
-        marked = re.compile(r"(<!-- scale: [^>]*-->\n).*?(<!-- end of scale -->)", re.DOTALL)
-        PAGE.write_text(marked.sub(lambda found: f"{found[1]}{made}{found[2]}", page), encoding="utf-8")
-    else:
-        print(made, end="")
+    results = json.loads(wanted["results"].read_text(encoding="utf-8"))
+    tables = {"measured": measured(results), "scale": table(results, asked)}
+    page = PAGE.read_text(encoding="utf-8")
+    for name, made in tables.items():
+        if wanted["docs"]:
+            before, start, rest = page.partition(f"<!-- {name}: made by benchmarks/scale_model.py --docs")
+            head, _, rest = rest.partition("\n")
+            page = f"{before}{start}{head}\n{made}<!-- end of {name} -->{rest.partition(f'<!-- end of {name} -->')[2]}"
+        else:
+            print(made)
+    PAGE.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":
