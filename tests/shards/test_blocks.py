@@ -18,7 +18,7 @@ from holdall.experience.kernels import Kernels, chosen_kernels
 from holdall.experience.native import native_kernels
 from holdall.experience.portable import PortableKernels
 from holdall.experience.sealing.choice import choose
-from holdall.experience.sealing.codec import Codec
+from holdall.experience.sealing.codec import Codec, Method, Transform
 from holdall.experience.store import Tick
 from holdall.ray.answer import Answer, pack_answer, unpack_answer
 from holdall.ray.block import Block, pack_block, unpack_block
@@ -129,6 +129,26 @@ def test_windows_codecs_and_dictionaries_may_change_between_blocks(kernels: Kern
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
     assert len({stretch.form.codec.describe() for stretch in desk.shelf.find(ids).fields[0]}) > 1
+
+
+def test_palettes_leave_with_their_blocks(kernels: Kernels) -> None:
+    space = spaces.Box(-1, 1, (80,), np.float64)
+    desk = Desk(Stream(space, spaces.Discrete(3), plans=[LeafPlan(content="constant")]), 40, 8, kernels)
+    codec = Codec(Method.ZSTD, 1, Transform(640, word_bytes=8), None, 2)
+    desk.codecs[0] = codec
+    generator = np.random.default_rng(0)
+    for _ in range(30):  # every block has words of its own
+        words = generator.random(4)
+        for _ in range(8):
+            obs, following = (generator.choice(words, (1, 80)) for _ in range(2))
+            no, reward = np.zeros(1, np.bool_), np.zeros(1, np.float32)
+            action = np.zeros(1, np.int64)
+            desk.oracle.add(obs, action, reward, following, no, no)
+            desk.encoder.add(Tick([obs], [action], reward, [following], no, no, [], None))
+        desk.send()
+    ids = desk.oracle.ids
+    assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+    assert len(desk.shelf._fields[0]._forms) <= 6
 
 
 def test_only_slices_that_are_new_are_sent() -> None:

@@ -1,12 +1,36 @@
 """The memory past one machine: the same calls over shards, which are actors of Ray's.
 
 `holdall.ray.ReplayMemory` is made where the learner is; `memory.writer()` goes to the actors, or `collect` starts them.
-`holdall.ray.sb3` has what Stable-Baselines3's learners need.
+`holdall.ray.sb3` has what Stable-Baselines3's learners need. Names are imported when they are asked for: a shard
+that is started again after a loss waits for no more than it uses.
 """
 
-from holdall.ray.collect import Collection, collect
-from holdall.ray.limiter import RateLimit
-from holdall.ray.memory import ReplayMemory
-from holdall.ray.writer import Writer
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from holdall.ray.collecting import Collection, collect
+    from holdall.ray.limiter import RateLimit
+    from holdall.ray.memory import ReplayMemory
+    from holdall.ray.writer import Writer
 
 __all__ = ["Collection", "RateLimit", "ReplayMemory", "Writer", "collect"]
+
+_HOMES = {
+    "Collection": "collecting",
+    "RateLimit": "limiter",
+    "ReplayMemory": "memory",
+    "Writer": "writer",
+    "collect": "collecting",
+}
+
+if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
+
+    def __getattr__(name: str) -> object:
+        if name == "sb3":
+            return importlib.import_module("holdall.ray.sb3")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
+        found = getattr(importlib.import_module(f"holdall.ray.{_HOMES[name]}"), name)
+        globals()[name] = found  # asked for once; also in place of the module of the same name
+        return found

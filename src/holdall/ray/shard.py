@@ -103,7 +103,8 @@ class Shard:
         else:
             journal = Journal(slots_at(url, "journal", f"{number:05d}"))
             self._take_over(journal, capacity)
-        is_new = self._shelf.next_row == first_row_of(first_life)
+        # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
+        is_new = self._epoch == first_life if url is None else self._shelf.next_row == 0
         # The first life of the only shard draws as a local memory with the same seed does.
         first = number == 0 and self._epoch == 0
         own_seed = seed if seed is None or first else [seed, number, self._epoch]

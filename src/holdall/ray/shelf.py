@@ -7,6 +7,7 @@ with its last row.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,8 +68,10 @@ class _FieldShelf:
         self.blocks = Run(np.int64, (4,))  # first log entry, entries a lane, first offset, form
         self.units: dict[int, bytes] = {}
         self.unit_bytes = 0
-        self._forms: list[Form] = []
-        self._form_numbers: dict[str, int] = {}
+        self._forms: dict[int, Form] = {}
+        self._form_keys: dict[str, int] = {}
+        self._form_uses: Counter[int] = Counter()  # blocks of a form
+        self._next_form = 0
 
     def append(self, number: int, field: SlicedField) -> None:
         coded = field.coded
@@ -87,6 +90,7 @@ class _FieldShelf:
     def drop(self, row: int, first: int, end: int) -> None:
         """Give up the rows before `row`, and the blocks from `first` up to `end`, without it."""
         self.cursors.drop_before(row)
+        self._forget_forms(self.blocks.between(first, end)[:, 3].tolist())
         for number in range(first, end):
             self.unit_bytes -= len(self.units.pop(number))
         if end < self.blocks.end:
@@ -158,11 +162,22 @@ class _FieldShelf:
     def _form(self, field: SlicedField) -> int:
         codec, palette = field.coded.codec, field.coded.palette
         key = repr((window_words(field.window), codec_words(codec), palette.tobytes()))
-        number = self._form_numbers.get(key)
+        number = self._form_keys.get(key)
         if number is None:
-            number = self._form_numbers[key] = len(self._forms)
-            self._forms.append(Form(field.window, codec, palette.copy()))
+            number = self._form_keys[key] = self._next_form
+            self._next_form += 1
+            self._forms[number] = Form(field.window, codec, palette.copy())
+        self._form_uses[number] += 1
         return number
+
+    def _forget_forms(self, numbers: list[int]) -> None:
+        """Give up forms with their last block: a palette is of one block alone."""
+        self._form_uses.subtract(numbers)
+        gone = {number for number in numbers if not self._form_uses[number]}
+        for number in gone:
+            del self._forms[number], self._form_uses[number]
+        if gone:
+            self._form_keys = {key: number for key, number in self._form_keys.items() if number not in gone}
 
 
 class Shelf:
