@@ -47,6 +47,7 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
     assert figures["fit"]["sb3"] == "does not fit"
     assert newest(tmp_path / "watch.jsonl").count("buffers") == 1
+    assert Path(figures["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
     for words in ("Will 2,740 transitions", "kill -9", "the next batches are identical"):
         assert words in done.stderr
 

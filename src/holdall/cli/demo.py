@@ -31,8 +31,7 @@ def demo(
         story.print()
         story.print(table(comparison))
         story.print(verdict(comparison))
-        if comparison.report is not None:
-            story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True)
+        story.print(f"The page of what was watched: {comparison.report}", soft_wrap=True)
         story.print(f"The demo took {comparison.seconds:.0f} s.", style="dim")
     if not comparison.holds:
         raise typer.Exit(DIFFERENT)

@@ -28,7 +28,7 @@ class Comparison:
     saved: Drawn
     resumed: Drawn
     seconds: float = 0.0
-    report: str | None = None  # the page
+    report: str = ""  # the page
 
     @property
     def weights_identical(self) -> bool:

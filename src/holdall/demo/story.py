@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import shutil
-import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from holdall.demo.fitting import Fit, fit
 from holdall.demo.live import newest
 from holdall.demo.result import Drawn, Result
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
+from holdall.page.report import read_report
 from holdall.units import format_bytes
 
 FEWEST_STEPS = 240
@@ -71,8 +71,9 @@ def _chapter(console: Console, number: int, title: str) -> None:
 
 
 def _tell_fit(console: Console, fitted: Fit) -> None:
-    for buffer, (size, said) in fitted.as_words().items():
+    for buffer, (size, said) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[said]}]{said}[/]")
+    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
 
 def _run(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
@@ -123,12 +124,10 @@ def _bars(console: Console) -> Progress:
     return Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
 
 
-def _page(record: Path, target: Path) -> str | None:
-    """Make the page of what the watch recorded, as a user would; None where that cannot be done."""
-    done = subprocess.run(
-        module("__main__", "report", record, "-o", target), capture_output=True, text=True, check=False
-    )
-    return str(target) if done.returncode == 0 else None
+def _page(record: Path, target: Path) -> str:
+    """Make the page of what the watch recorded, as `holdall report` does."""
+    target.write_text(read_report(record).page(), encoding="utf-8")
+    return str(target)
 
 
 def _check(steps: int, transitions: int) -> None:
