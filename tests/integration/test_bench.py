@@ -39,7 +39,7 @@ def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.timeout(300)  # three processes, on whatever machine
+@pytest.mark.timeout(900)  # three processes, on whatever machine
 def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     begun(path, 1_200)

@@ -32,6 +32,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
+@pytest.mark.timeout(900)  # four processes, on whatever machine
 def test_wrong_rows_are_found_where_there_are_some_and_nowhere_else(trace: Path, tmp_path: Path) -> None:
     out = tmp_path / "results.jsonl"
     libraries = ["sb3 optimize_memory_usage", "holdall", "cpprb"]

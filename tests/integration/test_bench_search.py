@@ -23,7 +23,7 @@ def nothing(what: str, share: float) -> None:
     """Show no progress."""
 
 
-@pytest.mark.timeout(300)  # processes that import torch, on whatever machine
+@pytest.mark.timeout(900)  # processes that import torch, on whatever machine
 def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Path) -> None:
     storage = tmp_path / "study.journal"
     first = Search(SETTINGS, storage, SMALL)

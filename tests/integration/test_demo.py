@@ -31,7 +31,7 @@ def both(weights: str = "ab" * 32, batches: str = "ef" * 32) -> comparison.Compa
     return comparison.Comparison(FIT, result("sb3"), result("holdall", weights), saved, resumed)
 
 
-@pytest.mark.timeout(300)  # three trainings, on whatever machine
+@pytest.mark.timeout(900)  # three trainings, on whatever machine
 def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_own(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "holdall", "demo", "--json", "--steps", "240", "--transitions", "2500"]
     done = subprocess.run(

@@ -76,6 +76,7 @@ def test_two_actors_and_two_shards_train_a_dqn(tmp_path: Path) -> None:
     assert "times smaller" in ran.stdout
 
 
+@pytest.mark.timeout(900)  # two processes, on whatever machine
 def test_the_training_that_can_crash_goes_on_where_it_was(tmp_path: Path) -> None:
     script = [sys.executable, str(EXAMPLES / "resume_after_a_crash.py"), str(STEPS["resume_after_a_crash"])]
     said = [
