@@ -70,6 +70,11 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> Non
                     priorities = generator.random(24).astype(np.float32)
                     local.update_priorities(batch.ids, priorities)
                     sharded.update_priorities(batch.ids, priorities)
+        steps = source.ticks(60)
+        whole = (steps.obs, steps.action, steps.reward, steps.next_obs, steps.terminated, steps.truncated, steps.extras)
+        local.extend(*whole)
+        sharded.extend(*whole)
+        assert_same_bits(sharded.sample(64), local.sample(64))
         assert len(sharded) == len(local)
         assert (sharded.first_id, sharded.next_id) == (local.first_id, local.next_id)
         with sharded.loader(16, prefetch=2) as ahead, local.loader(16, prefetch=2) as expected:
