@@ -49,7 +49,7 @@ def trainer(environment: dict[str, str]) -> Iterator[int]:
     with subprocess.Popen([sys.executable, "-c", TRAINER], **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        time.sleep(0.6)  # the agent speaks every quarter of a second
+        time.sleep(1.2)  # the agent speaks twice a second
         yield child.pid
         child.communicate("\n")
 

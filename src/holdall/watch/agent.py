@@ -1,4 +1,4 @@
-"""The agent: a few counters and addresses that a watched process publishes a few times a second.
+"""The agent: a few counters and addresses that a watched process publishes twice a second.
 
 In:  what is to be watched here.  Out: the sidecar file that a watcher reads in another process.
 Invariant: everything that takes time is done elsewhere; what is done here is measured, and takes at most a five
@@ -32,8 +32,8 @@ from holdall.watch.sidecar import PhasePeak, Region, Told
 from holdall.watch.trim import answer_request
 
 _SHARE_OF_TIME = 0.002
-_INTERVAL_S = 0.25
-_SILENCE = 8
+_INTERVAL_S = 0.5
+_SILENCE = 4
 """Intervals after which the thread speaks for a training loop that has not called."""
 
 _LOG = logging.getLogger("holdall")
@@ -126,7 +126,7 @@ class Agent:
             sidecar.withdraw(self._pid)
 
     def _beat(self) -> None:
-        while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s / 4)):
+        while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError):
                 answer_request()
             silent = time.monotonic() - self.due > _SILENCE * self.interval_s
