@@ -215,7 +215,9 @@ class Writer:
         )
 
     def _send(self) -> None:
-        """Close the block and send it on its way."""
+        """Close the block and send it on its way; what could fail before that comes first, so that none is lost."""
+        self._wait_for_grant(self._encoder.rows)
+        stream = self._stream()
         for i, field in enumerate(self._encoder.fields):
             self._habits.look(i, field.window, field.raw)
         codecs = self._habits.codecs([field.window for field in self._encoder.fields])
@@ -223,8 +225,7 @@ class Writer:
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
         block = self._encoder.close(codecs)
-        self._wait_for_grant(block.rows)
-        self._through(self._stream(), pack_block(block), block.rows)
+        self._through(stream, pack_block(block), block.rows)
 
     def _wait_for_grant(self, rows: int) -> None:
         """Wait until the memory's limiter grants an insert, if there is one."""

@@ -47,3 +47,14 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
     after = memory._cluster.refresh()[0].next_row
     numbers = checked(memory.gather(np.arange(before, after)))
     assert numbers.tolist() == list(range(added))
+
+
+def test_a_block_that_finds_no_shard_stays_with_its_writer(cluster: None) -> None:
+    with ReplayMemory(OBSERVATION, ACTION, 1_000, shards=1, extras=EXTRAS, patience_s=1.0) as closed:
+        writer = closed.writer()
+    added = 0
+    with pytest.raises(ShardError, match="closed"):  # noqa: PT012  which of them it is does not matter
+        while added < 2_000:
+            added += 1
+            writer.add(*step(added - 1))
+    assert writer.waiting_rows == added
