@@ -19,8 +19,8 @@ from holdall.errors import ArgumentError
 _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
 _COUNTED = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<counts>\d+(?:\s*,\s*\d+)*)\)")
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
-_MOST_ELEMENTS = 2**40
-"""Shapes beyond this are a slip of the pen; NumPy would fail on them with a message about itself."""
+_MOST_ELEMENTS = 2**26
+"""Shapes beyond this are a slip of the pen, and gymnasium allocates four arrays of a box's shape to tell its bounds."""
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:
@@ -92,6 +92,10 @@ def stacked(space: spaces.Space[Any], frames: int) -> spaces.Space[Any]:
         return spaces.Dict({key: stacked(child, frames) for key, child in space.spaces.items()})
     if not isinstance(space, spaces.Box) or not space.shape:
         raise ArgumentError(f"frame_stack ({frames}) stacks Box spaces, not {space}; leave it out")
+    if frames * space.low.size > _MOST_ELEMENTS:
+        raise ArgumentError(
+            f"frame_stack ({frames}) makes observations of more than {_MOST_ELEMENTS:,} elements; pass fewer frames"
+        )
     first = _is_image(space) and space.shape[0] < space.shape[-1]
     return spaces.Box(
         np.repeat(space.low, frames, axis=0 if first else -1),
@@ -120,7 +124,10 @@ def _box(
     except TypeError as error:
         raise ArgumentError(f"{called} has no NumPy dtype {dtype!r}; write uint8, float32 or another") from error
     if kind.kind not in "biuf" or 0 in shape or np.prod(shape, dtype=np.float64) > _MOST_ELEMENTS:
-        raise ArgumentError(f"{called} must have a plain number dtype and sides of at least 1; write it like {_FORMS}")
+        raise ArgumentError(
+            f"{called} must have a plain number dtype, sides of at least 1 and at most {_MOST_ELEMENTS:,} elements; "
+            f"write it like {_FORMS}"
+        )
     if low is None or high is None:
         low, high = (-np.inf, np.inf) if kind.kind == "f" else (0, 1) if kind.kind == "b" else _range(kind)
     return spaces.Box(low, high, shape, kind.type)

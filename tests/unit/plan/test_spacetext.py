@@ -28,7 +28,21 @@ def test_text_is_read_as_the_space_it_names(text: str, space: spaces.Space[Any])
 
 
 @pytest.mark.parametrize(
-    "text", ["", "84x", "x84", "4:float99", "4:object", "0x4", "discrete(0)", "discrete(4,5)", "box(3)", "-3", "9" * 30]
+    "text",
+    [
+        "",
+        "84x",
+        "x84",
+        "4:float99",
+        "4:object",
+        "0x4",
+        "discrete(0)",
+        "discrete(4,5)",
+        "box(3)",
+        "-3",
+        "9" * 30,
+        "2147483648",
+    ],
 )
 def test_text_that_is_no_space_is_refused_with_how_to_write_one(text: str) -> None:
     with pytest.raises(ArgumentError, match="obs"):
@@ -81,6 +95,11 @@ def test_stacks_join_frames_as_stable_baselines3_does() -> None:
         assert stacked(space, 4) == made.observation_space
     with pytest.raises(ArgumentError, match="frame_stack"):
         stacked(spaces.Discrete(3), 4)
+
+
+def test_a_stack_that_would_take_gigabytes_to_describe_is_refused() -> None:
+    with pytest.raises(ArgumentError, match="frame_stack"):
+        stacked(spaces.Box(0, 255, (84, 84, 3), np.uint8), 10**6)
 
 
 def test_images_are_what_stable_baselines3_convolves() -> None:
