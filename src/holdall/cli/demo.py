@@ -16,15 +16,17 @@ DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
 
 def demo(
     steps: Annotated[int, typer.Option(help="Environment steps to train for.")] = 500,
-    transitions: Annotated[int, typer.Option(help="Transitions to hold while memory is measured.")] = 20_000,
-    limit: Annotated[str, typer.Option(help="What the plan is held against.")] = "900MiB",
+    transitions: Annotated[int, typer.Option(help="Transitions to hold while memory is measured.")] = 30_000,
+    limit: Annotated[
+        str | None, typer.Option(help="What the plan is held against; half-way between both needs by default.")
+    ] = None,
     out: Annotated[Path, typer.Option(help="Where checkpoint, record and page are left.")] = Path("holdall-demo"),
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Plan, train, watch, checkpoint, kill -9, resume, and compare with Stable-Baselines3's replay buffer."""
     story = Console(stderr=json, highlight=False)
-    comparison = tell(steps, transitions, parse_bytes(limit, "limit"), out, story)
+    comparison = tell(steps, transitions, None if limit is None else parse_bytes(limit, "limit"), out, story)
     if json:
         typer.echo(comparison.as_json())
     else:

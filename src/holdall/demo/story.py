@@ -31,7 +31,7 @@ FEWEST_TRANSITIONS = 2_000  # below this a line through the memory readings mean
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
 
 
-def tell(steps: int, transitions: int, limit_bytes: int, folder: Path, console: Console) -> Comparison:
+def tell(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
     """Run the whole story."""
     _check(steps, transitions)
     begun = time.perf_counter()
@@ -39,8 +39,9 @@ def tell(steps: int, transitions: int, limit_bytes: int, folder: Path, console: 
     checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
     shutil.rmtree(checkpoint, ignore_errors=True)
 
-    _chapter(console, 1, f"Will {steps + transitions:,} transitions of a camera fit into {format_bytes(limit_bytes)}?")
+    _chapter(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
     fitted = fit(steps + transitions, limit_bytes)
+    console.print(f"  There is to be no more than {format_bytes(fitted.limit_bytes)}.")
     _tell_fit(console, fitted)
 
     _chapter(console, 2, "Train with Stable-Baselines3's replay buffer")
