@@ -14,10 +14,9 @@ import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 from holdall.footprint import Mapping
+from holdall.watch.proc_file import ProcFile
 
 _IS_MAPPED = 2
 _FLAGS = 7
@@ -26,24 +25,11 @@ _PYTHONS_ARENA = 2**20
 _MOST_LOOKS = 4096
 
 
-class MemoryOf:
+class MemoryOf(ProcFile):
     """The memory of another process, open for some reads of a few bytes."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        try:
-            self._file: int | None = os.open(proc / str(pid) / "mem", os.O_RDONLY)
-        except OSError:
-            self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        super().__init__(pid, "mem", proc)
 
     @property
     def is_readable(self) -> bool:

@@ -11,31 +11,18 @@ import mmap
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
+
+from holdall.watch.proc_file import ProcFile
 
 _PRESENT = bytes(1 if entry & 0x80 else 0 for entry in range(256))
 _CHUNK_PAGES = 1 << 17
 
 
-class PageMap:
+class PageMap(ProcFile):
     """The page map of one process, open for some reads."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        try:
-            self._file: int | None = os.open(proc / str(pid) / "pagemap", os.O_RDONLY)
-        except OSError:
-            self._file = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        super().__init__(pid, "pagemap", proc)
 
     def resident(self, ranges: Iterable[tuple[int, int]]) -> int | None:
         """Return the bytes of the ranges that are in memory; pages that one begins or ends in count in part."""
