@@ -89,7 +89,9 @@ def test_a_trim_says_what_it_would_and_did_return(environment: dict[str, str], t
 
 
 def test_a_process_without_an_agent_cannot_be_trimmed(environment: dict[str, str]) -> None:
-    done = called(environment, "trim", os.getpid())
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as other:
+        done = called(environment, "trim", other.pid)
+        other.communicate()
     assert done.returncode == 1
     assert "has no agent" in done.stderr
     assert len(done.stderr.splitlines()) == 1

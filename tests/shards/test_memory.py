@@ -82,23 +82,24 @@ def test_one_shard_gives_the_batches_of_a_local_memory(prioritized: bool) -> Non
                 assert_same_bits(next(ahead), next(expected))
 
 
-def test_arguments_that_do_not_fit_change_nothing(four: ReplayMemory) -> None:
-    step = arguments(stream())
-    with pytest.raises(ArgumentError, match="reward"):
-        four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
-    assert len(four.gather([])) == 0
-    with pytest.raises(ArgumentError, match="0 transitions held"):
-        four.sample(1)
-    four.add(*step)
-    assert len(four) == 1
-    with pytest.raises(ArgumentError, match="more than the 1 transitions"):
-        four.sample(2)
-    with pytest.raises(TransitionIdError):
-        four.gather([5, (1 << 48) + 5])
-    with pytest.raises(TransitionIdError, match="no shard"):
-        four.gather([1 << 60])
-    with pytest.raises(ArgumentError, match="Prioritized"):
-        four.update_priorities([0], [1.0])
+def test_arguments_that_do_not_fit_change_nothing() -> None:
+    with ReplayMemory(OBSERVATION, ACTION, 40_000, shards=4, extras=EXTRAS, seed=3) as four:
+        step = arguments(stream())
+        with pytest.raises(ArgumentError, match="reward"):
+            four.add(step[0], step[1], np.zeros(3, np.float32), *step[3:])
+        assert len(four.gather([])) == 0
+        with pytest.raises(ArgumentError, match="0 transitions held"):
+            four.sample(1)
+        four.add(*step)
+        assert len(four) == 1
+        with pytest.raises(ArgumentError, match="more than the 1 transitions"):
+            four.sample(2)
+        with pytest.raises(TransitionIdError):
+            four.gather([5, (1 << 48) + 5])
+        with pytest.raises(TransitionIdError, match="no shard"):
+            four.gather([1 << 60])
+        with pytest.raises(ArgumentError, match="Prioritized"):
+            four.update_priorities([0], [1.0])
 
 
 def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> None:

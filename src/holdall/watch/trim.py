@@ -10,7 +10,6 @@ import json
 import os
 import time
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 from holdall.errors import WatchError
@@ -69,7 +68,7 @@ def trim(pid: int) -> Trimmed:
 
 def answer_request() -> None:
     """Trim this process if somebody asked for it; called by its agent."""
-    folder = _own_folder()
+    folder = own_folder()
     request = _request(folder, os.getpid())
     if not request.exists():
         return
@@ -77,12 +76,6 @@ def answer_request() -> None:
     done = trim_self()
     words = {"free": done.free, "before": done.before, "after": done.after}
     replace(_answer(folder, os.getpid()), json.dumps(words).encode())
-
-
-@cache
-def _own_folder() -> Path:
-    """Return the folder without looking at it again: this is asked several times a second."""
-    return own_folder()
 
 
 def _request(folder: Path, pid: int) -> Path:
