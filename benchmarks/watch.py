@@ -24,6 +24,7 @@ from process import commit, machine, versions
 
 from holdall.footprint import held_bytes
 from holdall.units import format_bytes
+from holdall.watch.newest import newest
 from holdall.watch.sidecar import told_by
 from holdall.watch.trim import trim
 from holdall.watch.watcher import Watcher
@@ -63,7 +64,7 @@ def attributed(_: argparse.Namespace) -> list[Row]:
 
 def cost(wanted: argparse.Namespace) -> list[Row]:
     """Compare a training with itself, watched and not watched by turns, and look at the watcher."""
-    command = [sys.executable, TRAININGS, "dqn-vector", "--steps", "1000", "--rates", str(4 * wanted.rounds)]
+    command = [sys.executable, TRAININGS, "dqn-vector", "--rates", str(4 * wanted.rounds)]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
     turns = [json.loads(line) for line in done.stdout.splitlines()]
     slower = {clock: _slower(turns, clock) for clock in ("cpu", "wall")}
@@ -111,34 +112,27 @@ def clean(wanted: argparse.Namespace) -> list[Row]:
 
 
 def runout(_: argparse.Namespace) -> list[Row]:
-    """Let a training run into a control group's limit, and look at what was predicted half-way."""
+    """Let a training run into a control group's limit, and look at what the watch says half-way."""
+    said: list[tuple[int, float]] = []  # at a step: the step at which memory would run out
+
+    def listen(pid: int) -> None:
+        found = newest(pid)
+        steps = [verdict.evidence["step"] for verdict in (found or (None, []))[1] if verdict.name == "running out"]
+        if found is not None and found[0].step is not None and steps:
+            said.append((found[0].step, steps[0]))
+
     with tempfile.TemporaryDirectory() as folder:
-        record, counter = Path(folder) / "run.jsonl", Path(folder) / "step"
-        program = [
-            "sac-small",
-            "--steps",
-            "400000",
-            "--size",
-            "400000",
-            "--record",
-            str(record),
-            "--counter",
-            str(counter),
-        ]
-        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program])
+        counter = Path(folder) / "step"
+        program = ["sac-small", "--steps", "400000", "--size", "400000", "--counter", str(counter)]
+        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program], listen)
         ended = int.from_bytes(counter.read_bytes(), "little")
-        predicted = [
-            (line["evidence"]["step"], _step_before(record, line["time"]))
-            for line in _lines(record)
-            if line["kind"] == "verdict" and line["name"] == "running out"
-        ]
-        nearest = min(predicted, key=lambda one: abs(one[1] - ended / 2), default=(0.0, 0))
-    off = nearest[0] / ended - 1.0
+    at, predicted = min(said, key=lambda one: abs(one[0] - ended / 2), default=(0, 0.0))
+    off = predicted / ended - 1.0
     return [
         _row("running out", "control group of 700 MiB", f"ended at step {ended:,} ({_killed(code)}); predicted at step "
-             f"{nearest[1]:,}: {nearest[0]:,.0f} ({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and code == -9 and
-             0.35 <= nearest[1] / ended <= 0.65, bar="within 10 % half-way", ended=ended, predicted=nearest[0],
-             at=nearest[1], limit="a control group of version 1, made for it")
+             f"{at:,}: {predicted:,.0f} ({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and code == -9 and
+             0.45 <= at / ended <= 0.55, bar="within 10 % half-way", ended=ended, predicted=predicted, at=at,
+             limit="a control group of version 1, made for it")
     ]  # fmt: skip
 
 
@@ -197,19 +191,23 @@ def _lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
-def _step_before(record: Path, moment: float) -> int:
-    steps = [line["step"] for line in _lines(record) if line["kind"] == "reading" and line["time"] <= moment]
-    return int(steps[-1] or 0) if steps else 0
+def _limited(limit_bytes: int, command: list[str], listen: Callable[[int], None] | None = None) -> int:
+    """Run a command in a control group of its own, and return its exit code: negative if it was killed.
 
-
-def _limited(limit_bytes: int, command: list[str]) -> int:
-    """Run a command in a control group of its own, and return its exit code: negative if it was killed."""
+    Args:
+        listen: Called every half second with the command's process id.
+    """
     group = GROUPS / f"holdall-benchmark-{os.getpid()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes), encoding="ascii")
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        return subprocess.run(["/bin/sh", "-c", enter, "sh", *command], check=False).returncode
+        with subprocess.Popen(["/bin/sh", "-c", enter, "sh", *command]) as child:
+            while child.poll() is None:
+                if listen is not None:
+                    listen(child.pid)
+                time.sleep(0.5)
+        return child.returncode
     finally:
         for _ in range(50):  # a watcher beside it may still be on its way out
             try:
@@ -276,7 +274,7 @@ def main() -> None:
     parser.add_argument("--case", choices=sorted(CASES), action="append")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--rounds", type=int, default=6, help="of four turns each, with and without a watch")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
     for name in wanted.case or CASES:

@@ -173,14 +173,18 @@ def say(**words: Any) -> None:
 
 
 class Toggling(BaseCallback):
-    """Has the training watched and not watched by turns, and notes the time that each turn takes."""
+    """Has the training watched and not watched by turns, and notes the time that a step takes in each.
 
-    def __init__(self, block: int, turns: int) -> None:
+    A turn lasts for several of the watcher's readings: one that was stopped reads at once when it goes on.
+    """
+
+    def __init__(self, turn_s: float, turns: int) -> None:
         super().__init__()
-        self._block, self._turns = block, turns
+        self._turn_s, self._turns = turn_s, turns
         self._watch = start()
         self._guard: Guard | None = None
         self._turn = -1
+        self._steps = 0
         self._begun = (0.0, 0.0)
 
     def _on_training_start(self) -> None:
@@ -189,15 +193,17 @@ class Toggling(BaseCallback):
     def _on_step(self) -> bool:
         if self._guard is not None:
             self._watch.agent.drive()
-        return self.n_calls % self._block > 0 or self._turn_over()
+        self._steps += 1
+        return time.perf_counter() - self._begun[0] < self._turn_s or self._turn_over()
 
     def _turn_over(self) -> bool:
         now = (time.perf_counter(), time.process_time())
         if self._turn >= 0:  # what is made once is made before the first turn
             wall, cpu = (after - before for before, after in zip(self._begun, now, strict=True))
-            say(watched=self._guard is not None, wall=wall / self._block, cpu=cpu / self._block)
+            say(watched=self._guard is not None, wall=wall / self._steps, cpu=cpu / self._steps)
         self._turn += 1
         self._watch_in_turn(watched=self._turn % 4 in {0, 3})  # with, without, without, with
+        self._steps = 0
         self._begun = (time.perf_counter(), time.process_time())
         return self._turn < self._turns
 
@@ -225,12 +231,13 @@ def main() -> None:
     parser.add_argument("--counter", type=Path)
     parser.add_argument("--record", type=Path)
     parser.add_argument("--rates", type=int, default=0)
+    parser.add_argument("--turn", type=float, default=12.0)
     parser.add_argument("--pause", action="store_true")
     wanted = parser.parse_args()
     torch.set_num_threads(1)
     model = MODELS[wanted.model](wanted.seed, wanted.size)
     if wanted.rates:
-        model.learn(10**9, callback=Toggling(wanted.steps, wanted.rates))
+        model.learn(10**9, callback=Toggling(wanted.turn, wanted.rates))
         return
     watch = WatchCallback(0.5, record=wanted.record, verbose=0)
     model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))
