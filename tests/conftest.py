@@ -1,6 +1,8 @@
 """How the suite is run: Hypothesis profiles, and GPU tests that say why they are skipped."""
 
 import os
+import sys
+from collections.abc import Iterator
 
 import hypothesis
 import pytest
@@ -12,6 +14,15 @@ _PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.
 hypothesis.settings.register_profile("fast", max_examples=150, deadline=None, derandomize=True, phases=_PHASES)
 hypothesis.settings.register_profile("nightly", max_examples=3_000, deadline=None, print_blob=True, phases=_PHASES)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
+
+
+@pytest.fixture(autouse=True)
+def _agent_ends_with_its_test() -> Iterator[None]:
+    """An agent that a test had started in this process is not there in the next."""
+    yield
+    module = sys.modules.get("holdall.watch.agent")
+    if module is not None and module._one is not None:
+        module._one.stop()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -102,7 +102,10 @@ class Page:
     def __init__(self, browser: Browser, path: Path, width: int = 1200, *, dark: bool = False) -> None:
         self._browser = browser
         browser.events.clear()
-        self._target = browser.command("Target.createTarget", url="about:blank")["targetId"]
+        # What one page keeps, such as the theme that was chosen, is nothing to the next.
+        self._context = browser.command("Target.createBrowserContext")["browserContextId"]
+        own = {"url": "about:blank", "browserContextId": self._context}
+        self._target = browser.command("Target.createTarget", **own)["targetId"]
         attached = browser.command("Target.attachToTarget", targetId=self._target, flatten=True)
         self._session: str = attached["sessionId"]
         for domain in ("Page", "Runtime", "Network", "Log"):
@@ -116,7 +119,7 @@ class Page:
 
     def close(self) -> None:
         """Close the page."""
-        self._browser.command("Target.closeTarget", targetId=self._target)
+        self._browser.command("Target.disposeBrowserContext", browserContextId=self._context)
 
     def send(self, method: str, **arguments: Any) -> dict[str, Any]:
         """Send a command to this page."""

@@ -43,7 +43,10 @@ def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
 def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     begun(path, 1_200)
+    # What is started in the background of a shell ignores interrupts, and so does what that starts.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    signal.signal(signal.SIGINT, before)
     while not runs_of(read(path)[1]) and child.poll() is None:
         time.sleep(0.1)
     os.kill(child.pid, signal.SIGINT)

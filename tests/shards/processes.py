@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import ray
 
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 def process_of(shard: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -66,10 +67,10 @@ def drawn(memory: ReplayMemory, draws: int, transitions: int) -> NDArray[np.int6
     return counts
 
 
-@pytest.fixture(scope="module")
-def durable(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ReplayMemory]:
-    url = tmp_path_factory.mktemp("journals")
-    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, durability="segment", url=url, seed=1) as memory:
+@pytest.fixture
+def durable(tmp_path: Path) -> Iterator[ReplayMemory]:
+    settings: dict[str, Any] = {"durability": "segment", "url": tmp_path, "patience_s": 60.0}
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, seed=1, **settings) as memory:
         yield memory
 
 
@@ -86,7 +87,7 @@ def test_nothing_acknowledged_is_lost_or_doubled_when_shards_are_killed(durable:
 
 
 def test_draws_go_on_without_a_shard_and_it_comes_back_as_another() -> None:
-    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, seed=1) as memory:
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=2, seed=1, patience_s=60.0) as memory:
         writer = memory.writer()
         numbered(writer, 0, 2_000)
         writer.flush()
@@ -108,7 +109,7 @@ def test_draws_go_on_without_a_shard_and_it_comes_back_as_another() -> None:
 @pytest.mark.parametrize("policy", ["raise", "block"])
 def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: ReplayMemory) -> None:
     durable._drawing._policy = policy
-    numbered(durable, 3_000, 4_000)
+    numbered(durable, 0, 1_000)
     durable.sample(100)
     kill(process_of(durable._cluster.handle(0)))
     if policy == "raise":
@@ -122,7 +123,7 @@ def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: Repla
 def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_loss(prioritized: bool) -> None:
     transitions, draws = 3_000, 200_000
     sampler = Prioritized(alpha=1.0, beta=1.0, floor=1e-6) if prioritized else None
-    with ReplayMemory(SPACE, ACTION, 40_000, shards=3, sampler=sampler, seed=2) as memory:
+    with ReplayMemory(SPACE, ACTION, 40_000, shards=3, sampler=sampler, seed=2, patience_s=60.0) as memory:
         numbered(memory, 0, transitions)
         priorities = np.random.default_rng(0).uniform(0.5, 4.0, transitions)
 
@@ -161,9 +162,7 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
 
 
 def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(durable: ReplayMemory) -> None:
-    durable._drawing._policy = "degrade"
-    durable.flush()
-    wait_until(lambda: all_answer(durable))
+    numbered(durable, 0, 1_000)
     writer, before = durable.writer(), held(durable)
     numbered(writer, 10_000, 10_200)
     added = durable.add_shard()
@@ -178,6 +177,7 @@ def test_a_shard_is_drained_and_nothing_is_lost_doubled_or_waits(durable: Replay
 
 
 def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemory) -> None:
+    numbered(durable, 0, 1_000)
     writer, before = durable.writer(), len(durable)
     numbered(writer, 20_000, 20_100)
     writer.flush()

@@ -108,6 +108,8 @@ class Agent:
         if not self._publishing.acquire(blocking=False):
             return
         try:
+            if self._ended.is_set():
+                return
             begun = time.thread_time()
             with contextlib.suppress(OSError):  # a full disk: the watch goes without
                 sidecar.tell(self._told())
@@ -122,7 +124,7 @@ class Agent:
         if os.getpid() != self._pid:  # a fork of the process; the agent is not its own
             return
         self._ended.set()
-        with contextlib.suppress(OSError):
+        with self._publishing, contextlib.suppress(OSError):  # what is being written now is withdrawn, too
             sidecar.withdraw(self._pid)
 
     def _beat(self) -> None:
