@@ -4,30 +4,33 @@ Exit codes: that of the command for `holdall watch -- command`; else 0, 1 an err
 the command line.
 """
 
-import json as json_
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import psutil
 import typer
-from rich.console import Console
-from rich.live import Live
 
 from holdall.cli.verbosity import Verbose
+from holdall.cli.watch_outputs import Output, outputs_of, shows_live
 from holdall.cli.watch_view import view
 from holdall.errors import ArgumentError, WatchError
 from holdall.units import parse_bytes
-from holdall.watch.exposition import Exposition
 from holdall.watch.launch import Launched
-from holdall.watch.record import Recorder, header, lines_of
-from holdall.watch.turn import Turn, Turns
+from holdall.watch.record import header
+from holdall.watch.turn import Turns
 
 
 def watch(
     target: Annotated[
-        list[str], typer.Argument(help="A process id; or, after --, a command that is started and watched.")
-    ],
+        list[str] | None,
+        typer.Argument(
+            help="A process id; or, after --, a command that is started and watched; or, with --ray, the address of "
+            "Ray's head."
+        ),
+    ] = None,
+    ray: Annotated[
+        bool, typer.Option("--ray", help="Watch all memories of the Ray cluster at TARGET, or of this machine's.")
+    ] = False,
     once: Annotated[bool, typer.Option("--once", help="Take one reading, print it, and end.")] = False,
     interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
     record: Annotated[Path | None, typer.Option(help="Write every reading here, for `holdall report`.")] = None,
@@ -37,14 +40,31 @@ def watch(
     json: Annotated[bool, typer.Option("--json", help="Print JSON lines, as they are recorded.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Watch a process that runs, or start one and watch it."""
+    """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
+    if ray:
+        from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  Ray takes a second to import
+
+        watch_ray(target or [], once, interval, json, record, prometheus, bind)
+        return
+    if not target:
+        raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    launched = None if len(target) == 1 and target[0].isdigit() else Launched(target, captured=_shows_live(once, json))
+    launched = None if len(target) == 1 and target[0].isdigit() else Launched(target, captured=shows_live(once, json))
     pid = int(target[0]) if launched is None else launched.pid
     code = 0
     try:
         turns = Turns(pid, interval, limit_bytes)
-        outputs = _outputs(pid, json, record, prometheus, bind, interval, once)
+        command = _command(pid)
+        title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
+        outputs = outputs_of(
+            header(pid, command, interval),
+            lambda turn, width: view(turn, turns.history, title, width),
+            once,
+            json,
+            record,
+            prometheus,
+            bind,
+        )
         try:
             _watch(turns, outputs, launched, once)
         finally:
@@ -59,7 +79,7 @@ def watch(
         raise typer.Exit(code)
 
 
-def _watch(turns: Turns, outputs: "list[Output]", launched: Launched | None, once: bool) -> None:
+def _watch(turns: Turns, outputs: list[Output], launched: Launched | None, once: bool) -> None:
     while turns.watcher.is_alive():
         try:
             turn = turns.take()
@@ -68,123 +88,11 @@ def _watch(turns: Turns, outputs: "list[Output]", launched: Launched | None, onc
                 raise
             return
         for output in outputs:
-            output.show(turn, turns)
+            output.show(turn)
         if once:
             return
         if turns.pause(None if launched is None else launched.ended_within):
             return
-
-
-def _shows_live(once: bool, json: bool) -> bool:
-    return sys.stdout.isatty() and not once and not json
-
-
-class Output:
-    """Somewhere that turns go."""
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Take a turn."""
-
-    def close(self) -> None:
-        """End."""
-
-
-class Lines(Output):
-    """JSON lines on stdout."""
-
-    def __init__(self, first: dict[str, object]) -> None:
-        typer.echo(json_.dumps(first))
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Print what is new."""
-        for line in lines_of(turn):
-            typer.echo(json_.dumps(line))
-
-
-class LiveView(Output):
-    """A table in the terminal that is drawn anew."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._console = Console()
-        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
-        self._live.start()
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Draw a turn in the place of the one before."""
-        self._live.update(view(turn, turns.history, self._title, self._console.width), refresh=True)
-
-    def close(self) -> None:
-        """Leave the last turn on the screen."""
-        self._live.stop()
-
-
-class Printed(Output):
-    """One table at the end, and verdicts on stderr as they come: for logs and pipes."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._last: tuple[Turn, Turns] | None = None
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Keep a turn; tell what is new in it."""
-        self._last = (turn, turns)
-        for verdict in turn.news:
-            typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
-
-    def close(self) -> None:
-        """Print the last turn."""
-        if self._last is not None:
-            console = Console()
-            turn, turns = self._last
-            console.print(view(turn, turns.history, self._title, console.width))
-
-
-class Recorded(Output):
-    """A file."""
-
-    def __init__(self, path: Path, first: dict[str, object]) -> None:
-        self._recorder = Recorder(path, first)
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Add a turn."""
-        self._recorder.show(turn)
-
-    def close(self) -> None:
-        """Close it."""
-        self._recorder.close()
-
-
-class Served(Output):
-    """A page for Prometheus."""
-
-    def __init__(self, port: int, bind: str) -> None:
-        self._exposition = Exposition(port, bind)
-
-    def show(self, turn: Turn, turns: Turns) -> None:
-        """Serve a turn."""
-        self._exposition.show(turn)
-
-    def close(self) -> None:
-        """End the server."""
-        self._exposition.close()
-
-
-def _outputs(
-    pid: int, json: bool, record: Path | None, prometheus: int | None, bind: str, interval: float, once: bool
-) -> list[Output]:
-    command = _command(pid)
-    first = header(pid, command, interval)
-    title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
-    if json:
-        outputs: list[Output] = [Lines(first)]
-    else:
-        outputs = [LiveView(title) if _shows_live(once, json) else Printed(title)]
-    if record is not None:
-        outputs.append(Recorded(record, first))
-    if prometheus is not None:
-        outputs.append(Served(prometheus, bind))
-    return outputs
 
 
 def _command(pid: int) -> list[str]:

@@ -13,6 +13,7 @@ from holdall.units import format_bytes
 from holdall.watch.history import History
 from holdall.watch.reading import GROUPS, Part, Reading
 from holdall.watch.turn import Turn
+from holdall.watch.verdicts import Verdict
 
 _TITLES = {
     "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
@@ -35,15 +36,28 @@ def view(turn: Turn, history: History, title: str, width: int = 80) -> Renderabl
         lines.append(_gpu(reading))
     if beside := _beside(reading):
         lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
-    for verdict in turn.verdicts:
-        text = Text(f"{verdict.name}: ", style=_COLOURS[verdict.severity])
-        text.append(verdict.text, style="default")
-        if verdict.severity != "info":
-            text.append(f" -> {verdict.remedy}", style="dim")
-        lines.append(text)
+    lines += [verdict_line(verdict) for verdict in turn.verdicts]
     if not reading.exact:
         lines.append(Text("This system tells only sums: mappings and pages are not told apart.", style="yellow"))
     return Group(*lines)
+
+
+def verdict_line(verdict: Verdict) -> Text:
+    """Return a verdict as it is shown."""
+    text = Text(f"{verdict.name}: ", style=_COLOURS[verdict.severity])
+    text.append(verdict.text, style="default")
+    if verdict.severity != "info":
+        text.append(f" -> {verdict.remedy}", style="dim")
+    return text
+
+
+def curve_of(history: History, room: int) -> str:
+    """Return what was taken in the course of time, in so many columns."""
+    levels = [one.pss for one in history.readings]
+    levels = [max(levels[i * len(levels) // room : max((i + 1) * len(levels) // room, i * len(levels) // room + 1)])
+              for i in range(min(room, len(levels)))]  # fmt: skip
+    high = max([*levels, 1])
+    return "".join(_LEVELS[min(int(8 * level / high), 7)] for level in levels)
 
 
 def _headline(title: str, reading: Reading, width: int) -> Text:
@@ -70,11 +84,7 @@ def _curve(history: History, reading: Reading, width: int) -> Text:
             " in the control group" if name.startswith("control group") else ""
         )
     room = max(width - len(left) - len(right) - 4, 8)
-    levels = [one.pss for one in history.readings]
-    levels = [max(levels[i * len(levels) // room : max((i + 1) * len(levels) // room, i * len(levels) // room + 1)])
-              for i in range(min(room, len(levels)))]  # fmt: skip
-    high = max([*levels, 1])
-    drawn = "".join(_LEVELS[min(int(8 * level / high), 7)] for level in levels)
+    drawn = curve_of(history, room)
     text = Text(no_wrap=True, overflow="crop")
     return text.append(left, style="bold cyan").append(f"  {drawn}  ", style="cyan").append(right)
 

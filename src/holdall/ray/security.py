@@ -1,26 +1,22 @@
 """Who may reach a memory over shards: whoever may call Ray may run any code on its machines.
 
 In:  the machines of a cluster and the process's settings.  Out: nothing, or a refusal that says what to do.
-Invariant: a memory is not started where machines other than this one could call it without a token, and a token's file
-is nobody else's to read.
+Invariant: a memory is not started, nor a cluster joined, where machines other than this one could call it without a
+token, and a token's file is nobody else's to read.
 """
 
 from __future__ import annotations
 
-import ipaddress
-import logging
 import os
-import stat
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+import socket
 from typing import Any
 
 import ray
 
-from holdall.errors import ShardError
+from holdall.errors import ArgumentError, ShardError
+from holdall.ray.token import close_token_file, require_token
 
-_MODE, _PATH = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN_PATH"
-_LOG = logging.getLogger("holdall")
+_ANSWERS_S = 5.0
 
 
 def require_safe_cluster() -> None:
@@ -34,37 +30,39 @@ def require_safe_cluster() -> None:
     close_token_file(os.environ)
 
 
-def require_token(addresses: Iterable[str], environment: Mapping[str, str]) -> None:
-    """Refuse addresses beyond this machine unless calls need a token."""
-    beyond = [address for address in addresses if not _is_loopback(address)]
-    if beyond and environment.get(_MODE, "").lower() != "token":
-        raise ShardError(
-            f"Ray listens at {beyond[0]} and asks for no token, so whoever reaches it can run code there; start it "
-            f"with {_MODE}=token on every machine (ray get-auth-token --generate), and keep its ports off public "
-            "networks: a token does not encrypt"
-        )
+def join_cluster(address: str | None, namespace: str) -> str:
+    """Join a cluster that runs; return its address.
 
-
-def close_token_file(environment: Mapping[str, str]) -> None:
-    """See to it that the token's file is for its owner alone: Ray writes it for all to read."""
-    path = Path(environment.get(_PATH) or Path.home() / ".ray" / "auth_token")
+    Args:
+        address: Host and port of Ray's head; None: the cluster that runs on this machine.
+    """
+    close_token_file(os.environ)
+    if address is not None:
+        require_head(address)
+    init: Any = ray.init
     try:
-        mode = path.stat().st_mode
-    except OSError:  # a token in the environment, or none
-        return
-    if os.name != "posix" or not stat.S_IMODE(mode) & 0o077:
-        return
-    try:
-        path.chmod(0o600)
-        _LOG.warning("%s could be read by others; its mode is 0600 now", path)
-    except OSError as error:
+        init(address=address or "auto", namespace=namespace, log_to_driver=False, configure_logging=False)
+    except (OSError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
+        cause = str(error.__cause__ or error).strip().splitlines()[-1].partition(". ")[0]
         raise ShardError(
-            f"{path} can be read by others, and cannot be closed to them ({error}); run chmod 600 on it"
+            f"no Ray could be joined at {address or 'this machine'} ({cause}); name the address of one that runs, on a "
+            "machine of its cluster, and see that RAY_AUTH_MODE and the token are those of the cluster"
         ) from error
+    require_safe_cluster()
+    return str(ray.get_runtime_context().gcs_address)
 
 
-def _is_loopback(address: str) -> bool:
+def require_head(address: str) -> None:
+    """Refuse what is no address, or nobody's, at once: Ray itself would try for more than a minute."""
+    host, _, port = address.rpartition(":")
+    if "://" in address or not host or not port.isdecimal():
+        raise ArgumentError(
+            f"address ({address!r}) must be host and port of Ray's head, as in 10.0.0.3:6379; run it on a machine of "
+            "the cluster: Ray's client protocol (ray://) is one more open port, and is not used"
+        )
+    host = host.strip("[]")
+    require_token([host], os.environ)
     try:
-        return ipaddress.ip_address(address).is_loopback
-    except ValueError:
-        return address == "localhost"
+        socket.create_connection((host, int(port)), timeout=_ANSWERS_S).close()
+    except (OSError, OverflowError) as error:
+        raise ShardError(f"nobody answers at {address} ({error}); name host and port of Ray's head") from error

@@ -7,7 +7,6 @@ is a journal, was written to it first. Nothing is decoded here.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -23,7 +22,6 @@ from holdall.checkpoint.schema_words import schema_of
 from holdall.errors import ArgumentError, DamageError, ShardError
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
-from holdall.footprint import held_bytes
 from holdall.ray.answer import Answer, pack_answer
 from holdall.ray.block import dictionaries_of, pack_block, unpack_block
 from holdall.ray.commit import Committer, Staged
@@ -38,6 +36,7 @@ from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shar
 from holdall.ray.shelf import Shelf
 from holdall.ray.slots import slots_at
 from holdall.ray.standing import Standing
+from holdall.ray.status import Process
 from holdall.ray.turns import OutOfTurnError, Turns
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
@@ -83,6 +82,7 @@ class Shard:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._turns = Turns()
+        self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._dictionaries: dict[str, Dictionary] = {}
         self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
@@ -267,12 +267,18 @@ class Shard:
             return self._standing().packed()
 
     @ray.method(concurrency_group="control")
-    def process(self) -> tuple[str, int, int, bytes]:
-        """Say where this shard runs, what its process takes, and how it stands."""
+    def process(self) -> dict[str, Any]:
+        """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
         with self._lock:
-            standing = self._standing().packed()
-        address: Any = ray.util.get_node_ip_address
-        return str(address()), os.getpid(), held_bytes().unique, standing
+            fields = self._shelf.report()
+            own = {
+                "standing": self._standing().packed(),
+                "held_bytes": sum(field.total_bytes for field in fields),
+                "plain_bytes": sum(field.plain_bytes for field in fields),
+                "capacity": self._shelf.capacity,
+                "is_durable": self._committer is not None,
+            }
+        return own | self._process.words()
 
     @ray.method(concurrency_group="control")
     def report(self) -> list[dict[str, Any]]:

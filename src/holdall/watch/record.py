@@ -10,7 +10,6 @@ import platform
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -41,17 +40,6 @@ def header(pid: int, command: Sequence[str], interval_s: float, gpu_limit: int |
     }  # fmt: skip
 
 
-def lines_of(turn: Turn) -> list[dict[str, Any]]:
-    """Return what is new in a turn, as lines of a record."""
-    moment = turn.reading.time
-    return [
-        turn.reading.as_words(),
-        *({"kind": "phase", "name": name, **asdict(phase)} for name, phase in turn.phases.items()),
-        *(verdict.as_words(moment) for verdict in turn.news),
-        *({"kind": "event", "time": when, "text": text} for when, text in turn.events),
-    ]
-
-
 class Recorder:
     """Writes a record."""
 
@@ -64,7 +52,7 @@ class Recorder:
 
     def show(self, turn: Turn) -> None:
         """Add a turn."""
-        self._write(lines_of(turn))
+        self._write(turn.lines())
 
     def close(self) -> None:
         """End the file."""

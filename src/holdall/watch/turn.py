@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from holdall.watch.history import History
+from holdall.watch.news import News
 from holdall.watch.reading import Reading
 from holdall.watch.sidecar import PhasePeak
 from holdall.watch.verdicts import Verdict, verdicts_on
@@ -14,7 +16,6 @@ from holdall.watch.watcher import Watcher
 
 _JUDGED_EVERY_S = 5.0
 _SHARE_OF_A_CORE = 0.02
-_TOLD_AGAIN_S = 60.0
 _LISTENS_EVERY_S = 0.25
 
 
@@ -28,6 +29,15 @@ class Turn:
     phases: dict[str, PhasePeak] = field(default_factory=dict)  # those that went on
     events: list[tuple[float, str]] = field(default_factory=list)
 
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what is new, as lines of a record."""
+        return [
+            self.reading.as_words(),
+            *({"kind": "phase", "name": name, **asdict(phase)} for name, phase in self.phases.items()),
+            *(verdict.as_words(self.reading.time) for verdict in self.news),
+            *({"kind": "event", "time": when, "text": text} for when, text in self.events),
+        ]
+
 
 class Turns:
     """Takes turns: reads a process tree, remembers, and judges, in at most a fiftieth of a core's time."""
@@ -40,7 +50,7 @@ class Turns:
         self._interval_s = interval_s
         self._verdicts: list[Verdict] = []
         self._judged = 0.0
-        self._told: dict[str, float] = {}
+        self._news = News()
         self._phases: dict[str, PhasePeak] = {}
         self._last_event = 0.0
         self.pause_s = interval_s
@@ -55,7 +65,7 @@ class Turns:
         if reading.time - self._judged >= _JUDGED_EVERY_S or len(self.history.readings) == 1:
             self._judged = reading.time
             self._verdicts = verdicts_on(self.history)
-            news = [one for one in self._verdicts if self._is_news(one, reading.time)]
+            news = self._news.of(self._verdicts, reading.time)
         told = self.watcher.newest_told
         phases = {} if told is None else dict(told.phases)
         changed = {name: phase for name, phase in phases.items() if self._phases.get(name) != phase}
@@ -84,10 +94,3 @@ class Turns:
         live = self.watcher.listen()
         if live is not None:
             self.history.hear(live)
-
-    def _is_news(self, verdict: Verdict, moment: float) -> bool:
-        key = f"{verdict.name} {verdict.evidence.get('buffer', verdict.evidence.get('of', ''))}"
-        if moment - self._told.get(key, 0.0) < _TOLD_AGAIN_S:
-            return False
-        self._told[key] = moment
-        return True

@@ -13,7 +13,7 @@ from holdall.errors import WatchError
 from holdall.watch.exposition import Exposition, exposed
 from holdall.watch.newest import newest, publish
 from holdall.watch.reading import GROUPS
-from holdall.watch.record import Recorder, header, lines_of
+from holdall.watch.record import Recorder, header
 from holdall.watch.turn import Turns
 
 RECORDED = Path(__file__).parent / "run.jsonl"
@@ -65,7 +65,7 @@ def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
     assert newest(os.getpid()) is None
     publish(os.getpid(), turn)
     assert newest(os.getpid()) == (turn.reading, turn.verdicts)
-    assert len(lines_of(turn)) >= 1
+    assert len(turn.lines()) >= 1
 
 
 def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> None:

@@ -1,0 +1,164 @@
+"""The survey of a cluster: every memory that runs on it, and how each of its shards is.
+
+In:  the address of a Ray.  Out: memories by name, each with its shards, at one moment.
+Invariant: nobody is waited for longer than the survey's patience, and a shard that does not answer has one question
+open at most. What it said last stays known, with how long that is ago.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import ray
+
+from holdall.ray.roster import NAMESPACE
+from holdall.ray.security import join_cluster, require_head
+from holdall.ray.status import ShardStatus
+
+State = Literal["answers", "drains", "starts", "restarts", "silent", "lost"]
+
+_UP, _GONE = 2, 4
+"""Ray's numbers for an actor that runs, and for one that ended for good; all others are on their way."""
+
+
+@dataclass(frozen=True, slots=True)
+class SeenShard:
+    """One shard, as far as it is known."""
+
+    number: int
+    state: State
+    silent_s: float = 0.0  # since its last answer, or since it was asked first
+    restarts: int = 0  # since the survey began
+    status: ShardStatus | None = None  # what it said last
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMemory:
+    """One memory."""
+
+    name: str
+    roster_answers: bool
+    shards: tuple[SeenShard, ...]
+    limiter: dict[str, float] = field(default_factory=dict)  # see `Roster.limiter`; nothing where there is none
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A shard, and the question that it was asked."""
+
+    handle: Any
+    takes: bool
+    heard_at: float
+    call: Any = None
+    status: ShardStatus | None = None
+    restarts: int = 0
+    is_gone: bool = False
+    was_down: bool = False  # Ray said so since its last answer
+
+    def seen(self, number: int, now: float) -> SeenShard:
+        return SeenShard(number, self._state(), self._silent_s(now), self.restarts, self.status)
+
+    def _silent_s(self, now: float) -> float:
+        return 0.0 if self.call is None and not self.is_gone else now - self.heard_at
+
+    def _state(self) -> State:
+        if self.is_gone:
+            return "lost"
+        if self.call is None:
+            return "answers" if self.takes else "drains"
+        up = getattr(self.handle, "_get_local_state", lambda: _UP)()  # Ray tells it nobody else without its dashboard
+        if up == _GONE:
+            return "lost"
+        self.was_down |= up not in (_UP, None)
+        if not self.was_down:
+            return "silent"
+        return "starts" if self.status is None else "restarts"
+
+
+class Survey:
+    """Looks at all memories of a cluster, again and again."""
+
+    def __init__(self, address: str | None = None, patience_s: float = 2.0) -> None:
+        self.address = join_cluster(address, NAMESPACE)
+        self._patience_s = patience_s
+        self._memories: dict[str, dict[int, _Asked]] = {}
+
+    @property
+    def nodes(self) -> int:
+        """Machines that are alive, as Ray counts them."""
+        nodes: Any = ray.nodes
+        return sum(bool(node["Alive"]) for node in nodes())
+
+    def take(self) -> list[SeenMemory]:
+        """Ask everybody how they are; ShardError if the cluster has ended."""
+        require_head(self.address)
+        until = time.monotonic() + self._patience_s
+        rosters = {name: ray.get_actor(name, NAMESPACE) for name in sorted(ray.util.list_named_actors())}
+        self._memories = {name: self._memories.get(name, {}) for name in rosters}
+        lists: dict[str, Any] = {name: roster.shards.remote(-1) for name, roster in rosters.items()}
+        limiters: dict[str, Any] = {name: roster.limiter.remote() for name, roster in rosters.items()}
+        answered = {name for name, call in lists.items() if self._list(name, call, until)}
+        self._ask(until)
+        found = []
+        for name, shards in self._memories.items():
+            now = time.monotonic()
+            seen = tuple(asked.seen(number, now) for number, asked in sorted(shards.items()))
+            limiter = _answer(limiters[name], until) if name in answered else None
+            found.append(SeenMemory(name, name in answered, seen, limiter or {}))
+        return found
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        ray.shutdown()
+
+    def _list(self, name: str, call: Any, until: float) -> bool:
+        """Take over which shards a memory has; a roster that was restarted lists none until it is told."""
+        told = _answer(call, until)
+        if told is None:
+            return False
+        shards, known = told[1], self._memories[name]
+        for number, (handle, takes) in shards.items():
+            asked = known.setdefault(number, _Asked(handle, takes, time.monotonic()))
+            asked.takes = takes
+        for number in set(known) - set(shards) if shards else ():
+            del known[number]
+        return True
+
+    def _ask(self, until: float) -> None:
+        all_asked = [(number, asked) for shards in self._memories.values() for number, asked in shards.items()]
+        for _, asked in all_asked:
+            if asked.call is None and not asked.is_gone:
+                asked.call = asked.handle.process.remote()
+        calls = [asked.call for _, asked in all_asked if asked.call is not None]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
+        for number, asked in all_asked:
+            if asked.call is not None:
+                _hear(number, asked)
+
+
+def _hear(number: int, asked: _Asked) -> None:
+    """Take over an answer, if one came."""
+    try:
+        status = ShardStatus.of(number, ray.get(asked.call, timeout=0))
+    except ray.exceptions.GetTimeoutError:
+        return
+    except ray.exceptions.ActorDiedError:
+        asked.is_gone = True
+        return
+    except ray.exceptions.RayError:  # it was lost while it was asked; the next question waits until it is back
+        asked.call = asked.handle.process.remote()
+        return
+    before = asked.status
+    if before is not None and before.standing is not None and status.standing is not None:
+        asked.restarts += status.standing.epoch != before.standing.epoch
+    asked.call, asked.status, asked.heard_at, asked.was_down = None, status, time.monotonic(), False
+
+
+def _answer(call: Any, until: float) -> Any:
+    try:
+        return ray.get(call, timeout=max(0.0, until - time.monotonic()))
+    except ray.exceptions.RayError:
+        return None
