@@ -186,7 +186,7 @@ def test_a_machine_that_runs_out_before_its_shards_are_full_is_told_with_when() 
 
 
 def test_shards_that_are_away_restarted_or_slow_are_told() -> None:
-    full = {"rows": 100_000, "uss": MIB}
+    full: dict[str, Any] = {"rows": 100_000, "uss": MIB}
     seen = [
         shard(0, **full, backlog=9 * MIB),
         shard(1, **full, state="silent", silent_s=12.0),
