@@ -31,6 +31,8 @@ from holdall.watch.watcher import Watcher
 
 HERE = Path(__file__).parent
 TRAININGS = str(HERE / "watch_trainings.py")
+GROWTH = str(HERE / "watch_growth.py")
+FULL = 3  # what it exits with
 MIB = 2**20
 CLEAN = ("dqn-vector", "ppo-vector", "td3-vector", "dqn-holdall", "sac-small")
 GROUPS = Path("/sys/fs/cgroup/memory")
@@ -113,27 +115,60 @@ def clean(wanted: argparse.Namespace) -> list[Row]:
 
 def runout(_: argparse.Namespace) -> list[Row]:
     """Let a training run into a control group's limit, and look at what the watch says half-way."""
-    said: list[tuple[int, float]] = []  # at a step: the step at which memory would run out
-
-    def listen(pid: int) -> None:
-        found = newest(pid)
-        steps = [verdict.evidence["step"] for verdict in (found or (None, []))[1] if verdict.name == "running out"]
-        if found is not None and found[0].step is not None and steps:
-            said.append((found[0].step, steps[0]))
-
+    foretold = Foretold()
     with tempfile.TemporaryDirectory() as folder:
         counter = Path(folder) / "step"
         program = ["sac-small", "--steps", "400000", "--size", "400000", "--counter", str(counter)]
-        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program], listen)
+        code = _limited(700 * MIB, [sys.executable, TRAININGS, *program], foretold.listen)
         ended = int.from_bytes(counter.read_bytes(), "little")
-    at, predicted = min(said, key=lambda one: abs(one[0] - ended / 2), default=(0, 0.0))
+    return [_foretold_row("control group of 700 MiB", foretold, ended, died=code == -9, how=_killed(code))]
+
+
+def vram(_: argparse.Namespace) -> list[Row]:
+    """Fill a GPU, and look at what the watch says half-way."""
+    foretold = Foretold()
+    with tempfile.TemporaryDirectory() as folder:
+        counter = Path(folder) / "step"
+        code = _heard([sys.executable, GROWTH, "vram", str(counter)], foretold.listen)
+        ended = int(counter.read_text(encoding="ascii"))
+    return [_foretold_row("a GPU's memory", foretold, ended, died=code == FULL, how="out of memory")]
+
+
+def disk(_: argparse.Namespace) -> list[Row]:
+    """Fill a disk of 768 MiB, and look at what the watch says half-way."""
+    foretold = Foretold()
+    with tempfile.TemporaryDirectory() as folder:
+        counter, small = Path(folder) / "step", Path(folder) / "disk"
+        small.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=768m", "tmpfs", str(small)], check=True)
+        try:
+            code = _heard([sys.executable, GROWTH, "disk", str(counter), str(small)], foretold.listen)
+        finally:
+            subprocess.run(["umount", str(small)], check=True)
+        ended = int(counter.read_text(encoding="ascii"))
+    return [_foretold_row("a file system of 768 MiB", foretold, ended, died=code == FULL, how="full")]
+
+
+class Foretold:
+    """What a watch said while it went on: at a step, the step at which memory would run out."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[int, float]] = []
+
+    def listen(self, pid: int) -> None:
+        """Look at the newest verdicts on a process."""
+        found = newest(pid)
+        steps = [verdict.evidence["step"] for verdict in (found or (None, []))[1] if verdict.name == "running out"]
+        if found is not None and found[0].step is not None and steps:
+            self.said.append((found[0].step, steps[0]))
+
+
+def _foretold_row(case: str, foretold: Foretold, ended: int, *, died: bool, how: str) -> Row:
+    at, predicted = min(foretold.said, key=lambda one: abs(one[0] - ended / 2), default=(0, 0.0))
     off = predicted / ended - 1.0
-    return [
-        _row("running out", "control group of 700 MiB", f"ended at step {ended:,} ({_killed(code)}); predicted at step "
-             f"{at:,}: {predicted:,.0f} ({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and code == -9 and
-             0.45 <= at / ended <= 0.55, bar="within 10 % half-way", ended=ended, predicted=predicted, at=at,
-             limit="a control group of version 1, made for it")
-    ]  # fmt: skip
+    return _row("running out", case, f"ended at step {ended:,} ({how}); predicted at step {at:,}: {predicted:,.0f} "
+                f"({100 * off:+.1f} %)", holds=abs(off) <= 0.1 and died and 0.45 <= at / ended <= 0.55,
+                bar="within 10 % half-way", ended=ended, predicted=predicted, at=at)  # fmt: skip
 
 
 def spill(_: argparse.Namespace) -> list[Row]:
@@ -169,8 +204,8 @@ def note(_: argparse.Namespace) -> list[Row]:
 
 
 CASES: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
-    "attributed": attributed, "cost": cost, "leak": leak, "clean": clean, "runout": runout, "spill": spill,
-    "note": note,
+    "attributed": attributed, "cost": cost, "leak": leak, "clean": clean, "runout": runout, "vram": vram,
+    "disk": disk, "spill": spill, "note": note,
 }  # fmt: skip
 
 
@@ -191,23 +226,24 @@ def _lines(record: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
 
 
-def _limited(limit_bytes: int, command: list[str], listen: Callable[[int], None] | None = None) -> int:
-    """Run a command in a control group of its own, and return its exit code: negative if it was killed.
+def _heard(command: list[str], listen: Callable[[int], None] | None) -> int:
+    """Run a command, with `listen` called every half second with its process id; return its exit code."""
+    with subprocess.Popen(command) as child:
+        while child.poll() is None:
+            if listen is not None:
+                listen(child.pid)
+            time.sleep(0.5)
+    return child.returncode
 
-    Args:
-        listen: Called every half second with the command's process id.
-    """
+
+def _limited(limit_bytes: int, command: list[str], listen: Callable[[int], None] | None = None) -> int:
+    """Run a command in a control group of its own, and return its exit code: negative if it was killed."""
     group = GROUPS / f"holdall-benchmark-{os.getpid()}"
     group.mkdir()
     try:
         (group / "memory.limit_in_bytes").write_text(str(limit_bytes), encoding="ascii")
         enter = f'echo $$ > {group}/cgroup.procs && exec "$@"'
-        with subprocess.Popen(["/bin/sh", "-c", enter, "sh", *command]) as child:
-            while child.poll() is None:
-                if listen is not None:
-                    listen(child.pid)
-                time.sleep(0.5)
-        return child.returncode
+        return _heard(["/bin/sh", "-c", enter, "sh", *command], listen)
     finally:
         for _ in range(50):  # a watcher beside it may still be on its way out
             try:
@@ -277,7 +313,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6, help="of four turns each, with and without a watch")
     parser.add_argument("--seed", type=int, default=0)
     wanted = parser.parse_args()
-    for name in wanted.case or CASES:
+    for name in wanted.case or [name for name in CASES if name != "vram"]:  # which needs a GPU
         rows = CASES[name](wanted)
         for row in rows:
             judged = "holds" if row["holds"] else "FAILS"
