@@ -220,6 +220,25 @@ def test_a_slice_that_does_not_shrink_costs_its_own_bytes(method: str, coder: Co
 
 
 @pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_coder_that_keeps_its_compressors_seals_as_one_that_does_not(method: str, coder: Coder) -> None:
+    """Block after block, and with another codec in between; what was sealed stays as it was."""
+    kind, level, dictionary = METHODS[method]
+    codec, other = Codec(kind, level, Transform(600), dictionary, 3), Codec(Method.ZSTD, 1, Transform(600))
+    keeping, generator = coder.keeping(), np.random.default_rng(5)
+    blocks = [generator.integers(0, 4, (10 + i, 600), np.uint8) for i in range(4)]
+    sealed = [keeping.seal(slices, each) for slices in blocks for each in (codec, other)]
+    for one, (slices, each) in zip(sealed, [(s, c) for s in blocks for c in (codec, other)], strict=True):
+        plain = coder.seal(slices, each)
+        assert one is not None
+        assert plain is not None
+        assert isinstance(one.coded.data, np.ndarray)
+        assert isinstance(plain.coded.data, np.ndarray)
+        assert one.coded.data.tobytes() == plain.coded.data.tobytes()
+        assert decoded(coder, coder.adopt(one.coded), np.arange(len(slices))).tobytes() == slices.tobytes()
+
+
+@pytest.mark.parametrize("coder", BOTH)
 @pytest.mark.parametrize("predictor", [Predictor.LEFT, Predictor.UP])
 def test_a_scaled_image_shrinks_as_its_bytes_do(predictor: Predictor, coder: Coder) -> None:
     """Numbers of a palette are in the order of the values, so a predictor finds the same differences."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -18,15 +19,15 @@ from holdall.experience.kernels import Kernels, chosen_kernels
 from holdall.experience.native import native_kernels
 from holdall.experience.portable import PortableKernels
 from holdall.experience.sealing.choice import choose
-from holdall.experience.sealing.codec import Codec, Method, Transform
+from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
 from holdall.experience.store import Tick
-from holdall.ray.answer import Answer, pack_answer, unpack_answer
+from holdall.ray.answer import Answer, AnswerReader, pack_answer
 from holdall.ray.block import Block, pack_block, unpack_block
 from holdall.ray.deliver import Deliverer
 from holdall.ray.encode import Encoder
 from holdall.ray.layout import Layout
 from holdall.ray.runs import Run
-from holdall.ray.shelf import Shelf
+from holdall.ray.shelf import Found, Shelf
 from holdall.ray.standing import Standing
 from holdall.schema import Schema
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -85,8 +86,11 @@ class Desk:
     def gather(self, ids: Ids) -> Batch:
         found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
         known = {dictionary_name(each): each for each in found}
-        payload = pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), self.shelf.find(ids)))
-        answer = unpack_answer(payload, self.layout, known.__getitem__)
+        return self.delivered(ids, self.shelf.find(ids), known)
+
+    def delivered(self, ids: Ids, found: Found, known: Mapping[str, Dictionary]) -> Batch:
+        payload = pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), found))
+        answer = AnswerReader(self.layout).read(payload, known.__getitem__)
         deliverer = Deliverer(self.layout, self.kernels, None)
         return deliverer.batch([answer], [np.arange(len(ids))], ids, np.ones(len(ids), np.float32))
 
@@ -128,7 +132,7 @@ def test_windows_codecs_and_dictionaries_may_change_between_blocks(kernels: Kern
     desk.send()
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
-    assert len({stretch.form.codec.describe() for stretch in desk.shelf.find(ids).fields[0]}) > 1
+    assert len({form.codec.describe() for form, _ in desk.shelf.find(ids).fields[0].forms}) > 1
 
 
 def test_palettes_leave_with_their_blocks(kernels: Kernels) -> None:
@@ -175,6 +179,41 @@ def test_a_block_that_was_damaged_is_refused_whole() -> None:
     for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
         with pytest.raises(DamageError):
             desk.received(damaged)
+
+
+def test_an_answer_that_was_damaged_is_refused_whole() -> None:
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
+    for _ in range(40):
+        desk.tick()
+    desk.send()
+    rows = np.array([3, 39, 3, 17])
+    payload = pack_answer(Answer(NOWHERE, rows, np.ones(4), desk.shelf.find(rows)))
+    reader = AnswerReader(desk.layout)
+    assert reader.read(payload, {}.__getitem__).rows.tolist() == rows.tolist()
+    for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
+        with pytest.raises(DamageError):
+            reader.read(damaged, {}.__getitem__)
+
+
+def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels) -> None:
+    """Whoever made it: its checksum is right, and its numbers are not."""
+    desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16, kernels)
+    for _ in range(40):
+        desk.tick()
+    desk.send()
+    rows = np.arange(30)
+    found = desk.shelf.find(rows)
+    field = found.fields[0]
+    beyond = {
+        "cursors": replace(field, cursors=field.cursors + np.uint32(len(field.log))),
+        "log": replace(field, log=np.full_like(field.log, 60_000)),
+        "form": replace(field, form=field.form + np.int32(9)),
+        "below": replace(field, form=field.form - np.int32(9)),
+        "short": replace(field, log=field.log[:-1]),
+    }
+    for wrong in beyond.values():
+        with pytest.raises(DamageError):
+            desk.delivered(rows, Found(found.columns, (wrong,)), {})
 
 
 def test_a_block_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:

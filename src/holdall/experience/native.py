@@ -224,16 +224,35 @@ class NativePart(OpenPart):
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
         self._require_tick(obs, next_obs, cursors)
-        struct = self._struct
-        if self.log is not None and struct.longest + 2 * self.window.count > self.log_rows:
-            self._make_log_room()
-            struct.log, struct.log_rows = address(self.log), self.log_rows
+        if self.log is not None and self._struct.longest + 2 * self.window.count > self.log_rows:
+            self._lengthen_log(1)
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
             obs, next_obs, layout = self._as_they_lie(obs, next_obs)
         written = self._append_tick(self._struct_address, address(obs), address(next_obs), layout, address(cursors))
         if written != 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """See `OpenPart.append_run`: nothing is done for every tick but the call itself."""
+        first, next_first, ticks = obs[0], next_obs[0], len(obs)
+        self._require_tick(first, next_first, cursors[0])
+        is_plain = first.flags.c_contiguous and next_first.flags.c_contiguous and cursors.flags.c_contiguous
+        if not (is_plain and len(next_obs) == len(cursors) == ticks):
+            super().append_run(obs, next_obs, cursors)
+            return
+        self._lengthen_log(ticks)
+        now, after, places = address(first), address(next_first), address(cursors)
+        step, next_step, width = obs.strides[0], next_obs.strides[0], cursors.strides[0]
+        write, part = self._append_tick, self._struct_address
+        for t in range(ticks):
+            if write(part, now + t * step, after + t * next_step, 0, places + t * width) != 0:
+                raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _lengthen_log(self, ticks: int) -> None:
+        self._make_log_room(ticks)
+        if self.log is not None:
+            self._struct.log, self._struct.log_rows = address(self.log), self.log_rows
 
     def clear(self) -> None:
         """See `OpenPart.clear`."""

@@ -79,6 +79,11 @@ class OpenPart(ABC):
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """Write one tick, of any dtype and layout with a leading lane axis, and the cursors to it."""
 
+    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """Write ticks one after another: all three have a leading time axis. The log has room, or is made to."""
+        for now, after, places in zip(obs, next_obs, cursors, strict=True):
+            self.append(now, after, places)
+
     @abstractmethod
     def clear(self) -> None:
         """Forget every tick, and every slice of the block, and keep the memory; nobody may be reading it."""
@@ -175,11 +180,12 @@ class OpenPart(ABC):
                 f"{tick_bytes} in {lanes}; report this"
             )
 
-    def _make_log_room(self) -> None:
+    def _make_log_room(self, ticks: int = 1) -> None:
         """Grow the log into a new array: readers go on with the old one, which stays right."""
-        if self.log is None or self.longest + 2 * self.window.count <= self.log_rows:
+        needed = self.longest + 2 * ticks * self.window.count
+        if self.log is None or needed <= self.log_rows:
             return
-        longer = np.zeros((2 * self.log_rows + 2 * self.window.count, self.lanes), np.uint32)
+        longer = np.zeros((max(2 * self.log_rows + 2 * self.window.count, needed), self.lanes), np.uint32)
         longer[: self.log_rows] = self.log
         self.log = longer
         self.log_rows = len(longer)

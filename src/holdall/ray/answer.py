@@ -1,12 +1,16 @@
 """Answers: drawn rows on their way from a shard to a learner, still compressed.
 
 In:  what a shelf found.  Out: one checked record of bytes; and back, ready for the loops that decode.
-Invariant: every compressed unit is in an answer once, however many rows need it.
+Invariant: every compressed unit is in an answer once, however many rows need it. An answer costs little beside its
+rows, since a batch takes one from every shard: its arrays stand in one part, in the order of the layout, and whatever
+is the same in every answer is read once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,18 +18,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.checkpoint.plain import dtype_name, dtype_of
-from holdall.checkpoint.records import window_of, window_words
+from holdall.checkpoint.records import window_of
 from holdall.errors import DamageError
-from holdall.experience.disk.record import Buffer, Record, pack
-from holdall.experience.disk.slice_record import codec_words
-from holdall.experience.part import NEXT_IS_WHOLE
-from holdall.experience.sealing.codec import Dictionary
-from holdall.ray.block import MOST_ROWS, array_of, as_buffer, coded_of, open_record, read_part, whole
+from holdall.experience.disk.record import Buffer, pack
+from holdall.experience.disk.slice_record import codec_of
+from holdall.experience.sealing.codec import Codec, Dictionary
+from holdall.experience.sealing.sealed import Coded
+from holdall.experience.window import Window
+from holdall.ray.block import MOST_BYTES, MOST_ROWS, open_record, read_part, whole
 from holdall.ray.layout import Layout
-from holdall.ray.shelf import Form, Found, Stretch
+from holdall.ray.shelf import Form, Found, FoundField
 from holdall.ray.standing import Standing
+from holdall.schema import Array
 
 ANSWER = "answer"
+_ALIGNMENT = 8
+_MOST_KNOWN_FORMS = 256
+_IS_LITTLE = sys.byteorder == "little"
+_PADDING = [bytes(-n % _ALIGNMENT) for n in range(_ALIGNMENT)]
+_U1, _U4, _I4 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.int32)
+_I8, _F8 = np.dtype(np.int64), np.dtype(np.float64)
+_BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
 
 Ids = NDArray[np.int64]
 Learn = Callable[[str], Dictionary]
@@ -44,89 +57,116 @@ class Answer:
 
 def pack_answer(answer: Answer) -> bytes:
     """Return an answer as a record."""
-    parts: dict[str, Buffer] = {
-        "standing": answer.standing.packed(),
-        "rows": as_buffer(answer.rows),
-        "scaled": as_buffer(answer.scaled),
-    }
-    parts |= {f"column/{name}": as_buffer(column) for name, column in answer.found.columns.items()}
+    arrays = [answer.rows, answer.scaled, *answer.found.columns.values()]
     fields = []
-    for i, stretches in enumerate(answer.found.fields):
+    for field in answer.found.fields:
+        arrays += [field.form, field.cursors, field.log]
         told = []
-        for j, stretch in enumerate(stretches):
-            name = f"{i}.{j}"
-            log = stretch.log.astype("<u2") if stretch.coded.count <= 1 << 16 else stretch.log
-            parts |= {
-                f"where/{name}": as_buffer(stretch.rows.astype(np.uint32)),
-                f"cursors/{name}": as_buffer(stretch.cursors),
-                f"log/{name}": as_buffer(log),
-                f"palette/{name}": as_buffer(stretch.coded.palette),
-                f"offsets/{name}": as_buffer(stretch.coded.offsets),
-                f"units/{name}": as_buffer(np.asarray(stretch.coded.data)),
-            }
-            told.append(
-                {
-                    "window": window_words(stretch.form.window),
-                    "codec": codec_words(stretch.form.codec),
-                    "count": stretch.coded.count,
-                    "log": dtype_name(log.dtype),
-                    "rows": len(stretch.rows),
-                }
-            )
-        fields.append(told)
+        for form, coded in field.forms:
+            data = np.asarray(coded.data)
+            arrays += [coded.palette, coded.offsets, data]
+            told.append([form.words, len(coded.offsets), coded.palette.size, data.size])
+        fields.append({"log": [field.log.itemsize, field.log.size], "forms": told})
     reward = answer.found.columns["reward"].dtype
     head = {"rows": len(answer.rows), "reward": dtype_name(reward), "fields": fields}
-    return b"".join(pack(ANSWER, head, parts, frozenset()))
+    body = b"".join([answer.standing.packed(), *_aligned(arrays)])
+    return b"".join(pack(ANSWER, head, {"body": body}, frozenset()))
 
 
-def unpack_answer(payload: bytes, layout: Layout, learn: Learn) -> Answer:
-    """Read an answer that was received; DamageError if anything in it does not make sense."""
-    record = open_record(payload, ANSWER)
-    head = record.head
-    try:
-        count = whole(head["rows"], MOST_ROWS)
-        like = layout.with_reward(dtype_of(head["reward"]))
-        columns = {
-            name: array_of(record, payload, f"column/{name}", dtype, (count, *shape))
-            for name, (shape, dtype) in like.items()
-            if name != "valid"
-        }
-        if len(head["fields"]) != len(layout.sliced):
-            raise DamageError(f"an answer has {len(head['fields'])} sliced fields, not {len(layout.sliced)}")
-        fields = tuple(
-            tuple(
-                _stretch_of(record, payload, f"{i}.{j}", words, layout.leaves[i], learn) for j, words in enumerate(told)
-            )
-            for i, told in enumerate(head["fields"])
-        )
-        for stretches in fields:
-            covered = np.sort(np.concatenate([stretch.rows for stretch in stretches] or [np.empty(0, np.int64)]))
-            if not np.array_equal(covered, np.arange(count)):
-                raise DamageError("an answer does not show each of its rows once; nothing of it is used")
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error
-    return Answer(
-        Standing.of(read_part(record, payload, "standing")),
-        array_of(record, payload, "rows", np.dtype(np.int64), (count,)),
-        array_of(record, payload, "scaled", np.dtype(np.float64), (count,)),
-        Found(columns, fields),
-    )
+class AnswerReader:
+    """Reads the answers of all shards of a memory."""
+
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
+        self._leaves = layout.leaves
+        self._known: dict[tuple[int, str], tuple[Window, Codec]] = {}
+
+    def read(self, payload: bytes, learn: Learn) -> Answer:
+        """Read an answer that was received; DamageError if anything in it does not make sense.
+
+        Where its rows point to is not looked at here: the loops that decode hold every place against its bounds.
+        """
+        record = open_record(payload, ANSWER)
+        head, body = record.head, _Body(read_part(record, payload, "body"))
+        try:
+            count = whole(head["rows"], MOST_ROWS)
+            standing = Standing.of(body.take(_U1, Standing.NBYTES).tobytes())
+            rows, scaled = body.take(_I8, count), body.take(_F8, count)
+            columns = {
+                name: body.take(dtype, count, shape)
+                for name, (shape, dtype) in self._layout.with_reward(dtype_of(head["reward"])).items()
+                if name != "valid"
+            }
+            if len(head["fields"]) != len(self._leaves):
+                raise DamageError(f"an answer has {len(head['fields'])} sliced fields, not {len(self._leaves)}")
+            fields = tuple(self._field(i, words, count, body, learn) for i, words in enumerate(head["fields"]))
+            body.require_end()
+        except (KeyError, TypeError, ValueError) as error:
+            raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error
+        return Answer(standing, rows, scaled, Found(columns, fields))
+
+    def _field(self, i: int, words: Any, count: int, body: _Body, learn: Learn) -> FoundField:
+        form, cursors = body.take(_I4, count), body.take(_U4, count)
+        width, entries = words["log"]
+        log = body.take(_BY_WIDTH[width], whole(entries, MOST_BYTES))
+        forms = []
+        for text, offsets, palette_bytes, data_bytes in words["forms"]:
+            window, codec = self._form(i, text, learn)
+            palette = body.take(_U1, whole(palette_bytes, MOST_BYTES))
+            begins = body.take(_U4, whole(offsets, MOST_BYTES))
+            data = body.take(_U1, whole(data_bytes, MOST_BYTES))
+            slices = (len(begins) - 1) * codec.group
+            forms.append((Form(window, codec, palette, text), Coded(codec, slices, begins, palette, data)))
+        if count and not 0 <= int(form.min()) <= int(form.max()) < len(forms):
+            raise DamageError("an answer has rows of no form; nothing of it is used")
+        return FoundField(form, cursors, log, tuple(forms))
+
+    def _form(self, i: int, text: str, learn: Learn) -> tuple[Window, Codec]:
+        """Return how slices are cut and coded; answers say it in the same words over and over."""
+        known = self._known.get((i, text))
+        if known is None:
+            words = json.loads(text)
+            window, named = window_of(words["window"], self._leaves[i]), words["codec"]["dictionary"]
+            codec = codec_of(words["codec"], {} if named is None else {named: learn(named)})
+            if codec.transform.slice_bytes != window.slice_bytes:
+                raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
+            if len(self._known) >= _MOST_KNOWN_FORMS:
+                self._known.clear()
+            known = self._known[i, text] = window, codec
+        return known
 
 
-def _stretch_of(record: Record, payload: bytes, name: str, words: Any, leaf: Any, learn: Learn) -> Stretch:
-    rows = whole(words["rows"], MOST_ROWS)
-    window = window_of(words["window"], leaf)
-    named = words["codec"]["dictionary"]
-    coded = coded_of(record, payload, name, words, {} if named is None else {named: learn(named)})
-    where = array_of(record, payload, f"where/{name}", np.dtype(np.uint32), (rows,)).astype(np.int64)
-    cursors = array_of(record, payload, f"cursors/{name}", np.dtype(np.uint32), (rows,))
-    dtype = dtype_of(words["log"])
-    raw = read_part(record, payload, f"log/{name}")
-    log = np.frombuffer(raw, dtype).astype(np.uint32)
-    end = (cursors & ~NEXT_IS_WHOLE).astype(np.int64) + window.count
-    end += np.where(cursors & NEXT_IS_WHOLE, window.count, window.shift)
-    if end.max(initial=0) > log.size or int(log.max(initial=0)) >= max(coded.count, 1):
-        raise DamageError("an answer points outside itself; nothing of it is used")
-    if coded.codec.transform.slice_bytes != window.slice_bytes:
-        raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
-    return Stretch(Form(window, coded.codec, np.asarray(coded.palette)), where, cursors, log, coded)
+class _Body:
+    """Arrays one after another, each where a machine likes to read it."""
+
+    def __init__(self, content: bytes) -> None:
+        self._content = content
+        self._place = 0
+
+    def take(self, dtype: np.dtype[Any], count: int, shape: tuple[int, ...] = ()) -> Array:
+        """Look at the next array, of so many rows."""
+        rows = count
+        for length in shape:
+            rows *= length
+        end = self._place + rows * dtype.itemsize
+        if end > len(self._content):
+            raise ValueError("it ends within an array")
+        array: Array = np.ndarray((count, *shape), dtype.newbyteorder("<"), self._content, self._place)
+        self._place = -(-end // _ALIGNMENT) * _ALIGNMENT
+        return array if _IS_LITTLE else array.astype(dtype)
+
+    def require_end(self) -> None:
+        """Refuse what is longer than its arrays."""
+        if self._place != len(self._content):
+            raise ValueError("it is longer than its arrays")
+
+
+def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
+    """Return arrays as the bytes that travel, little-endian, each filled up to where the next may begin."""
+    buffers: list[Buffer] = []
+    for array in arrays:
+        little = array if _IS_LITTLE else array.astype(array.dtype.newbyteorder("<"))
+        buffers.append(little.data if little.flags.c_contiguous else little.tobytes())
+        if little.nbytes % _ALIGNMENT:
+            buffers.append(_PADDING[little.nbytes % _ALIGNMENT])
+    return buffers

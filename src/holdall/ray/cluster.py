@@ -18,7 +18,7 @@ import ray
 from holdall.errors import ShardError
 from holdall.ray.router import is_newer
 from holdall.ray.standing import Standing
-from holdall.ray.turns import OutOfTurnError
+from holdall.ray.turns import OutOfTurnError, Turn
 from holdall.ray.writer import Address
 
 POLICIES = ("degrade", "block", "raise")
@@ -69,9 +69,10 @@ class Cluster:
         """Call a shard in this client's order; return what to wait for."""
         with self._lock:
             member = self._members[shard]
-            turn, member.turn = member.turn, member.turn + 1
             epoch = -1 if member.standing is None else member.standing.epoch
-            return getattr(member.handle, method).remote(member.client, epoch, turn, *arguments)
+            turn = Turn(member.client, epoch, member.turn)
+            member.turn += 1
+            return getattr(member.handle, method).remote(turn.packed(), *arguments)
 
     def ask_roster(self, method: str, *arguments: Any) -> Any:
         """Ask the roster something; None while it is being restarted."""

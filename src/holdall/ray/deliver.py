@@ -20,7 +20,7 @@ from holdall.experience.part import RECORD_FIELDS, ClosedPart, Places
 from holdall.experience.slices import KeptBlock
 from holdall.ray.answer import Answer
 from holdall.ray.layout import Layout
-from holdall.ray.shelf import Stretch
+from holdall.ray.shelf import FoundField
 from holdall.schema import Array
 
 Ids = NDArray[np.int64]
@@ -88,23 +88,19 @@ class Deliverer:
         if leaf not in self._layout.sliced:
             return column(f"obs.{leaf}"), column(f"next.{leaf}")
         field = self._layout.sliced.index(leaf)
-        stretches = [
-            (stretch, rows[stretch.rows])
-            for answer, rows in zip(answers, where, strict=True)
-            for stretch in answer.found.fields[field]
-        ]
-        return self._assembler.assemble(self._places(stretches, count), 0, self._layout.leaves[field])
+        found = [answer.found.fields[field] for answer in answers]
+        return self._assembler.assemble(self._places(found, where, count), 0, self._layout.leaves[field])
 
-    def _places(self, stretches: Sequence[tuple[Stretch, Ids]], count: int) -> Places:
+    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
         """Describe where the slices lie, to the loops that decode them."""
         segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        parts = []
-        for number, (stretch, rows) in enumerate(stretches):
-            segment[rows], cursors[rows] = number, stretch.cursors
-            window, coded = stretch.form.window, stretch.coded
-            block = KeptBlock(window.slice_bytes, coded.count, self._kernels.coder.adopt(coded))
-            log = stretch.log.reshape(-1, 1)
-            parts.append(ClosedPart(window, log, len(log), block, coded.count, len(rows), coded.count))
+        parts: list[ClosedPart] = []
+        for field, rows in zip(found, where, strict=True):
+            segment[rows], cursors[rows] = field.form + np.int32(len(parts)), field.cursors
+            log = field.log.reshape(-1, 1)
+            for form, coded in field.forms:
+                block = KeptBlock(form.window.slice_bytes, coded.count, self._kernels.coder.adopt(coded))
+                parts.append(ClosedPart(form.window, log, len(log), block, coded.count, len(rows), coded.count))
         records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
         return Places(
             records=[records],

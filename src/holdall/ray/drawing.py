@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, HoldallError, ShardError
 from holdall.experience.sealing.codec import Dictionary
-from holdall.ray.answer import Answer, unpack_answer
+from holdall.ray.answer import Answer, AnswerReader
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
 from holdall.ray.dictionaries import unpack_dictionary
@@ -70,7 +70,7 @@ class Drawing:
         patience_s: float,
     ) -> None:
         self._cluster = cluster
-        self._layout = layout
+        self._reader = AnswerReader(layout)
         self._deliverer = deliverer
         self._sampler = sampler
         self.generator = generator
@@ -108,7 +108,7 @@ class Drawing:
 
     def answer(self, shard: int, payload: bytes) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
-        answer = unpack_answer(payload, self._layout, lambda name: self.learn(shard, name))
+        answer = self._reader.read(payload, lambda name: self.learn(shard, name))
         self._cluster.note(shard, answer.standing)
         return answer
 

@@ -47,6 +47,16 @@ class _OpenField:
         block = self.part.block
         return np.empty((0, self.window.slice_bytes), np.uint8) if block is None else block.raw
 
+    def filled(self, group: int) -> Bytes:
+        """Return the unique slices, the last one again and again behind them until they are whole groups."""
+        raw, block = self.raw, self.part.block
+        used, whole = len(raw), -(-len(raw) // group) * group
+        if block is None or whole > block.capacity:
+            return np.concatenate([raw, np.broadcast_to(raw[-1:], (whole - used, raw.shape[1]))])
+        rows = block.arena[: whole * block.slice_bytes].reshape(whole, -1)
+        rows[used:] = raw[-1]
+        return rows
+
 
 class Encoder:
     """Fills one block after another.
@@ -60,6 +70,7 @@ class Encoder:
         self._lanes = lanes
         self._ticks = ticks
         self._kernels = kernels
+        self._coder = kernels.coder.keeping()
         self._columns = {name: np.empty((ticks, lanes, *shape), dtype) for name, (shape, dtype) in _rows(layout)}
         self._reward: Array | None = None
         self._searches = WindowSearches(lanes)
@@ -101,11 +112,30 @@ class Encoder:
         first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
         self._put(_cut(steps, slice(start, start + count)), slice(first, first + count))
         obs, next_obs = ([arrays[i] for i in self._layout.sliced] for arrays in (steps.obs, steps.next_obs))
-        for t in range(start, start + count):
-            self._append([array[t] for array in obs], [array[t] for array in next_obs])
+        t, end = start, start + count
+        while t < end:
+            until = min(end, t + self._ticks_before_full())
+            self._append_run([array[t:until] for array in obs], [array[t:until] for array in next_obs], until - t)
+            t = until
             if self.is_full:
                 break
         return self._used - first
+
+    def _ticks_before_full(self) -> int:
+        """Count the ticks, at least one, after which the block may be full, and not before."""
+        if self._searches.under_way:  # a window that was found begins with the next block
+            return 1
+        room = _BLOCK_BYTES - sum(field.part.added_bytes for field in self.fields)
+        return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
+
+    def _append_run(self, obs: list[Array], next_obs: list[Array], ticks: int) -> None:
+        """Write the observations of some ticks that are cut into slices; of one alone while windows are looked for."""
+        if ticks == 1:
+            self._append([array[0] for array in obs], [array[0] for array in next_obs])
+            return
+        first, self._used = self._used, self._used + ticks
+        for field, arrays, next_arrays in zip(self.fields, obs, next_obs, strict=True):
+            field.part.append_run(arrays, next_arrays, field.cursors[first : self._used])
 
     def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
         """Write the observations of one tick that are cut into slices."""
@@ -168,9 +198,7 @@ class Encoder:
         raw = field.raw
         for attempt in (chosen, plain_codec(field.window)):
             if attempt is not None:
-                missing = -len(raw) % attempt.group
-                filled = np.concatenate([raw, np.broadcast_to(raw[-1:], (missing, raw.shape[1]))]) if missing else raw
-                sealed = self._kernels.coder.seal(filled, attempt)
+                sealed = self._coder.seal(field.filled(attempt.group), attempt)
                 if sealed is not None:
                     return sealed.coded
         stored = Codec(Method.STORED, 0, Transform(field.window.slice_bytes))

@@ -37,7 +37,7 @@ from holdall.ray.shelf import Shelf
 from holdall.ray.slots import slots_at
 from holdall.ray.standing import Standing
 from holdall.ray.status import Process
-from holdall.ray.turns import OutOfTurnError, Turns
+from holdall.ray.turns import OutOfTurnError, Turn, Turns
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 
@@ -182,10 +182,9 @@ class Shard:
         return pack_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, client: bytes, epoch: int, turn: int, count: int) -> bytes:
+    def sample(self, turn: bytes, count: int) -> bytes:
         """Draw rows; of an empty shard, return how it stands."""
-        self._require_epoch(epoch)
-        with self._turns.taken(client, turn), self._metrics.timed("sample"), self._lock:
+        with self._turns.taken(self._required(turn)), self._metrics.timed("sample"), self._lock:
             if self._shelf.transitions == 0:
                 return self._standing().packed()
             return self._answer(self._sampler.draw(self._held(), count, self._generator).ids)
@@ -199,15 +198,12 @@ class Shard:
             return self._answer(wanted)
 
     @ray.method(concurrency_group="sample")
-    def update_priorities(
-        self, client: bytes, epoch: int, turn: int, rows: bytes, priorities: bytes, dtype: str
-    ) -> bytes:
+    def update_priorities(self, turn: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
         wanted, told = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         if not isinstance(self._sampler, Prioritized):
             raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
-        self._require_epoch(epoch)
-        with self._turns.taken(client, turn), self._lock:
+        with self._turns.taken(self._required(turn)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             self._sampler.update_priorities(self._held(), wanted, told)
             self._changes += 1
@@ -292,10 +288,14 @@ class Shard:
         with self._lock:
             return None if self._shelf.reward_dtype is None else self._shelf.reward_dtype.str
 
-    def _require_epoch(self, epoch: int) -> None:
-        """Refuse calls that count on what was said to this shard before it was restarted."""
-        if epoch != self._epoch:
-            raise OutOfTurnError(f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {epoch}")
+    def _required(self, sent: bytes) -> Turn:
+        """Return a call's turn; refuse one that counts on what was said to this shard before it was restarted."""
+        turn = Turn.of(sent)
+        if turn.epoch != self._epoch:
+            raise OutOfTurnError(
+                f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {turn.epoch}"
+            )
+        return turn
 
     def _is_due(self, sent: Envelope) -> bool:
         return sent.sequence <= self._expected.get(sent.writer, 0)

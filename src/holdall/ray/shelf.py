@@ -7,8 +7,10 @@ with its last row.
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -27,6 +29,10 @@ from holdall.ray.runs import Run
 from holdall.report import FieldReport
 from holdall.schema import Array
 
+_FORM_SHIFT = 40
+_UNIT_MASK = (1 << _FORM_SHIFT) - 1
+"""Units are counted over all blocks ever held, in fewer bits than these."""
+
 Ids = NDArray[np.int64]
 
 
@@ -37,17 +43,17 @@ class Form:
     window: Window
     codec: Codec
     palette: NDArray[np.uint8]
+    words: str  # window and codec as they travel: made once, as a form is sent over and over
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Rows of an answer whose slices have one form."""
+class FoundField:
+    """One sliced leaf of some rows: which slices make up its observations, and these, compressed."""
 
-    form: Form
-    rows: Ids  # positions in the answer
-    cursors: NDArray[np.uint32]
-    log: NDArray[np.uint32]
-    coded: Coded
+    form: NDArray[np.int32]  # (rows,): which of `forms` a row's slices have
+    cursors: NDArray[np.uint32]  # (rows,)
+    log: NDArray[np.uint16] | NDArray[np.uint32]  # slice numbers, each among the slices of its row's form
+    forms: tuple[tuple[Form, Coded], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +61,7 @@ class Found:
     """What was found under some row numbers."""
 
     columns: dict[str, Array]
-    fields: tuple[tuple[Stretch, ...], ...]
+    fields: tuple[FoundField, ...]
 
 
 class _FieldShelf:
@@ -69,7 +75,7 @@ class _FieldShelf:
         self.units: dict[int, bytes] = {}
         self.unit_bytes = 0
         self._forms: dict[int, Form] = {}
-        self._form_keys: dict[str, int] = {}
+        self._form_keys: dict[tuple[str, bytes], int] = {}
         self._form_uses: Counter[int] = Counter()  # blocks of a form
         self._next_form = 0
 
@@ -118,55 +124,60 @@ class _FieldShelf:
             Coded(kept.codec, count, offsets, kept.palette, units),
         )
 
-    def find(self, rows: Ids, block: Ids, lane: Ids) -> tuple[Stretch, ...]:
-        """Put together the units that hold the slices of some rows."""
+    def find(self, rows: Ids, block: Ids, lane: Ids) -> FoundField:
+        """Put together the units that hold the slices of some rows, form by form."""
         entries = self.blocks.take(block)
         cursors = self.cursors.take(rows)
-        is_whole = (cursors & NEXT_IS_WHOLE) != 0
-        start = entries[:, 0] + lane * entries[:, 1] + (cursors & ~NEXT_IS_WHOLE)
-        form = entries[:, 3]
-        stretches = []
-        for number in np.unique(form).tolist():
-            where = np.flatnonzero(form == number)
-            stretches.append(
-                self._stretch(self._forms[number], where, start[where], is_whole[where], block[where], entries[where])
-            )
-        return tuple(stretches)
-
-    def _stretch(
-        self, form: Form, where: Ids, start: Ids, is_whole: NDArray[np.bool_], block: Ids, entries: Ids
-    ) -> Stretch:
-        window, group = form.window, form.codec.group
-        length = window.count + np.where(is_whole, window.count, window.shift)
+        is_whole = cursors >= NEXT_IS_WHOLE
+        numbers, form = _unique(entries[:, 3])
+        forms = [self._forms[number] for number in numbers.tolist()]
+        count, shift, group = (
+            np.array([(f.window.count, f.window.shift, f.codec.group) for f in forms]).take(form, axis=0).T
+        )
+        length = count + np.where(is_whole, count, shift)
         end = np.cumsum(length)
         begin = end - length
-        numbers = self.log.take(np.arange(end[-1]) - np.repeat(begin - start, length)).astype(np.int64)
-        units = np.repeat(entries[:, 2], length) + numbers // group
-        unique, first, place = np.unique(units, return_index=True, return_inverse=True)
-        held = np.repeat(block, length)[first].tolist()
-        starts, ends = self.offsets.take(unique), self.offsets.take(unique + 1)
-        data = b"".join(
-            [self.units[b][s:e] for b, s, e in zip(held, starts.tolist(), ends.tolist(), strict=True)]
-        )  # fmt: skip
-        offsets = np.zeros(len(unique) + 1, np.uint32)
-        np.cumsum(ends - starts, out=offsets[1:])
-        coded = Coded(form.codec, len(unique) * group, offsets, form.palette, np.frombuffer(data, np.uint8))
-        return Stretch(
-            form,
-            where,
-            begin.astype(np.uint32) | np.where(is_whole, NEXT_IS_WHOLE, np.uint32(0)),
-            (place * group + numbers % group).astype(np.uint32),
-            coded,
+        start = entries[:, 0] + lane * entries[:, 1] + (cursors & ~NEXT_IS_WHOLE)
+        row = np.repeat(np.arange(len(rows)), length)
+        log = self.log.take(np.arange(end[-1]) + (start - begin)[row])
+        in_unit = group[row]
+        # Sorted by form first, so that the units of one lie together.
+        units, place = _unique(entries[row, 2] + log // in_unit + (form[row] << _FORM_SHIFT))
+        bounds = np.searchsorted(units, np.arange(len(forms) + 1) << _FORM_SHIFT)
+        joined = self._joined(forms, units & _UNIT_MASK, bounds.tolist())
+        narrow = all(coded.count <= 1 << 16 for _, coded in joined)
+        return FoundField(
+            form.astype(np.int32),
+            begin.astype(np.uint32) | (cursors & NEXT_IS_WHOLE),
+            ((place - bounds[form[row]]) * in_unit + log % in_unit).astype(np.uint16 if narrow else np.uint32),
+            joined,
         )
+
+    def _joined(self, forms: list[Form], units: Ids, bounds: list[int]) -> tuple[tuple[Form, Coded], ...]:
+        """Join the bytes of units, those of each form for itself."""
+        starts, ends = self.offsets.take(units), self.offsets.take(units + 1)
+        firsts = self.blocks.held[:, 2]
+        block = np.searchsorted(firsts, units, side="right") + (self.blocks.end - len(firsts) - 1)
+        held = self.units
+        cut = [held[b][s:e] for b, s, e in zip(block.tolist(), starts.tolist(), ends.tolist(), strict=True)]
+        sizes = ends - starts
+        joined = []
+        for form, (first, end) in zip(forms, pairwise(bounds), strict=True):
+            offsets = np.zeros(end - first + 1, np.uint32)
+            np.cumsum(sizes[first:end], out=offsets[1:])
+            data = np.frombuffer(b"".join(cut[first:end]), np.uint8)
+            joined.append((form, Coded(form.codec, (end - first) * form.codec.group, offsets, form.palette, data)))
+        return tuple(joined)
 
     def _form(self, field: SlicedField) -> int:
         codec, palette = field.coded.codec, field.coded.palette
-        key = repr((window_words(field.window), codec_words(codec), palette.tobytes()))
+        words = form_words(field.window, codec)
+        key = words, palette.tobytes()
         number = self._form_keys.get(key)
         if number is None:
             number = self._form_keys[key] = self._next_form
             self._next_form += 1
-            self._forms[number] = Form(field.window, codec, palette.copy())
+            self._forms[number] = Form(field.window, codec, palette.copy(), words)
         self._form_uses[number] += 1
         return number
 
@@ -275,7 +286,8 @@ class Shelf:
         if not len(rows):
             like = self._layout.with_reward(self.reward_dtype or np.dtype(np.float32))
             nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in like.items() if name != "valid"}
-            return Found(nothing, tuple(() for _ in self._fields))
+            none = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
+            return Found(nothing, (none,) * len(self._fields))
         first = self._block_rows.held
         dropped = self._block_rows.end - len(first)
         place = np.searchsorted(first[:, 0], rows, side="right") - 1
@@ -353,3 +365,20 @@ class Shelf:
 
 def _called(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if name else prefix
+
+
+def form_words(window: Window, codec: Codec) -> str:
+    """Say how slices are cut and coded, in words that are compared as they are."""
+    return json.dumps({"window": window_words(window), "codec": codec_words(codec)}, sort_keys=True)
+
+
+def _unique(values: Ids) -> tuple[Ids, Ids]:
+    """Return each value once, in order, and where each of `values` is among them; np.unique takes twice as long."""
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    is_new = np.empty(len(values), np.bool_)
+    is_new[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    place = np.empty(len(values), np.int64)
+    place[order] = np.cumsum(is_new) - 1
+    return ordered[is_new], place

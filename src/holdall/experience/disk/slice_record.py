@@ -7,7 +7,6 @@ read.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -28,7 +27,7 @@ _OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 def dictionary_name(dictionary: Dictionary) -> str:
     """Name a dictionary by its content."""
-    return hashlib.sha256(dictionary.content).hexdigest()
+    return dictionary.name
 
 
 def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:

@@ -7,6 +7,8 @@ numbers; predictors are differences modulo 256; what does not shrink is stored a
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
@@ -72,6 +74,11 @@ class Dictionary:
     """Bytes that slices of one field have in common; compared by identity."""
 
     content: bytes
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Name it by its content."""
+        return hashlib.sha256(self.content).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

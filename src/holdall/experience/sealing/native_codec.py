@@ -22,11 +22,13 @@ from holdall.experience.arena import Bytes, address, reserve
 from holdall.experience.disk.awaited_file import bring_slices
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
 from holdall.experience.sealing.libraries import Libraries
+from holdall.experience.sealing.portable_codec import Coder
 from holdall.experience.sealing.sealed import Coded, SealedSlices
 
 _REUSE_PLACES = 4096
 _PALETTE_SLOTS = 1024
 _MOST_READ_AT_ONCE = 1 << 20
+_MOST_COMPRESSORS = 8
 _of_transform = operator.attrgetter(*(field.name for field in fields(Transform)))
 
 
@@ -148,6 +150,7 @@ class NativeCoder:
         self._checksums.restype = None
         self._chill = library.holdall_chill
         self._chill.argtypes = [pointer, number]
+        self._library = library
         self._libraries = libraries
         self._thread = threading.local()
         self._batches = itertools.count(1)
@@ -165,15 +168,7 @@ class NativeCoder:
         """Code all rows of `slices`; None if a palette does not hold their words."""
         transform = codec.transform
         count = len(slices)
-        owner = _Owner()
-        cctx = 0
-        if codec.method is Method.ZSTD:
-            content = codec.dictionary
-            level = codec.level
-            cdict = 0 if content is None else self._libraries.new_cdict(owner, content.content, level)
-            cctx = self._libraries.new_cctx(owner, level, cdict)
-        unit_bytes = codec.group * transform.coded_bytes
-        scratch = np.empty(2 * transform.coded_bytes + 2 * unit_bytes + 1024, np.uint8)
+        compressor = self._compressor(codec)
         room = count * transform.coded_bytes
         data = reserve(room)
         offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
@@ -185,9 +180,9 @@ class NativeCoder:
             lz4_compress_hc=function("LZ4_compress_HC"),
             zstd_compress2=function("ZSTD_compress2"),
             zstd_is_error=function("ZSTD_isError"),
-            cctx=cctx,
-            scratch=address(scratch),
-            scratch_bytes=scratch.size,
+            cctx=compressor.cctx,
+            scratch=address(compressor.scratch),
+            scratch_bytes=compressor.scratch.size,
             group=codec.group,
             method=int(codec.method),
             level=codec.level,
@@ -202,6 +197,13 @@ class NativeCoder:
         packed = reserve(used)
         packed[:] = data[:used]
         return self.adopt(Coded(codec, count, offsets, palette, packed))
+
+    def keeping(self) -> Coder:
+        """See `Coder.keeping`."""
+        return _KeepingCoder(self._library, self._libraries)
+
+    def _compressor(self, codec: Codec) -> _Compressor:
+        return _Compressor(self._libraries, codec)
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""
@@ -260,8 +262,33 @@ class NativeCoder:
         return self._ddicts[dictionary]
 
 
-class _Owner:
-    """Something for contexts to live as long as."""
+class _Compressor:
+    """A library's context for one codec, and its form of the dictionary, which live as long as this; and scratch."""
+
+    def __init__(self, libraries: Libraries, codec: Codec) -> None:
+        coded_bytes = codec.transform.coded_bytes
+        self.scratch = np.empty(2 * coded_bytes + 2 * codec.group * coded_bytes + 1024, np.uint8)
+        self.cctx = 0
+        if codec.method is Method.ZSTD:
+            content, level = codec.dictionary, codec.level
+            cdict = 0 if content is None else libraries.new_cdict(self, content.content, level)
+            self.cctx = libraries.new_cctx(self, level, cdict)
+
+
+class _KeepingCoder(NativeCoder):
+    """A coder that goes on with its compressors from block to block."""
+
+    def __init__(self, library: ctypes.CDLL, libraries: Libraries) -> None:
+        super().__init__(library, libraries)
+        self._compressors: dict[Codec, _Compressor] = {}
+
+    def _compressor(self, codec: Codec) -> _Compressor:
+        kept = self._compressors.get(codec)
+        if kept is None:
+            if len(self._compressors) >= _MOST_COMPRESSORS:
+                self._compressors.clear()
+            kept = self._compressors[codec] = super()._compressor(codec)
+        return kept
 
 
 class _Reading:

@@ -34,6 +34,9 @@ class Coder(Protocol):
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """Code all rows of `slices`; None if a palette does not hold their words."""
 
+    def keeping(self) -> Coder:
+        """Return a coder for many small blocks, of one thread: making a compressor anew would cost as much as each."""
+
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Sum every unit of sealed slices up, for when it is read from a file."""
 
@@ -83,6 +86,10 @@ class PortableCoder:
         np.cumsum([len(piece) for piece in pieces], out=offsets[1:])
         data = np.frombuffer(b"".join(pieces), np.uint8).copy()
         return self.adopt(Coded(codec, len(slices), offsets, palette, data))
+
+    def keeping(self) -> Coder:
+        """See `Coder.keeping`; there is nothing to keep."""
+        return self
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """See `Coder.checksums`."""
