@@ -188,11 +188,11 @@ def test_an_answer_that_was_damaged_is_refused_whole() -> None:
     desk.send()
     rows = np.array([3, 39, 3, 17])
     payload = pack_answer(Answer(NOWHERE, rows, np.ones(4), desk.shelf.find(rows)))
-    reader = AnswerReader(desk.layout)
-    assert reader.read(payload, {}.__getitem__).rows.tolist() == rows.tolist()
+    reader, known = AnswerReader(desk.layout), dict[str, Dictionary]()
+    assert reader.read(payload, known.__getitem__).rows.tolist() == rows.tolist()
     for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
         with pytest.raises(DamageError):
-            reader.read(damaged, {}.__getitem__)
+            reader.read(damaged, known.__getitem__)
 
 
 def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels) -> None:
