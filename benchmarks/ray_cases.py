@@ -13,7 +13,8 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +97,22 @@ def sample(recording: Recording, rounds: int) -> dict[str, Any]:
 
 
 def spread(recording: Recording, rounds: int) -> dict[str, Any]:
-    """Count the CPU-seconds of batches from 1 and from 4 shards."""
-    sides = [HoldallSide(recording, len(recording.steps), shards) for shards in (1, 4)]
-    with closing(sides):
-        for side in sides:
+    """Count the CPU-seconds of batches from 1 and from 4 shards, as they are asked for and ahead of time."""
+    sides = {str(shards): HoldallSide(recording, len(recording.steps), shards) for shards in (1, 4)}
+    with closing(list(sides.values())), ExitStack() as loaders:
+        ways: dict[str, Callable[[], Any]] = {}
+        for name, side in sides.items():
             side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
-        found: dict[str, Any] = {}
-        everyone = [process for side in sides for process in side.processes] + servants()
-        for side, name in zip(sides, ("1", "4"), strict=True):
-            for _ in range(IN_A_ROW):
-                side.sample()
-            found[name] = {"learner_us": [], "others_us": [], "wire_bytes": side.answer_bytes()}
-        for side, name in itertools.chain(*([*zip(sides, ("1", "4"), strict=True)] for _ in range(rounds))):
+            loader = loaders.enter_context(side.memory.loader(BATCH, PREFETCH))
+            ways |= {name: side.sample, f"{name} ahead": partial(next, loader)}
+        everyone = [process for side in sides.values() for process in side.processes] + servants()
+        found: dict[str, Any] = {name: {"learner_us": [], "others_us": []} for name in ways}
+        for name, side in sides.items():
+            found[name]["wire_bytes"] = side.answer_bytes()
+        for name in itertools.chain(*(_in_turn(list(ways), turn) for turn in range(rounds))):
+            _timed(ways[name], IN_A_ROW)  # what was drawn ahead before other ways' turns is not counted
             before = cpu_seconds(), cpu_seconds(everyone)
-            for _ in range(5 * IN_A_ROW):
-                side.sample()
+            _timed(ways[name], 5 * IN_A_ROW)
             after = cpu_seconds(), cpu_seconds(everyone)
             for key, start, end in zip(("learner_us", "others_us"), before, after, strict=True):
                 found[name][key].append(1e6 * (end - start) / (5 * IN_A_ROW))

@@ -6,7 +6,7 @@ those of the best turns beside them. The exit status is 1 if a bar was not met. 
 
 * `insert`: steps one by one, and blocks of 64, until all was acknowledged; what that added to the shard's USS
 * `sample`: 256 transitions as tensors, compared bit by bit; also asked for ahead; and what travels for a batch
-* `spread`: CPU-seconds of a batch from 4 shards over those from 1, learner, shards and Ray together
+* `spread`: CPU-seconds of a batch from 4 shards over those from 1, of learner, shards and Ray; also asked for ahead
 * `checkpoint`: the slowest batches while the memory is saved over and over, over those of an idle memory
 
 The bars are for Atari frames. Camera images compress less, and noise hardly: they are shown beside, without a bar; but
@@ -101,6 +101,8 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
     if "spread" in found:
         spent = found["spread"]
         bar("CPU of a batch, 4 shards over 1", spent["4"]["cpu_us"] / spent["1"]["cpu_us"], most=1.3)
+        ahead = spent["4 ahead"]["cpu_us"] / spent["1 ahead"]["cpu_us"]
+        bar("CPU of a batch asked for ahead, 4 shards over 1", ahead, most=1.3)
     if "checkpoint" in found:
         saved = found["checkpoint"]
         slower = saved["saving"]["p99_us"] / saved["idle"]["p99_us"]

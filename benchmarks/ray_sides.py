@@ -119,7 +119,7 @@ class HoldallSide:
         sent = 0
         for shard in self.memory._cluster.numbers:
             share = BATCH // len(self.memory._cluster.numbers)
-            sent += len(ray.get(self.memory._cluster.call(shard, "sample", share)))
+            sent += len(ray.get(self.memory._cluster.call(shard, "sample", [share])))
         return sent
 
     def rows(self, numbers: Any) -> dict[str, Any]:

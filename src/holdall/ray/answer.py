@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -53,6 +53,15 @@ class Answer:
     rows: Ids  # row numbers of the shard
     scaled: NDArray[np.float64]  # what each was drawn in proportion to
     found: Found
+
+    def part(self, first: int, end: int) -> Answer:
+        """Return some of the rows; they refer to the units of all."""
+        if (first, end) == (0, len(self.rows)):
+            return self
+        rows, found = slice(first, end), self.found
+        columns = {name: column[rows] for name, column in found.columns.items()}
+        fields = tuple(replace(field, form=field.form[rows], cursors=field.cursors[rows]) for field in found.fields)
+        return Answer(self.standing, self.rows[rows], self.scaled[rows], Found(columns, fields))
 
 
 def pack_answer(answer: Answer) -> bytes:

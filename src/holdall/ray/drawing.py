@@ -8,7 +8,7 @@ batch is always whole and never biased by the loss.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -34,13 +34,23 @@ Ids = NDArray[np.int64]
 
 
 @dataclass(slots=True)
+class Call:
+    """A question to one shard; its answer may hold rows of several batches."""
+
+    reference: Any
+    is_heard: bool = False
+    answer: Answer | None = None  # None also where the shard was lost, or holds nothing any more
+
+
+@dataclass(slots=True)
 class Asked:
     """Rows of a batch that one shard was asked for."""
 
     shard: int
     rows: Ids  # positions in the batch
     mass: float  # what the shard was taken to hold
-    call: Any
+    call: Call
+    first: int  # the first of them in the answer
 
 
 @dataclass(slots=True)
@@ -79,12 +89,12 @@ class Drawing:
         self._dictionaries: dict[str, Dictionary] = {}
         self._lock = threading.Lock()
 
-    def start(self, count: int) -> Request:
-        """Draw a shard for every row, and ask for the rows."""
-        request = Request(count)
+    def start(self, count: int, batches: int = 1) -> list[Request]:
+        """Draw a shard for every row of some batches, and ask every shard once for all of them."""
+        requests = [Request(count) for _ in range(batches)]
         with self._lock:
-            self._ask(request, self._reachable(count), np.arange(count))
-        return request
+            self._ask([(request, np.arange(count)) for request in requests], self._reachable(count))
+        return requests
 
     def finish(self, request: Request) -> Batch:
         """Wait for the rows, draw those anew whose shard was lost, and make the batch."""
@@ -96,7 +106,7 @@ class Drawing:
             answer = self._heard(oldest)
             if answer is None:
                 with self._lock:
-                    self._ask(request, self._reachable(1), oldest.rows)
+                    self._ask([(request, oldest.rows)], self._reachable(1))
                 continue
             ids[oldest.rows] = ids_of(oldest.shard, answer.rows)
             answers.append(answer)
@@ -120,29 +130,44 @@ class Drawing:
         return self._dictionaries[name]
 
     def _heard(self, asked: Asked) -> Answer | None:
-        """Wait for a shard's answer; None if it is lost, or holds nothing any more."""
+        """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
+        call = asked.call
+        if not call.is_heard:
+            call.answer = self._answered(asked.shard, call)
+        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
+
+    def _answered(self, shard: int, call: Call) -> Answer | None:
         try:
-            payload = received(asked.call, self._patience_s)
+            payload = received(call.reference, self._patience_s)
+            call.is_heard = True
             if len(payload) == Standing.NBYTES:
-                self._cluster.note(asked.shard, Standing.of(payload))
+                self._cluster.note(shard, Standing.of(payload))
                 return None
-            return self.answer(asked.shard, payload)
+            return self.answer(shard, payload)
         except LOSSES as error:
-            self._cluster.lose(asked.shard)
+            call.is_heard = True  # so that it is lost once
+            self._cluster.lose(shard)
             if self._policy == "raise":
                 raise ShardError(
-                    f"shard {asked.shard} does not answer ({type(error).__name__}); wait, or use "
+                    f"shard {shard} does not answer ({type(error).__name__}); wait, or use "
                     "on_shard_loss='degrade' to draw from the others meanwhile"
                 ) from error
             return None
 
-    def _ask(self, request: Request, masses: Mapping[int, float], rows: Ids) -> None:
-        """Ask shards for some rows of a batch."""
-        for shard, positions in assigned(masses, len(rows), self.generator).items():
-            call = self._cluster.call(shard, "sample", len(positions))
-            request.asked.append(Asked(shard, rows[positions], masses[shard], call))
-        drawn = {each.shard for each in request.asked}
-        self._cluster.ask_again([shard for shard in masses if shard not in drawn])
+    def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
+        """Ask shards for some rows of batches, each batch's drawn for itself."""
+        by_shard: dict[int, list[tuple[Request, Ids]]] = {}
+        for request, rows in wanted:
+            for shard, positions in assigned(masses, len(rows), self.generator).items():
+                by_shard.setdefault(shard, []).append((request, rows[positions]))
+        for shard in sorted(by_shard):
+            parts = by_shard[shard]
+            counts = [len(rows) for _, rows in parts]
+            call, first = Call(self._cluster.call(shard, "sample", counts)), 0
+            for (request, rows), count in zip(parts, counts, strict=True):
+                request.asked.append(Asked(shard, rows, masses[shard], call, first))
+                first += count
+        self._cluster.ask_again([shard for shard in masses if shard not in by_shard])
 
     def _reachable(self, count: int) -> dict[int, float]:
         """Return the masses of the shards that answer; refuse a batch of more than they hold."""
@@ -167,30 +192,6 @@ class Drawing:
                     "batch"
                 )
         return self._cluster.masses()
-
-
-class Job:
-    """A batch that was asked for and is put together in the background."""
-
-    is_quick = False
-
-    def __init__(self, drawing: Drawing, request: Request) -> None:
-        self._drawing = drawing
-        self._request = request
-        self._batch: Batch | None = None
-
-    def work(self) -> None:
-        """Wait for the answers, and decode them."""
-        self._batch = self._drawing.finish(self._request)
-
-    def receive(self) -> Batch:
-        """Return the batch."""
-        if self._batch is None:
-            self.work()
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise ShardError("a batch was received before it was made; report this")
-        return batch
 
 
 def received(call: Any, patience_s: float) -> bytes:

@@ -33,10 +33,11 @@ from holdall.checkpoint.source import place_of
 from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
+from holdall.ray.ahead import Ahead, together
 from holdall.ray.checkpoints import save
 from holdall.ray.cluster import LOSSES, Cluster
 from holdall.ray.deliver import Deliverer
-from holdall.ray.drawing import Drawing, Job, Request, received
+from holdall.ray.drawing import Drawing, Request, received
 from holdall.ray.fleet import Fleet
 from holdall.ray.ids import rows_of, shards_of
 from holdall.ray.layout import Layout
@@ -229,15 +230,21 @@ class ReplayMemory:
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
         require_count("batch_size", batch_size, 1)
-        return self._drawing.finish(self._start(batch_size))
+        return self._drawing.finish(self._start(batch_size)[0])
 
     def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
-        """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`."""
+        """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`.
+
+        From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
+        and no longer exactly, `prefetch` batches before it is handed out. With a limiter each is drawn alone.
+        """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
         self._deliverer.keep(prefetch + 2)
-        return Loader(lambda: Job(self._drawing, self._start(batch_size)), prefetch)
+        batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
+        ahead = Ahead(self._drawing, lambda count: self._start(batch_size, count), batches)
+        return Loader(ahead, max(0, prefetch - batches + 1))
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -429,14 +436,14 @@ class ReplayMemory:
             )
         return standings[0]
 
-    def _start(self, count: int) -> Request:
-        """Ask for a batch, once what this process added and told has reached the shards."""
+    def _start(self, count: int, batches: int = 1) -> list[Request]:
+        """Ask for some batches, once what this process added and told has reached the shards."""
         self.flush()
         self._priorities.hear()
         self._wait_for_grant(count)
         if self._metrics.is_due:
             self._tell_metrics()
-        return self._drawing.start(count)
+        return self._drawing.start(count, batches)
 
     def _tell_metrics(self) -> None:
         writer, shards = self._own_writer, max(1, self.num_shards)

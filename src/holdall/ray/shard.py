@@ -182,12 +182,13 @@ class Shard:
         return pack_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, turn: bytes, count: int) -> bytes:
-        """Draw rows; of an empty shard, return how it stands."""
+    def sample(self, turn: bytes, counts: list[int]) -> bytes:
+        """Draw rows of some batches, those of each for itself; of an empty shard, return how it stands."""
         with self._turns.taken(self._required(turn)), self._metrics.timed("sample"), self._lock:
             if self._shelf.transitions == 0:
                 return self._standing().packed()
-            return self._answer(self._sampler.draw(self._held(), count, self._generator).ids)
+            drawn = [self._sampler.draw(self._held(), count, self._generator).ids for count in counts]
+            return self._answer(drawn[0] if len(drawn) == 1 else np.concatenate(drawn))
 
     @ray.method(concurrency_group="sample")
     def gather(self, rows: bytes) -> bytes:
