@@ -10,7 +10,7 @@ import pytest
 
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.experience.sealing.codec import Dictionary
-from holdall.ray.journal import Entry, Journal
+from holdall.ray.journal import Entry, Journal, Move
 from holdall.ray.slots import LocalSlots
 
 ANN, BEN = b"a" * 16, b"b" * 16
@@ -22,7 +22,7 @@ def entry(writer: bytes, sequence: int, nbytes: int = 100) -> Entry:
 
 def opened(folder: Path) -> tuple[Journal, list[Entry]]:
     journal = Journal(LocalSlots(folder))
-    return journal, list(journal.open())
+    return journal, [entry for page in journal.open() for entry in page.entries]
 
 
 def test_what_was_appended_is_found_again_in_order(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_what_a_zombie_wrote_while_it_was_overtaken_is_not_missed(tmp_path: Path
     known = slots.numbers()
     owner._slots.numbers = lambda: known  # type: ignore[method-assign]  # it looked before the zombie's last write
     zombie.append([entry(ANN, 0)], 0, [])
-    assert list(taking_over) == [entry(ANN, 0)]
+    assert [each for page in taking_over for each in page.entries] == [entry(ANN, 0)]
     with pytest.raises(FencedError):
         zombie.append([entry(ANN, 1)], 1, [])
 
@@ -81,11 +81,50 @@ def test_removing_what_left_forgets_no_writer_and_no_dictionary(tmp_path: Path) 
     for number in range(150):
         journal.append([entry(ANN, number)], 1 + number, [])
         journal.trim(1 + number - 10)
-    again, found = opened(tmp_path)
+    again = Journal(LocalSlots(tmp_path))
+    pages = list(again.open())
+    found = [each for page in pages for each in page.entries]
     assert again.expected == {ANN: 150, BEN: 1}
     assert [each.sequence for each in found][-10:] == list(range(140, 150))
-    assert again.first_row == 1 + found[0].sequence
+    assert [page.first_row for page in pages] == [1 + each.sequence for each in found]
+    assert [page.begins for page in pages] == [True] + [False] * (len(pages) - 1)
     assert len(again.dictionaries) == 1
+
+
+def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Path) -> None:
+    zombie, _ = opened(tmp_path)
+    for number in range(100):
+        zombie.append([entry(ANN, number)], number, [])
+    owner = Journal(LocalSlots(tmp_path))
+    pages = owner.open()
+    first = [next(pages) for _ in range(10)]
+    assert [page.first_row for page in first] == list(range(10))
+    zombie.append([entry(ANN, 100)], 100, [])
+    zombie.trim(60)  # among them those that the owner has listed, and not read
+    rest = list(pages)
+    assert [page.begins for page in rest] == [True] + [False] * (len(rest) - 1)
+    assert [page.first_row for page in rest] == list(range(60, 101))
+    assert [each for page in rest for each in page.entries] == [entry(ANN, number) for number in range(60, 101)]
+    assert owner.expected == {ANN: 101}
+    with pytest.raises(FencedError):
+        zombie.append([entry(ANN, 101)], 101, [])
+    owner.append([entry(ANN, 101)], 101, [])
+
+
+def test_what_is_told_besides_is_found_again(tmp_path: Path) -> None:
+    journal, _ = opened(tmp_path)
+    move = Move("holdall-1", 3, ANN.hex(), 7, 128)
+    journal.close_to_writers("holdall-1")
+    journal.hide(256, move)
+    again, _ = opened(tmp_path)
+    assert (again.hidden_before, again.move, again.closed_by, again.loading) == (256, move, "holdall-1", "")
+    again.hide(128, None)  # it did not arrive
+    again.loading = "place:3"
+    again.append([entry(ANN, 0)], 0, [])
+    third, _ = opened(tmp_path)
+    assert (third.hidden_before, third.move, third.loading) == (128, None, "place:3")
+    third.end_loading(5)
+    assert opened(tmp_path)[0].loading == ""
 
 
 def test_of_many_that_create_a_slot_at_once_one_succeeds(tmp_path: Path) -> None:

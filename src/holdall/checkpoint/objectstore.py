@@ -132,6 +132,15 @@ class Objects:
             with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
                 self._patiently(partial(self._obstore.delete, self._store, key))
 
+    def honours_conditions(self) -> bool:
+        """Whether creating an object twice fails the second time."""
+        key = f"probe/{new_epoch()}"
+        try:
+            self.create(key, b"first")
+            return not self.create(key, b"second")
+        finally:
+            self.delete([key])
+
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do something until it is answered; a server that restarts is waited for."""
         wait, told = _FIRST_WAIT_S, False
@@ -271,7 +280,7 @@ class RemotePlace:
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         if not self._objects.create("FORMAT", format_text()):
             self.library.require()
-        self.is_fenced = self._honours_conditions()
+        self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
                 "%s ignores conditions: two writers would not notice each other there. See that only one saves to it",
@@ -333,15 +342,6 @@ class RemotePlace:
     def interrupt(self) -> None:
         """Give up waiting for the store."""
         self._objects.stopped.set()
-
-    def _honours_conditions(self) -> bool:
-        """Whether creating an object twice fails the second time."""
-        key = f"probe/{self.epoch}"
-        try:
-            self._objects.create(key, b"first")
-            return not self._objects.create(key, b"second")
-        finally:
-            self._objects.delete([key])
 
 
 def _short(error: Exception) -> str:

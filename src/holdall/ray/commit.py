@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from holdall.errors import CheckpointError, FencedError, HoldallError
 from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.block import Block
-from holdall.ray.journal import Entry, Journal
+from holdall.ray.journal import Entry, Journal, Move
 
 _SLOT_BYTES = 16 * 2**20
 _TRY_AGAIN_S = 0.5
@@ -71,9 +71,18 @@ class Committer:
         while self.backlog:
             time.sleep(_LOOK_AGAIN_S)
 
-    def hide(self, row: int) -> None:
+    @property
+    def journal(self) -> Journal:
+        """What is written to, to be looked at."""
+        return self._journal
+
+    def hide(self, row: int, move: Move | None) -> None:
         """Have the rows before a number left out when the journal is read; nothing may be staged."""
-        self._journal.hide(row)
+        _insistently(lambda: self._journal.hide(row, move))
+
+    def close_to_writers(self, memory: str) -> None:
+        """Have it remembered that nothing more is taken; nothing may be staged."""
+        _insistently(lambda: self._journal.close_to_writers(memory))
 
     def _run(self) -> None:
         while True:
@@ -109,17 +118,23 @@ class Committer:
                 if sliced.coded.codec.dictionary is not None:
                     dictionaries[id(sliced.coded.codec.dictionary)] = sliced.coded.codec.dictionary
         entries = [each.entry for each in batch]
-        while True:
-            try:
-                self._journal.append(entries, self._next_row, list(dictionaries.values()))
-                break
-            except FencedError:
-                raise
-            except CheckpointError as error:
-                _LOG.warning("%s; trying again", error)
-                time.sleep(_TRY_AGAIN_S)
+        _insistently(lambda: self._journal.append(entries, self._next_row, list(dictionaries.values())))
         self._next_row += sum(each.block.rows for each in batch)
         needed = self._apply(batch)
         self._commits += 1
         if self._commits % _TRIM_EVERY == 0:
             self._journal.trim(needed)
+
+
+def _insistently(write: Callable[[], None]) -> None:
+    """Write until the disk takes it; FencedError if somebody else has the journal."""
+    while True:
+        try:
+            write()
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            _LOG.warning("%s; trying again", error)
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return

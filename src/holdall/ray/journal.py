@@ -4,13 +4,16 @@ In:  blocks with their envelopes, in the order in which they are accepted.  Out:
 Invariant: whoever opens a journal reads all of it and then creates the next slot, as its opening. From then on nobody
 who opened it before can create one: its next number is taken. So a shard that Ray took for dead and that goes on
 acknowledges nothing more, and nothing that it acknowledged before is missed. Openings are never removed.
+Besides, a slot says whether a checkpoint is being loaded, whether the shard takes nothing more, and which block is on
+its way to another shard.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
+from typing import Any
 
 from holdall.errors import DamageError, FencedError
 from holdall.experience.disk.record import Record, pack
@@ -34,6 +37,30 @@ class Entry:
     payload: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Page:
+    """What one slot holds."""
+
+    first_row: int
+    entries: list[Entry]
+    begins: bool  # it is the oldest; also if others were handed out before, which were removed while they were read
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A block that is hidden here, and on its way to another shard."""
+
+    memory: str  # by whose doing
+    shard: int
+    writer: str  # under whose name it is sent there, in hexadecimals
+    sequence: int
+    first_row: int  # here
+
+
+class _RemovedError(Exception):
+    """A slot that was listed, and removed before it was read."""
+
+
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
@@ -47,13 +74,30 @@ class Journal:
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
         self.dictionaries: dict[str, Dictionary] = {}
-        self.first_row = 0
         self.hidden_before = 0
+        self.loading = ""  # the checkpoint of which blocks were written, if not all were yet
+        self.closed_by = ""  # the memory that closed the shard to writers
+        self.move: Move | None = None
         self.fenced = False
         self.lingers_s = slots.lingers_s
 
-    def open(self) -> Iterator[Entry]:
+    @property
+    def url(self) -> str:
+        """Where it lies."""
+        return self._slots.url
+
+    def open(self) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over."""
+        self._slots.require_fencing()
+        while True:
+            try:
+                yield from self._read_all()
+            except _RemovedError:  # by the last owner, who is still at it: its rows have left, and so have those before
+                self._first_rows.clear()
+            else:
+                return
+
+    def _read_all(self) -> Iterator[Page]:
         kept = self._slots.numbers()
         for number in kept:
             yield from self._replay(number)
@@ -84,14 +128,25 @@ class Journal:
         self._known |= {dictionary_name(each) for each in dictionaries}
         self.dictionaries |= {dictionary_name(each): each for each in dictionaries}
 
-    def hide(self, row: int) -> None:
-        """Say that the rows before a number are elsewhere now, and not to be read again."""
-        self.hidden_before = max(self.hidden_before, row)
+    def hide(self, row: int, move: Move | None) -> None:
+        """Say that the rows before a number are not to be read again, and where the last of them are going."""
+        self.hidden_before, self.move = row, move
+        self._tell("it has what was not moved yet")
+
+    def close_to_writers(self, memory: str) -> None:
+        """Say that nothing more is taken, for as long as this memory is there."""
+        self.closed_by = memory
+        self._tell("it goes on taking blocks")
+
+    def end_loading(self, hidden_before: int) -> None:
+        """Say that all blocks of a checkpoint were written, and which of their rows had left."""
+        self.loading, self.hidden_before = "", hidden_before
+        self._tell("it loads the checkpoint")
+
+    def _tell(self, otherwise: str) -> None:
         if self.fenced or not self._create([], tells_all=True):
             self.fenced = True
-            raise FencedError(
-                f"{self._slots.url}: another shard has opened this journal; it has what was not moved yet"
-            )
+            raise FencedError(f"{self._slots.url}: another shard has opened this journal; {otherwise}")
 
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
@@ -108,6 +163,8 @@ class Journal:
 
     def _create(self, parts: list[bytes], tells_all: bool, first_row: int = 0) -> bool:
         head: dict[str, object] = {"number": self._next, "first_row": first_row, "hidden_before": self.hidden_before}
+        head |= {"loading": self.loading, "closed_by": self.closed_by}
+        head["move"] = None if self.move is None else asdict(self.move)
         if tells_all:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
             # What is removed later must not take dictionaries with it that are still in use.
@@ -120,8 +177,10 @@ class Journal:
         self._next += 1
         return True
 
-    def _replay(self, number: int) -> Iterator[Entry]:
+    def _replay(self, number: int) -> Iterator[Page]:
         content = self._slots.read(number)
+        if content is None:
+            raise _RemovedError
         records = list(records_in(content))
         try:
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
@@ -131,7 +190,9 @@ class Journal:
                 name = bytes.fromhex(writer)
                 self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
             self._told_at = number if "expected" in head else self._told_at
-            self.hidden_before = max(self.hidden_before, whole(head["hidden_before"], 2**62))
+            self.hidden_before = whole(head["hidden_before"], 2**62)
+            self.loading, self.closed_by = str(head.get("loading", "")), str(head.get("closed_by", ""))
+            self.move = None if head.get("move") is None else _move_of(head["move"])
             entries = []
             for record in records[1:]:
                 raw = content[record.start : record.start + record.nbytes]
@@ -141,15 +202,21 @@ class Journal:
                     self._known.add(dictionary_name(dictionary))
                 elif record.kind == ENTRY:
                     entries.append(_entry_of(record, content))
-            if entries:
-                if not self._first_rows:
-                    self.first_row = whole(head["first_row"], 2**53)
-                self._first_rows[number] = whole(head["first_row"], 2**53)
+            page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise DamageError(f"slot {number} of {self._slots.url} makes no sense ({error})") from error
         for entry in entries:
             self.expected[entry.writer] = max(self.expected.get(entry.writer, 0), entry.sequence + 1)
-        yield from entries
+        if entries:
+            self._first_rows[number] = page.first_row
+            yield page
+
+
+def _move_of(words: dict[str, Any]) -> Move:
+    if len(bytes.fromhex(words["writer"])) != 16:
+        raise ValueError("a writer's name has 16 bytes")
+    numbers = (whole(words["shard"], 2**16), whole(words["sequence"], 2**53), whole(words["first_row"], 2**53))
+    return Move(str(words["memory"]), numbers[0], str(words["writer"]), *numbers[1:])
 
 
 def _entry_of(record: Record, content: bytes) -> Entry:

@@ -154,6 +154,7 @@ class ReplayMemory:
         self._priorities = Priorities(self._cluster, patience)
         for number in shards:
             self._fleet.start(number, None if saved is None else (saved[0], saved[1][str(number)]))
+        self._fleet.settle()
         self._cluster.refresh()
 
     def add_shard(self) -> int:

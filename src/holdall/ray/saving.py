@@ -102,7 +102,7 @@ def manifest_slots(url: str) -> Slots:
 
 def saved_state(slots: Slots, slot: int) -> dict[str, Any]:
     """Read a state back."""
-    content = slots.read(slot)
+    content = _content(slots, slot)
     try:
         return unpack_state(open_record(content, STATE), lambda start, nbytes: content[start : start + nbytes])
     except (KeyError, TypeError, ValueError) as error:
@@ -113,7 +113,7 @@ def saved_blocks(slots: Slots, numbers: list[int], dictionaries: dict[str, Dicti
     """Read blocks back, oldest first; their dictionaries are put beside."""
     from_row = -1
     for number in numbers:
-        content = slots.read(number)
+        content = _content(slots, number)
         for record in records_in(content):
             if record.kind != KEPT:
                 dictionary = unpack_dictionary(content[record.start : record.start + record.nbytes])
@@ -123,6 +123,13 @@ def saved_blocks(slots: Slots, numbers: list[int], dictionaries: dict[str, Dicti
             if first_row > from_row:
                 from_row = first_row
                 yield Kept(first_row, read_part(record, content, "block"))
+
+
+def _content(slots: Slots, number: int) -> bytes:
+    content = slots.read(number)
+    if content is None:
+        raise CheckpointError(f"slot {number} of {slots.url} is gone: another writer removed it; load anew")
+    return content
 
 
 def write_manifest(url: str, words: dict[str, Any]) -> int:

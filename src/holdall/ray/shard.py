@@ -28,8 +28,9 @@ from holdall.ray.commit import Committer, Staged
 from holdall.ray.dictionaries import pack_dictionary, unpack_dictionary
 from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of, life_of
-from holdall.ray.journal import Entry, Journal
+from holdall.ray.journal import Entry, Journal, Move
 from holdall.ray.layout import Layout
+from holdall.ray.loading import begins_with, write_loaded
 from holdall.ray.metrics import ShardMetrics
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
@@ -44,8 +45,6 @@ from holdall.sampling.prioritized import Prioritized
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""
 _MOST_CREDITS = 4
-_LOADED = bytes(16)
-"""Stands for the writer of blocks that a checkpoint brought."""
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
 _OVERTAKEN_S = 2.0
@@ -78,6 +77,7 @@ class Shard:
         saved: tuple[str, dict[str, Any]] | None = None,
     ) -> None:
         self._number = number
+        self._memory = memory
         self._layout = Layout.of(schema_of(words))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -104,17 +104,19 @@ class Shard:
             journal = Journal(slots_at(url, "journal", f"{number:05d}"))
             self._take_over(journal, capacity)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        is_new = self._epoch == first_life if url is None else self._shelf.next_row == 0
+        checkpoint = "" if saved is None else f"{saved[0]}:{saved[1]['state']}"
+        written = self._shelf.next_row
+        is_new = self._epoch == first_life if url is None else begins_with(journal, written, checkpoint)
         # The first life of the only shard draws as a local memory with the same seed does.
         first = number == 0 and self._epoch == 0
         own_seed = seed if seed is None or first else [seed, number, self._epoch]
         self._generator: np.random.Generator = generator_of(own_seed)
-        payloads: list[Kept] = []
         if saved is not None and state is not None and is_new:
-            payloads = self._load(*saved, state, capacity)
+            kept = self._load(*saved, state, capacity)
+            if url is not None:
+                dictionaries = list(self._dictionaries.values())
+                write_loaded(journal, checkpoint, kept, written, self._shelf.first_row, dictionaries)
         if url is not None:
-            for kept in payloads:
-                journal.append([Entry(_LOADED, 0, kept.payload)], kept.first_row, list(self._dictionaries.values()))
             self._committer = Committer(journal, self._shelf.next_row, self._apply)
 
     @ray.method(concurrency_group="insert")
@@ -219,25 +221,52 @@ class Shard:
             committer = self._committer
         if committer is not None:
             committer.drain()
+            committer.close_to_writers(self._memory)
 
     @ray.method(concurrency_group="control")
-    def release(self) -> tuple[bytes, int, int]:
-        """Give up the oldest block: return it, its rows, and the number of the row behind it; none: no bytes."""
+    def oldest(self) -> tuple[bytes, int, int, int]:
+        """Return the oldest block, its rows, the first of them held, and the row behind it; none: no bytes."""
         with self._lock:
             shelf = self._shelf
             if shelf.transitions == 0:
-                return b"", 0, shelf.next_row
+                return b"", 0, shelf.next_row, shelf.next_row
             start, block = shelf.block(shelf.block_numbers[0])
             block.columns["valid"][: max(0, shelf.first_row - start)] = False  # they had left already
-            shelf.hide_before(start + block.rows)
-            self._changes += 1
-            return pack_block(block), block.rows, start + block.rows
+            return pack_block(block), block.rows, max(start, shelf.first_row), start + block.rows
 
     @ray.method(concurrency_group="control")
-    def forget_before(self, row: int) -> None:
-        """See to it that rows which are elsewhere now do not come back with the journal."""
+    def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
+        """Draw rows no more that go to another shard; the journal keeps them, and says where they go.
+
+        Args:
+            end: The row behind them.
+            writer: Under whose name they are sent there, and as which of its blocks.
+        """
+        with self._lock:
+            self._shelf.hide_before(end)
+            self._changes += 1
         if self._committer is not None:
-            self._committer.hide(row)
+            self._committer.hide(end, Move(self._memory, to, writer.hex(), sequence, first_row))
+
+    @ray.method(concurrency_group="control")
+    def move(self) -> tuple[int, bytes, int] | None:
+        """Say which block was on its way to another shard when the memory before this one ended: to, writer, number."""
+        move = None if self._committer is None else self._committer.journal.move
+        if move is None or move.memory == self._memory:
+            return None
+        return move.shard, bytes.fromhex(move.writer), move.sequence
+
+    @ray.method(concurrency_group="control")
+    def end_move(self, arrived: bool) -> None:
+        """Hear whether that block arrived; if not, it stays here."""
+        with self._lock:
+            if self._committer is None or self._committer.journal.move is None:
+                return
+            journal = self._committer.journal
+            if arrived:
+                self._shelf.hide_before(min(journal.hidden_before, self._shelf.next_row))
+            self._committer.hide(self._shelf.first_row, None)
+            self._changes += 1
 
     @ray.method(concurrency_group="control")
     def save(self, url: str) -> dict[str, Any]:
@@ -303,12 +332,19 @@ class Shard:
 
     def _take_over(self, journal: Journal, capacity: int) -> None:
         """Go on with all that the journal holds."""
-        shelf: Shelf | None = None
-        for entry in journal.open():
-            shelf = shelf or Shelf(self._layout, capacity, journal.first_row)
-            shelf.append(unpack_block(entry.payload, self._layout, journal.dictionaries))
-        self._shelf = shelf or self._shelf
-        self._shelf.hide_before(min(journal.hidden_before, self._shelf.next_row))
+        for page in journal.open():
+            if page.begins:
+                self._shelf = Shelf(self._layout, capacity, page.first_row)
+            elif page.first_row != self._shelf.next_row:
+                raise DamageError(f"{journal.url} lacks blocks before row {page.first_row}; load a checkpoint")
+            for entry in page.entries:
+                self._shelf.append(unpack_block(entry.payload, self._layout, journal.dictionaries))
+        move = journal.move
+        # What another memory was moving when it ended may not have arrived; this one's is in good hands.
+        hidden = journal.hidden_before if move is None or move.memory == self._memory else move.first_row
+        self._shelf.hide_before(min(hidden, self._shelf.next_row))
+        if journal.closed_by == self._memory:
+            self._is_closed.set()
         self._epoch = journal.epoch
         self._expected = dict(journal.expected)
         self._dictionaries = dict(journal.dictionaries)

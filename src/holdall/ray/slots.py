@@ -15,7 +15,7 @@ from typing import Protocol
 
 from holdall.checkpoint.filesystem import FileSystem
 from holdall.checkpoint.objectstore import Objects, is_remote
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import CheckpointError
 
 _NAME = re.compile(r"[0-9a-f]{16}\.slot")
 MOST_SLOT_BYTES = 2**30
@@ -28,14 +28,17 @@ class Slots(Protocol):
     lingers_s: float
     """How long to gather more before the next one is created: a request to a store costs time and money."""
 
+    def require_fencing(self) -> None:
+        """Refuse a place where a number could be created twice."""
+
     def numbers(self) -> list[int]:
         """Return the numbers that are there, in order."""
 
     def create(self, number: int, content: bytes) -> bool:
         """Create a slot; False if another stands there."""
 
-    def read(self, number: int) -> bytes:
-        """Return the bytes of a slot."""
+    def read(self, number: int) -> bytes | None:
+        """Return the bytes of a slot; None if it is not there: who removes slots may do so at any time."""
 
     def delete(self, numbers: list[int]) -> None:
         """Remove slots."""
@@ -64,6 +67,9 @@ class LocalSlots:
         except OSError as error:
             raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
 
+    def require_fencing(self) -> None:
+        """See `Slots`; a link is made once on every file system that has them."""
+
     def numbers(self) -> list[int]:
         """See `Slots`."""
         return sorted(int(name[:16], 16) for name in self._disk.names(self._root) if _NAME.fullmatch(name))
@@ -89,10 +95,12 @@ class LocalSlots:
             raise CheckpointError(f"{self.url} cannot be written to ({error}); make room, or check the disk") from error
         return True
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int) -> bytes | None:
         """See `Slots`."""
         try:
             return (self._root / _name(number)).read_bytes()
+        except FileNotFoundError:
+            return None
         except OSError as error:
             raise CheckpointError(f"{self.url}/{_name(number)} cannot be read ({error})") from error
 
@@ -111,6 +119,14 @@ class RemoteSlots:
         self.url = url
         self._objects = Objects(url)
 
+    def require_fencing(self) -> None:
+        """See `Slots`; some stores take conditions, and do not keep to them."""
+        if not self._objects.honours_conditions():
+            raise CheckpointError(
+                f"{self.url} ignores conditions, so a shard that was taken for dead could not be told from its "
+                "successor; use a store that has conditional puts, or durability='memory' and checkpoints"
+            )
+
     def numbers(self) -> list[int]:
         """See `Slots`."""
         return sorted(int(name[:16], 16) for name in self._objects.sizes("") if _NAME.fullmatch(name))
@@ -119,12 +135,9 @@ class RemoteSlots:
         """See `Slots`; whether a put succeeded whose answer was lost is found out by reading it back."""
         return self._objects.create(_name(number), content) or self.read(number) == content
 
-    def read(self, number: int) -> bytes:
+    def read(self, number: int) -> bytes | None:
         """See `Slots`."""
-        found = self._objects.get(_name(number), MOST_SLOT_BYTES)
-        if found is None:
-            raise DamageError(f"{self.url}/{_name(number)} is gone; another writer removed it")
-        return found
+        return self._objects.get(_name(number), MOST_SLOT_BYTES)
 
     def delete(self, numbers: list[int]) -> None:
         """See `Slots`."""

@@ -71,6 +71,11 @@ class Stream:
         return taken + sum(block.rows for block in self._under_way)
 
     @property
+    def next_sequence(self) -> int:
+        """The number of the next block."""
+        return self._sequence
+
+    @property
     def unacknowledged_bytes(self) -> int:
         """Bytes of the blocks under way."""
         return sum(len(block.payload) for block in self._under_way)

@@ -272,10 +272,16 @@ class Writer:
             if payload is None:
                 self.flush()
 
-    def pass_on(self, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
+    def next_of_others(self) -> tuple[int, bytes, int]:
+        """Say to which shard `pass_on` will send a block, under which writer's name, and as which of its blocks."""
+        self.flush()
+        stream = self._stream()
+        return stream.number, self._name, stream.next_sequence
+
+    def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
         """Send a block that another shard held; it is acknowledged when this returns."""
         self._dictionaries |= dictionaries
-        self._through(self._stream(), payload, rows)
+        self._through(self._streams[to], payload, rows)
         self.flush()
 
     def _is_listed(self, shard: int) -> bool:

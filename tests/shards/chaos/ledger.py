@@ -95,7 +95,9 @@ def written(url: Path, shard: int) -> Numbers:
     layout = Layout.of(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]
     numbers += [
-        unpack_block(entry.payload, layout, journal.dictionaries).columns["extras.0"] for entry in journal.open()
+        unpack_block(entry.payload, layout, journal.dictionaries).columns["extras.0"]
+        for page in journal.open()
+        for entry in page.entries
     ]
     return np.concatenate(numbers)
 

@@ -1,0 +1,90 @@
+"""A memory whose journals lie in an object store: shards are killed under load, and one is frozen and overtaken.
+
+Run by itself, since shards have the credentials of the Ray that they run on. It prints what was acknowledged, and what
+is held.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import psutil
+import ray
+from gymnasium import spaces
+
+from holdall.ray import ReplayMemory
+from holdall.ray.envelope import Ack, Envelope
+from holdall.ray.journal import Journal
+from holdall.ray.slots import slots_at
+
+PATIENCE_S = 60.0
+
+
+def add(memory: ReplayMemory, first: int, end: int) -> None:
+    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    for number in range(first, end):
+        memory.add(row, action, np.array([number], np.float64), row, no, no)
+
+
+def held(memory: ReplayMemory) -> list[int]:
+    memory.flush()
+    found: list[int] = []
+    until = time.monotonic() + PATIENCE_S
+    while len(standings := memory._cluster.refresh()) < memory.num_shards and time.monotonic() < until:
+        time.sleep(0.2)
+    for shard, standing in standings.items():
+        rows = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+        found += memory.gather(rows).reward.astype(int).tolist()
+    return sorted(found)
+
+
+def pid_of(shard: Any) -> int:
+    return int(ray.get(shard.__ray_call__.remote(lambda _: os.getpid())))
+
+
+def main(url: str) -> None:
+    ray.init(num_cpus=4, include_dashboard=False, object_store_memory=128 * 2**20, log_to_driver=False)
+    settings: dict[str, Any] = {"shards": 2, "durability": "segment", "url": url, "patience_s": PATIENCE_S}
+    space, action = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2)
+    told: dict[str, Any] = {"kills": 0}
+    count, block = 0, 1_000
+    with ReplayMemory(space, action, 40_000, **settings) as memory:
+        epochs = []
+        for turn in range(3):
+            add(memory, count, count + block // 2)
+            shard = memory._cluster.handle(turn % 2)
+            epochs.append(memory._cluster.refresh()[0].epoch)
+            # While blocks are on their way to the store.
+            killer = threading.Timer(0.05 * turn, psutil.Process(pid_of(shard)).kill)
+            killer.start()
+            add(memory, count + block // 2, count + block)
+            memory.flush()
+            killer.join()
+            told["kills"] += 1
+            count += block
+        told["acknowledged"], told["held"] = count, held(memory)
+        told["epochs"] = sorted({*epochs, memory._cluster.refresh()[0].epoch})
+        # A shard that goes on while somebody else has opened its journal: its late write is refused.
+        zombie = memory._cluster.handle(1)
+        pages = list(Journal(slots_at(url, "journal", "00001")).open())
+        payload = pages[0].entries[0].payload
+        standing = memory._cluster.refresh()[1]
+        envelope = Envelope(b"z" * 16, standing.epoch, 0).packed()
+        try:
+            told["zombie"] = f"accepted: {Ack.of(ray.get(zombie.insert.remote(envelope, payload), timeout=PATIENCE_S))}"
+        except ray.exceptions.RayTaskError as error:
+            told["zombie"] = str(error.cause)
+    with ReplayMemory(space, action, 40_000, **settings) as memory:
+        told["again"] = held(memory)
+    ray.shutdown()
+    print(json.dumps(told))  # noqa: T201
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
