@@ -134,8 +134,8 @@ def during(memory: ReplayMemory, method: str, turn: int, do: Callable[[], None])
 @pytest.mark.parametrize(
     ("method", "turn", "victim"),
     [
-        ("give_up", 2, 0),
-        pytest.param("oldest", 3, 0, marks=pytest.mark.nightly),
+        ("oldest", 3, 0),
+        pytest.param("give_up", 2, 0, marks=pytest.mark.nightly),
         pytest.param("close_to_writers", 1, 0, marks=pytest.mark.nightly),
         pytest.param("give_up", 2, 1, marks=pytest.mark.nightly),
     ],
