@@ -114,6 +114,7 @@ def test_a_cluster_is_watched_while_shards_freeze_die_and_come_back(tmp_path: Pa
             assert back["pid"] != frozen.pid
             restarted = watched.until(lambda line: line["kind"] == "verdict" and line["name"] == "restarted")
             assert "journals" in restarted["text"]
+            watched.until(lambda line: line["kind"] == "reading")  # what was printed before is recorded by now
             process.send_signal(signal.SIGINT)
             process.communicate(timeout=PATIENCE_S)
             assert process.returncode == 0

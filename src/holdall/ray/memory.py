@@ -165,7 +165,8 @@ class ReplayMemory:
     def drain_shard(self, number: int) -> None:
         """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
 
-        Transitions that were moved have new ids, and the priority of new ones.
+        Transitions that were moved have new ids, and the priority of new ones. If it ends with `ShardError`, call it
+        again; with journals every transition is there once, whatever is killed meanwhile.
         """
         self.flush()
         with self._lock:
@@ -376,7 +377,8 @@ class ReplayMemory:
 
         Args:
             sampler: One with the settings of the saved memory's; None: `Uniform()`.
-            journal_url: Where journals are kept from now on, for `durability="segment"`.
+            journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
+                already go before the checkpoint's.
         """
         place = place_of(url)
         manifest = newest_manifest(place)
