@@ -14,7 +14,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from holdall import tracked
@@ -33,6 +33,8 @@ from holdall.watch.trim import answer_request
 
 _SHARE_OF_TIME = 0.002
 _INTERVAL_S = 0.5
+_NETWORKS_EVERY_S = 5.0
+"""Tensors of networks are hundreds, and stay where they are but for gradients; buffers are looked up every time."""
 _SILENCE = 4
 """Intervals after which the thread speaks for a training loop that has not called."""
 
@@ -52,6 +54,8 @@ class Agent:
         self._models: list[Any] = []
         self._networks: list[Any] = []
         self._regions: tuple[Region, ...] = ()
+        self._in_networks: tuple[Region, ...] = ()
+        self._networks_due = 0.0
         self._phases: dict[str, PhasePeak] = {}
         self._entered = time.monotonic()
         self._events: deque[tuple[float, str]] = deque(maxlen=20)
@@ -72,11 +76,13 @@ class Agent:
     def follow_network(self, network: Any) -> None:
         """Name what a torch module or an optimizer holds: parameters, gradients, state."""
         self._networks.append(weakref.ref(network))
+        self._networks_due = 0.0
 
     def follow_model(self, model: Any) -> None:
         """Follow a model of Stable-Baselines3: its networks, its buffers, its steps."""
         if not any(known() is model for known in self._models):
             self._models.append(weakref.ref(model))
+            self._networks_due = 0.0
 
     def enter(self, phase: str | None) -> None:
         """Begin a phase of training; the peak of the one before is what the kernel counted in it.
@@ -101,10 +107,14 @@ class Agent:
         """Publish if it is time; called by a training loop, always at the same place in a step."""
         self._is_driven = True
         if time.monotonic() >= self.due:
-            self.publish()
+            self._publish()
 
     def publish(self) -> None:
-        """Write the sidecar, now."""
+        """Write the sidecar, now, with everything looked up anew."""
+        self._networks_due = 0.0
+        self._publish()
+
+    def _publish(self) -> None:
         if not self._publishing.acquire(blocking=False):
             return
         try:
@@ -133,13 +143,17 @@ class Agent:
                 answer_request()
             silent = time.monotonic() - self.due > _SILENCE * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_driven):
-                self.publish()
+                self._publish()
 
     def _told(self) -> Told:
         # Changed by training while they are looked at: the ones before are still right, or about to be replaced.
         with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
-            self._regions = tuple(_merged(self._looked_up()))
-        models = [model for known in self._models if (model := known()) is not None]
+            buffers = [*self._buffers()]
+            if time.monotonic() >= self._networks_due:
+                self._in_networks = tuple(self._network_regions())
+                self._networks_due = time.monotonic() + _NETWORKS_EVERY_S
+            self._regions = tuple(_merged([*buffers, *self._in_networks]))
+        models = self._living_models()
         torch = torch_if_imported()
         return Told(
             pid=self._pid,
@@ -159,7 +173,10 @@ class Agent:
             seconds_spent=self._spent,
         )
 
-    def _looked_up(self) -> Iterator[Region]:
+    def _living_models(self) -> list[Any]:
+        return [model for known in self._models if (model := known()) is not None]
+
+    def _buffers(self) -> Iterator[Region]:
         memories = tracked.living()
         yield from memory_regions(memories)
         for name, (known, fill) in list(self._arrays.items()):
@@ -167,18 +184,20 @@ class Agent:
                 del self._arrays[name]
             else:
                 yield from array_regions(name, array, None if fill is None else float(fill()))
-        for known in self._models:
-            if (model := known()) is not None:
-                yield from _of_model(model, memories)
+        for model in self._living_models():
+            for name, attribute in (("replay", "replay_buffer"), ("rollout", "rollout_buffer")):
+                if (buffer := getattr(model, attribute, None)) is not None:
+                    yield from _of_buffer(name, buffer, memories)
+
+    def _network_regions(self) -> Iterator[Region]:
+        for model in self._living_models():
+            yield from _of_model(model)
         networks = [network for known in self._networks if (network := known()) is not None]
         optimizers = [one for one in networks if hasattr(one, "param_groups")]
         yield from network_regions([one for one in networks if not hasattr(one, "param_groups")], optimizers)
 
 
-def _of_model(model: Any, memories: list[Any]) -> Iterator[Region]:
-    for name, attribute in (("replay", "replay_buffer"), ("rollout", "rollout_buffer")):
-        if (buffer := getattr(model, attribute, None)) is not None:
-            yield from _of_buffer(name, buffer, memories)
+def _of_model(model: Any) -> Iterator[Region]:
     policy = getattr(model, "policy", None)
     if policy is not None:
         holders = [model, *policy.modules()]
@@ -195,7 +214,7 @@ def _of_buffer(name: str, buffer: Any, memories: list[Any]) -> Iterator[Region]:
         yield from buffer_regions(name, buffer)
 
 
-def _merged(regions: Iterator[Region]) -> Iterator[Region]:
+def _merged(regions: Iterable[Region]) -> Iterator[Region]:
     """Leave out what comes twice: a view of an array that has a name already."""
     seen: set[int] = set()
     for region in regions:

@@ -20,15 +20,13 @@ from holdall.limits import Limit, memory_limits
 from holdall.units import format_bytes
 from holdall.watch.agent import Agent
 from holdall.watch.allocators import give_back
+from holdall.watch.approach import Approach, Near
 from holdall.watch.pressure import stalled_share
 
 OnPressure = Literal["warn", "spill", "checkpoint"]
 KINDS = ("warn", "spill", "checkpoint")
 
-_LOOKS_EVERY_S = 0.5
-_LOOKS_AT_MOST_EVERY_S = 0.02
-_AHEAD_S = 1.0
-"""A limit that would be near after so long, at the rate at which it comes, is near."""
+_FIRST_LOOK_S = 0.1
 _ROOM_TO_MAKE = 0.05
 """Share of the limit that is freed beyond what was asked for, so that the next look finds something left."""
 _STALLED = 40.0
@@ -63,13 +61,12 @@ class Guard:
             raise ArgumentError(f"pressure_at ({at}) must be a share of the limit, from 0.1 to 0.99")
         if act == "checkpoint" and checkpoint is None:
             raise ArgumentError("on_pressure is 'checkpoint', but checkpoint is None; pass a function that saves")
-        self._agent, self._act, self._at = agent, act, at
+        self._agent, self._act = agent, act
         self._limit_bytes, self._checkpoint = limit_bytes, checkpoint
         self._is_near = False
         self._rests_until = 0.0
-        self._before: dict[str, tuple[float, int]] = {}  # when was how much left, by limit
-        self._pause_s = _LOOKS_EVERY_S
-        self._coming = 0.0  # bytes a second
+        self._approach = Approach(at)
+        self._pause_s = _FIRST_LOOK_S
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._look_out, name="holdall-guard", daemon=True)
         self._thread.start()
@@ -80,41 +77,31 @@ class Guard:
 
     def look(self) -> bool:
         """Look at the limits once; say whether one was near and something was done."""
-        limit, now = self._nearest(), time.monotonic()
-        coming = self._rate(limit, now)
-        spare = limit.free_bytes - (1.0 - self._at) * limit.total_bytes  # before it is near
-        self._pause_s = min(max(spare / (4.0 * coming + 1.0), _LOOKS_AT_MOST_EVERY_S), _LOOKS_EVERY_S)
+        now = time.monotonic()
+        near = self._approach.nearest(self._limits(), now)
+        self._pause_s = near.look_again_s
         if now < self._rests_until:
             return False
-        if spare > coming * _AHEAD_S and (stalled_share() or 0.0) < _STALLED:
+        if not near.is_near and (stalled_share() or 0.0) < _STALLED:
             self._is_near = False
             return False
-        room = _ROOM_TO_MAKE * limit.total_bytes
-        self._do(limit, int(max(room - spare, room) + coming * _AHEAD_S))
+        room = _ROOM_TO_MAKE * near.limit.total_bytes
+        self._do(near, int(max(room - near.spare, room) + near.soon_taken))
         self._is_near, self._rests_until = True, now + _RESTS_S
         return True
 
-    def _rate(self, limit: Limit, now: float) -> float:
-        """Return by how many bytes a second less is left, over the last looks."""
-        before = self._before.get(limit.name)
-        self._before = {limit.name: (now, limit.free_bytes)}
-        if before is None or now <= before[0]:
-            self._coming = 0.0
-        else:
-            rate = max((before[1] - limit.free_bytes) / (now - before[0]), 0.0)
-            self._coming = 0.5 * self._coming + 0.5 * rate
-        return self._coming
-
-    def _nearest(self) -> Limit:
+    def _limits(self) -> list[Limit]:
         limits = memory_limits()
         if self._limit_bytes is not None:
             left = max(self._limit_bytes - held_bytes().proportional, 0)
             limits.append(Limit("limit", left, self._limit_bytes))
-        return min(limits, key=lambda limit: limit.free_bytes / max(limit.total_bytes, 1))
+        return limits
 
-    def _do(self, limit: Limit, wanted: int) -> None:
-        left, total = format_bytes(limit.free_bytes), format_bytes(limit.total_bytes)
-        text = f"memory is short: {left} left of {total} ({limit.name})"
+    def _do(self, near: Near, wanted: int) -> None:
+        left, total = format_bytes(near.limit.free_bytes), format_bytes(near.limit.total_bytes)
+        text = f"memory is short: {left} left of {total} ({near.limit.name})"
+        if near.spare > 0:  # it does not look short yet
+            text += f", and {format_bytes(int(near.coming))} more is taken every second"
         if self._act == "spill":
             done = self._relieve(wanted)
             give_back()

@@ -11,7 +11,7 @@ import json
 import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 
@@ -24,8 +24,7 @@ _MOST_REGIONS = 100_000
 _MOST_EVENTS = 100
 
 
-@dataclass(frozen=True, slots=True)
-class Region:
+class Region(NamedTuple):
     """Bytes of the watched process that have a name."""
 
     group: str  # "buffers" or "torch"
@@ -68,8 +67,8 @@ class Told:
 
 def tell(told: Told) -> None:
     """Publish what this process says of itself."""
-    words = asdict(told)
-    words["regions"] = [list(asdict(region).values()) for region in told.regions]
+    words: dict[str, Any] = {name: getattr(told, name) for name in Told.__slots__}  # asdict would copy every region
+    words["phases"] = {name: asdict(phase) for name, phase in told.phases.items()}
     words["format"] = _FORMAT
     replace(_path(own_folder(), told.pid), json.dumps(words, separators=(",", ":")).encode())
 
