@@ -13,6 +13,7 @@ from typing import Any
 import gymnasium as gym
 import pytest
 from stable_baselines3 import DQN, PPO
+from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 
 from holdall import ArgumentError
@@ -35,6 +36,27 @@ class Kept(KVWriter):
         """Nothing is open."""
 
 
+class UntilRecorded(BaseCallback):
+    """Ends a training once the watcher beside it has seen enough, however slow the machine is."""
+
+    def __init__(self, record: Path) -> None:
+        super().__init__()
+        self._record = record
+
+    def _on_step(self) -> bool:
+        if self.n_calls % 256:
+            return True
+        lines = _lines(self._record) if self._record.exists() else []
+        told = {line["name"] for line in lines if line["kind"] == "phase" and line["count"] > 1}
+        seen = [line for line in lines if line["kind"] == "reading" and (line["step"] or 0) > 256]
+        return len(seen) < 5 or told != {"collect", "train"}
+
+
+def _lines(record: Path) -> list[dict[str, Any]]:
+    """Read what is whole: a line may be under way."""
+    return [json.loads(line) for line in record.read_text(encoding="utf-8").split("\n")[:-1]]
+
+
 class Unhurried(gym.Wrapper[Any, Any, Any, Any]):
     """Takes its time, so that there is something to watch."""
 
@@ -53,9 +75,9 @@ def test_a_training_is_logged_recorded_and_told_in_phases(tmp_path: Path) -> Non
     kept = Kept()
     model.set_logger(Logger(None, [kept]))
     callback = WatchCallback(0.2, record=tmp_path / "run.jsonl")
-    model.learn(2048, callback=callback)
+    model.learn(100_000, callback=[callback, UntilRecorded(tmp_path / "run.jsonl")])
     assert {"memory/total_mib", "memory/buffers_mib", "memory/python_mib", "memory/left_mib"} <= kept.names
-    lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
+    lines = _lines(tmp_path / "run.jsonl")
     readings = [line for line in lines if line["kind"] == "reading"]
     names = {part["name"] for part in readings[-1]["parts"]}
     assert {"rollout.observations", "rollout.advantages", "parameters", "optimizer state", "objects"} <= names
