@@ -14,10 +14,11 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     token = tmp_path_factory.mktemp("token") / "auth_token"
     token.touch(0o600)
     token.write_text("a" * 40)
+    source = str(Path(__file__).parents[2] / "src")
     settings = {
         "RAY_AUTH_TOKEN_PATH": str(token),
         "RAY_USAGE_STATS_ENABLED": "0",
-        "PYTHONPATH": str(Path(__file__).parents[2] / "src"),
+        "PYTHONPATH": os.pathsep.join([source, *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONWARNINGS": "ignore",
     }
     before = {name: os.environ.get(name) for name in (*settings, "RAY_AUTH_MODE")}  # which ray.init sets by itself

@@ -1,7 +1,9 @@
-"""What shards and learners say of themselves reaches whoever scrapes Ray's metrics."""
+"""What shards, learners and the limiter say of themselves reaches whoever scrapes Ray's metrics."""
 
 from __future__ import annotations
 
+import importlib.util
+import re
 import urllib.request
 from typing import Any
 
@@ -10,39 +12,78 @@ import pytest
 import ray
 from gymnasium import spaces
 
-from holdall.ray import ReplayMemory
+from holdall.ray import RateLimit, ReplayMemory
 
 from .processes import wait_until
 
+_SAMPLE = re.compile(r"(\w+)\{(.*)\} (\S+)")
 
-def scraped() -> str:
+
+def scraped(memory: str) -> dict[tuple[str, str, str], float]:
+    """Return what the nodes' pages say of one memory, by name, shard and call."""
     nodes: Any = ray.nodes
-    text = ""
+    found = {}
     for node in nodes():
         url = f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics"
         try:
             with urllib.request.urlopen(url, timeout=5) as answer:
-                text += answer.read().decode()
-        except OSError:
+                text = answer.read().decode()
+        except OSError:  # the agent is not up yet
             continue
-    return text
+        for line in text.splitlines():
+            sample = _SAMPLE.fullmatch(line)
+            if sample is None:
+                continue
+            name, words, value = sample.groups()
+            tags = dict(re.findall(r'(\w+)="([^"]*)"', words))
+            if tags.get("memory") == memory and "le" not in tags:
+                found[name, tags.get("shard", ""), tags.get("call", "")] = float(value)
+    return found
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("cluster")
-def test_shards_and_learners_are_seen_by_prometheus() -> None:
-    if not scraped():
-        pytest.skip("Ray exports no metrics here")
+@pytest.mark.skipif(
+    any(importlib.util.find_spec(name) is None for name in ("opencensus", "aiohttp_cors", "opentelemetry")),
+    reason="Ray exports metrics only with its extra: pip install 'ray[default]'",
+)
+def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
     row, no = np.zeros((1, 3), np.float32), np.zeros(1, np.bool_)
-    with ReplayMemory(spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2), 1_000, shards=2) as memory:
+    space, limit = spaces.Box(-1, 1, (3,), np.float32), RateLimit(4.0, 1, 10_000)
+    with ReplayMemory(space, spaces.Discrete(2), 1_000, shards=2, limit=limit) as memory:
         for _ in range(600):
             memory.add(row, np.zeros(1, np.int64), np.zeros(1, np.float32), row, no, no)
+        seen: dict[tuple[str, str, str], float] = {}
 
-        def is_seen() -> bool:
+        def is_told() -> bool:
             memory.sample(32)
-            text = scraped()
-            names = ("shard_transitions", "shard_epoch", "shard_call_seconds", "learner_coverage")
-            return all(f"holdall_{name}" in text for name in names)
+            seen.update(scraped(memory._name))
+            told = [seen.get(("ray_holdall_shard_transitions", shard, ""), 0.0) for shard in "01"]
+            return sum(told) == 600 and ("ray_holdall_limiter_error", "", "") in seen
 
-        wait_until(is_seen, patience_s=60)
-        assert f'memory="{memory._name}"' in scraped().replace("Memory=", "memory=")
+        wait_until(is_told, patience_s=90)
+        statuses = memory.shards()
+        for status in statuses:
+            shard = str(status.number)
+            assert status.standing is not None
+            of_shard = {name: value for (name, number, call), value in seen.items() if number == shard and not call}
+            exact = {
+                "transitions": status.standing.transitions, "inserted": status.standing.inserted,
+                "mass": status.standing.mass, "epoch": status.standing.epoch, "backlog": 0,
+                "held_bytes": status.held_bytes, "plain_bytes": status.plain_bytes,
+            }  # fmt: skip
+            assert of_shard.keys() == {f"ray_holdall_shard_{name}" for name in (*exact, "uss_bytes")}
+            assert all(of_shard[f"ray_holdall_shard_{name}"] == value for name, value in exact.items())
+            assert of_shard["ray_holdall_shard_uss_bytes"] == pytest.approx(status.uss_bytes, rel=0.5)
+            for call in ("insert", "sample"):
+                count = seen["ray_holdall_shard_call_seconds_count", shard, call]
+                assert 0 < seen["ray_holdall_shard_call_seconds_sum", shard, call] < 5 * count
+        assert seen["ray_holdall_learner_coverage", "", ""] == 1
+        assert seen["ray_holdall_learner_losses", "", ""] == 0
+        assert seen["ray_holdall_learner_unacknowledged_bytes", "", ""] >= 0
+        assert seen["ray_holdall_learner_credit_wait_seconds", "", ""] >= 0
+        inserted, sampled = (seen[f"ray_holdall_limiter_{name}", "", ""] for name in ("inserted", "sampled"))
+        assert inserted <= 600
+        assert sampled % 32 == 0
+        assert seen["ray_holdall_limiter_error", "", ""] == 4 * inserted - sampled
+        assert seen["ray_holdall_limiter_highest", "", ""] == limit.highest

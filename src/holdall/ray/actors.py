@@ -17,7 +17,7 @@ _TALKS = 16
 def start_roster(name: str, limit: RateLimit | None, survives: bool) -> Any:
     """Start a memory's roster under a name by which shards find it."""
     actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Roster)
-    return actor.options(name=name, namespace=NAMESPACE, max_concurrency=_TALKS).remote(limit, survives)
+    return actor.options(name=name, namespace=NAMESPACE, max_concurrency=_TALKS).remote(name, limit, survives)
 
 
 def start_shard(options: dict[str, Any], *arguments: Any) -> Any:

@@ -71,6 +71,11 @@ class Limiter:
         """How far samples are behind inserts."""
         return self.inserted * self.limit.samples_per_insert - self.sampled
 
+    def words(self) -> dict[str, float]:
+        """Say how it stands, as plain numbers."""
+        bounds = {"lowest": self.limit.lowest, "highest": self.limit.highest}
+        return {"inserted": self.inserted, "sampled": self.sampled, "error": self.error, **bounds}
+
     def observe(self, inserted: int) -> None:
         """Take over what the shards have taken; it only grows."""
         self.inserted = max(self.inserted, inserted)

@@ -2,13 +2,14 @@
 
 In:  standings, and how long calls took.  Out: gauges and histograms, with the memory's name and the shard's number.
 Invariant: a metric costs a call no more than some microseconds, and one that cannot be told never makes a call fail.
+What a shard tells is a second old at most, whether it is called or not.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -22,7 +23,9 @@ _SHARD = {
     "mass": "What draws are in proportion to",
     "backlog": "Bytes that wait to be made durable",
     "epoch": "Another one after every restart",
-    "encoded_bytes": "Bytes of compressed slices",
+    "held_bytes": "Bytes of transitions, as they are held",
+    "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
+    "uss_bytes": "Memory that the shard's process has to itself",
 }
 _LEARNER = {
     "coverage": "Share of the shards that answer",
@@ -30,12 +33,19 @@ _LEARNER = {
     "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
     "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
 }
+_LIMITER = {
+    "error": "Rows that samples are behind inserts",
+    "lowest": "Lower bound of the error",
+    "highest": "Upper bound of the error",
+    "inserted": "Transitions that the shards took, as the limiter counts them",
+    "sampled": "Rows that were granted to be drawn",
+}
 _BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 _PAUSE_S = 1.0
 
 
 class _Gauges:
-    """Gauges that are told once a second at most."""
+    """Gauges of one kind."""
 
     def __init__(self, prefix: str, described: dict[str, str], tags: dict[str, str]) -> None:
         self._gauges: dict[str, Any] = {}
@@ -43,6 +53,18 @@ class _Gauges:
             gauge = metrics.Gauge(f"holdall_{prefix}_{name}", description=text, tag_keys=tuple(tags))
             gauge.set_default_tags(tags)
             self._gauges[name] = gauge
+
+    def tell(self, **values: float) -> None:
+        """Set gauges."""
+        for name, value in values.items():
+            self._gauges[name].set(float(value))
+
+
+class _AskedFor(_Gauges):
+    """Gauges that are told once a second at most, by whoever is called anyway."""
+
+    def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
+        super().__init__(prefix, described, {"memory": memory})
         self._told_at = -_PAUSE_S
         self._lock = threading.Lock()
 
@@ -56,10 +78,19 @@ class _Gauges:
             self._told_at = now
             return True
 
-    def tell(self, **values: float) -> None:
-        """Set gauges."""
-        for name, value in values.items():
-            self._gauges[name].set(float(value))
+
+class LearnerMetrics(_AskedFor):
+    """What one learner tells."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("learner", _LEARNER, memory)
+
+
+class LimiterMetrics(_AskedFor):
+    """What the limiter of a memory tells."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("limiter", _LIMITER, memory)
 
 
 class ShardMetrics(_Gauges):
@@ -85,20 +116,14 @@ class ShardMetrics(_Gauges):
         finally:
             self._seconds.observe(time.perf_counter() - began, tags={"call": call})
 
-    def tell_standing(self, standing: Standing, encoded_bytes: int) -> None:
-        """Tell how the shard stands."""
-        self.tell(
-            transitions=standing.transitions,
-            inserted=standing.inserted,
-            mass=standing.mass,
-            backlog=standing.backlog,
-            epoch=standing.epoch,
-            encoded_bytes=encoded_bytes,
-        )
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell what a shard says of its process, see status.py, every second from now on."""
+        threading.Thread(target=self._tell, args=(figures,), name="holdall-metrics", daemon=True).start()
 
-
-class LearnerMetrics(_Gauges):
-    """What one learner tells."""
-
-    def __init__(self, memory: str) -> None:
-        super().__init__("learner", _LEARNER, {"memory": memory})
+    def _tell(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        while True:
+            told = figures()
+            standing = Standing.of(told["standing"])
+            values = {name: getattr(standing, name) for name in _SHARD if hasattr(standing, name)}
+            self.tell(**values, **{name: told[name] for name in _SHARD if name in told})
+            time.sleep(_PAUSE_S)

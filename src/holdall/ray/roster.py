@@ -18,6 +18,7 @@ import ray
 
 from holdall.ray.ids import MOST_LIVES
 from holdall.ray.limiter import Limiter, RateLimit
+from holdall.ray.metrics import LimiterMetrics
 from holdall.ray.standing import Standing
 
 NAMESPACE = "holdall"
@@ -30,10 +31,11 @@ _CHOOSING_S = 60.0
 class Roster:
     """What is agreed on."""
 
-    def __init__(self, limit: RateLimit | None, survives: bool) -> None:
+    def __init__(self, memory: str, limit: RateLimit | None, survives: bool) -> None:
         self._lock = threading.Lock()
         self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
+        self._metrics = None if limit is None else LimiterMetrics(memory)
         self._survives = survives
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
@@ -119,14 +121,7 @@ class Roster:
         with self._lock:
             if self._limiter is None:
                 return {}
-            limit = self._limiter.limit
-            return {
-                "inserted": self._limiter.inserted,
-                "sampled": self._limiter.sampled,
-                "error": self._limiter.error,
-                "lowest": limit.lowest,
-                "highest": limit.highest,
-            }
+            return self._limiter.words()
 
     def _look_at_shards(self) -> None:
         """Ask the shards what they took, now and then."""
@@ -145,6 +140,10 @@ class Roster:
                     continue
                 with self._lock:
                     self._note(shard, told)
+        if self._metrics is not None and self._metrics.is_due:
+            with self._lock:
+                words = self._limiter.words()
+            self._metrics.tell(**words)
 
     def _note(self, shard: int, standing: Standing) -> None:
         """Add up what was ever taken; a shard that began anew counts from 0 again."""

@@ -118,6 +118,7 @@ class Shard:
                 write_loaded(journal, checkpoint, kept, written, self._shelf.first_row, dictionaries)
         if url is not None:
             self._committer = Committer(journal, self._shelf.next_row, self._apply)
+        self._metrics.follow(self._figures)
 
     @ray.method(concurrency_group="insert")
     def insert(self, envelope: bytes, payload: bytes) -> bytes:
@@ -295,6 +296,9 @@ class Shard:
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
+        return self._figures()
+
+    def _figures(self) -> dict[str, Any]:
         with self._lock:
             fields = self._shelf.report()
             own = {
@@ -407,10 +411,7 @@ class Shard:
             mass = self._sampler.mass(self._held()) if shelf.next_row > shelf.first_row else 0.0
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (shelf.first_row, shelf.next_row, shelf.transitions)
-        standing = Standing(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
-        if self._metrics.is_due:
-            self._metrics.tell_standing(standing, shelf.encoded_bytes)
-        return standing
+        return Standing(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
 
     def _held(self) -> Held:
         shelf = self._shelf
