@@ -8,6 +8,8 @@ those of the best turns beside them. The exit status is 1 if a bar was not met. 
 * `sample`: 256 transitions as tensors, compared bit by bit; also asked for ahead; and what travels for a batch
 * `spread`: CPU-seconds of a batch from 4 shards over those from 1, of learner, shards and Ray; also asked for ahead
 * `checkpoint`: the slowest batches while the memory is saved over and over, over those of an idle memory
+* `kill`: seconds until a batch comes again after kill -9 of a shard, and until that shard is drawn from again
+* `machines`: the same after a machine of a small cluster was lost, frozen or cut off
 
 The bars are for Atari frames. Camera images compress less, and noise hardly: they are shown beside, without a bar; but
 for that of `checkpoint`, since there is more to save.
@@ -28,6 +30,7 @@ from typing import Any
 
 from process import commit, machine, versions
 from ray_cases import checkpoint, has_torchrl, insert, sample, spread
+from ray_losses import kill, machines
 from ray_sides import Recording, own_ray, record
 
 CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
@@ -35,6 +38,8 @@ CASES: dict[str, Callable[[Recording, int], dict[str, Any]]] = {
     "sample": sample,
     "spread": spread,
     "checkpoint": checkpoint,
+    "kill": kill,
+    "machines": machines,
 }
 
 
@@ -107,6 +112,12 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
         saved = found["checkpoint"]
         slower = saved["saving"]["p99_us"] / saved["idle"]["p99_us"]
         bars.append(Bar(workload, "p99 of a batch while saving over idle", slower, most=3))
+    if "kill" in found:
+        bar("seconds without a batch after kill -9, at most", found["kill"]["longest_wait_s"]["most"], most=3)
+        bar("seconds until that shard is drawn from again", found["kill"]["shard_again_s"]["median"], most=3)
+    for story, told in found.get("machines", {}).items():
+        bar(f"seconds without a batch, a machine {story}", told["first_batch_s"], most=10)
+        bar(f"seconds until all shards are drawn from, a machine {story}", told["recovered_s"], most=10)
     return bars
 
 

@@ -58,7 +58,7 @@ from holdall.sampling.nstep import NStep
 from holdall.sampling.prioritized import Prioritized
 from holdall.sampling.sequence import Sequence
 from holdall.sampling.uniform import Uniform
-from holdall.schema import Leaf, Schema, as_array, fit_flags, fit_reward
+from holdall.schema import Leaf, Schema, as_array, fit_flags
 from holdall.tracked import enlist
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
@@ -680,33 +680,13 @@ class ReplayMemory:
         with self._lock:  # the sealer may be at the first block before all are taken over
             self._open().restore(state["store"])
 
-    def _fit(
-        self,
-        leading: tuple[int, ...],
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None,
-        valid: Any,
-    ) -> Tick:
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
-        schema, reward_dtype = self._schema, self._open().reward_dtype
-        rewards = fit_reward(reward, leading, reward_dtype)
+        reward_dtype = self._open().reward_dtype
+        tick = Tick.fitted(self._schema, leading, reward_dtype, *arguments)
         if reward_dtype is None:
-            self._delivery.require(Leaf("reward", (), rewards.dtype))
-        return Tick(
-            obs=schema.observation.flatten(obs, leading, "obs"),
-            action=schema.action.flatten(action, leading, "action"),
-            reward=rewards,
-            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
-            terminated=fit_flags(terminated, leading, "terminated"),
-            truncated=fit_flags(truncated, leading, "truncated"),
-            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
-            valid=None if valid is None else fit_flags(valid, leading, "valid"),
-        )
+            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
+        return tick
 
     def _require_enough(self, store: Store, batch_size: int) -> int:
         if batch_size > store.transitions:

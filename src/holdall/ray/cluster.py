@@ -24,6 +24,8 @@ from holdall.ray.writer import Address
 POLICIES = ("degrade", "block", "raise")
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
+_AWAY = (3, 4)
+"""Restarting and dead, by the numbers of Ray's ActorTableData."""
 
 LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, OutOfTurnError)
 """What a call fails with when its shard does not answer, or not in time."""
@@ -46,6 +48,15 @@ class _Member:
         if self.standing is not None and standing.epoch != self.standing.epoch:
             self.begin_anew()
         self.standing = standing
+
+    @property
+    def is_away(self) -> bool:
+        """Whether Ray restarts the shard, or gave it up, as far as this process was told.
+
+        A call that is made meanwhile fails after two seconds, though the shard be back after one. What tells is not
+        part of Ray's promised interface; without it all goes on as before, two seconds later.
+        """
+        return getattr(self.handle, "_get_local_state", lambda: None)() in _AWAY
 
     def begin_anew(self) -> None:
         """Number calls from 0 on, under another name."""
@@ -158,7 +169,13 @@ class Cluster:
             self.losses += not member.lost
             member.lost = True
             member.begin_anew()
-            member.probe, member.probed_at = None, 0.0
+            member.probe, member.probed_at = None, time.monotonic() if member.is_away else 0.0
+
+    def is_away(self, shard: int) -> bool:
+        """Whether Ray restarts a shard, or gave it up, as far as this process was told."""
+        with self._lock:
+            member = self._members.get(shard)
+        return member is not None and member.is_away
 
     def wait_for(self, shard: int) -> None:
         """Wait until a shard answers again."""
@@ -198,8 +215,10 @@ class Cluster:
                         member.keep(told)
                 except LOSSES:
                     member.lost = True
-        if member.lost and member.probe is None and now - member.probed_at > _PROBE_AGAIN_S:
-            member.probe, member.probed_at = member.handle.standing.remote(), now
+        if member.lost and member.probe is None:
+            pause = _LOOK_AGAIN_S if member.is_away else _PROBE_AGAIN_S
+            if now - member.probed_at > pause:
+                member.probe, member.probed_at = member.handle.standing.remote(), now
 
     def _look_around(self, now: bool = False) -> None:
         """Ask the roster for shards that came or went, from time to time."""

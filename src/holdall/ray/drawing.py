@@ -8,6 +8,7 @@ batch is always whole and never biased by the loss.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,6 +30,9 @@ from holdall.ray.router import assigned, weights_of
 from holdall.ray.standing import Standing
 from holdall.sampling.draw import Sampler
 from holdall.sampling.prioritized import Prioritized
+
+_LOOK_S = 0.05
+"""How long an answer is waited for before it is asked whether the shard is there at all."""
 
 Ids = NDArray[np.int64]
 
@@ -138,7 +142,7 @@ class Drawing:
 
     def _answered(self, shard: int, call: Call) -> Answer | None:
         try:
-            payload = received(call.reference, self._patience_s)
+            payload = self._payload(shard, call)
             call.is_heard = True
             if len(payload) == Standing.NBYTES:
                 self._cluster.note(shard, Standing.of(payload))
@@ -153,6 +157,17 @@ class Drawing:
                     "on_shard_loss='degrade' to draw from the others meanwhile"
                 ) from error
             return None
+
+    def _payload(self, shard: int, call: Call) -> bytes:
+        """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            left = until - time.monotonic()
+            try:
+                return received(call.reference, min(_LOOK_S, max(0.0, left)))
+            except ray.exceptions.GetTimeoutError:
+                if left <= 0 or self._cluster.is_away(shard):
+                    raise
 
     def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
         """Ask shards for some rows of batches, each batch's drawn for itself."""

@@ -31,7 +31,7 @@ from holdall.schema import Array
 
 _FORM_SHIFT = 40
 _UNIT_MASK = (1 << _FORM_SHIFT) - 1
-"""Units are counted over all blocks ever held, in fewer bits than these."""
+"""Units are counted over all blocks ever held, in these bits; the number of their form stands above."""
 
 Ids = NDArray[np.int64]
 
@@ -71,7 +71,8 @@ class _FieldShelf:
         self.cursors = Run(np.uint32)
         self.log = Run(np.uint32)  # lane after lane, so that an observation is a stretch of it
         self.offsets = Run(np.uint32)  # one more than units, block after block
-        self.blocks = Run(np.int64, (4,))  # first log entry, entries a lane, first offset, form
+        # First log entry, entries a lane, first offset with the form above it, window, shift, slices of a unit.
+        self.blocks = Run(np.int64, (6,))
         self.units: dict[int, bytes] = {}
         self.unit_bytes = 0
         self._forms: dict[int, Form] = {}
@@ -85,8 +86,10 @@ class _FieldShelf:
         entry = (
             self.log.append(field.log.reshape(-1)),
             field.log.shape[1],
-            self.offsets.append(coded.offsets),
-            self._form(field),
+            self.offsets.append(coded.offsets) | self._form(field) << _FORM_SHIFT,
+            field.window.count,
+            field.window.shift,
+            coded.codec.group,
         )
         self.blocks.append(np.array([entry], np.int64))
         units = bytes(np.asarray(coded.data).data)
@@ -96,13 +99,13 @@ class _FieldShelf:
     def drop(self, row: int, first: int, end: int) -> None:
         """Give up the rows before `row`, and the blocks from `first` up to `end`, without it."""
         self.cursors.drop_before(row)
-        self._forget_forms(self.blocks.between(first, end)[:, 3].tolist())
+        self._forget_forms((self.blocks.between(first, end)[:, 2] >> _FORM_SHIFT).tolist())
         for number in range(first, end):
             self.unit_bytes -= len(self.units.pop(number))
         if end < self.blocks.end:
             kept = self.blocks.between(end, end + 1)[0]
             self.log.drop_before(int(kept[0]))
-            self.offsets.drop_before(int(kept[2]))
+            self.offsets.drop_before(int(kept[2]) & _UNIT_MASK)
         else:
             self.log.drop_before(self.log.end)
             self.offsets.drop_before(self.offsets.end)
@@ -110,11 +113,11 @@ class _FieldShelf:
 
     def block(self, number: int, start: int, end: int, lanes: int) -> SlicedField:
         """Return what a block brought, as it came."""
-        first, entries, offset, form = self.blocks.between(number, number + 1)[0].tolist()
+        first, entries, unit = self.blocks.between(number, number + 1)[0, :3].tolist()
         is_last = number + 1 == self.blocks.end
-        last = self.offsets.end if is_last else int(self.blocks.between(number + 1, number + 2)[0, 2])
-        kept = self._forms[form]
-        offsets = self.offsets.between(offset, last).copy()
+        last = self.offsets.end if is_last else int(self.blocks.between(number + 1, number + 2)[0, 2]) & _UNIT_MASK
+        kept = self._forms[unit >> _FORM_SHIFT]
+        offsets = self.offsets.between(unit & _UNIT_MASK, last).copy()
         count = (len(offsets) - 1) * kept.codec.group
         units = np.frombuffer(self.units[number], np.uint8)
         return SlicedField(
@@ -125,44 +128,46 @@ class _FieldShelf:
         )
 
     def find(self, rows: Ids, block: Ids, lane: Ids) -> FoundField:
-        """Put together the units that hold the slices of some rows, form by form."""
-        entries = self.blocks.take(block)
+        """Put together the units that hold the slices of some rows, form by form.
+
+        An array operation costs more here than what it does for the rows of one answer, so there are few.
+        """
+        first, entries, unit, count, shift, group = self.blocks.take(block).T
         cursors = self.cursors.take(rows)
-        is_whole = cursors >= NEXT_IS_WHOLE
-        numbers, form = _unique(entries[:, 3])
-        forms = [self._forms[number] for number in numbers.tolist()]
-        count, shift, group = (
-            np.array([(f.window.count, f.window.shift, f.codec.group) for f in forms]).take(form, axis=0).T
-        )
-        length = count + np.where(is_whole, count, shift)
-        end = np.cumsum(length)
-        begin = end - length
-        start = entries[:, 0] + lane * entries[:, 1] + (cursors & ~NEXT_IS_WHOLE)
+        flags = cursors & NEXT_IS_WHOLE
+        length = count + np.where(flags, count, shift)
+        begin = np.cumsum(length)
+        end = int(begin[-1])
+        begin -= length
         row = np.repeat(np.arange(len(rows)), length)
-        log = self.log.take(np.arange(end[-1]) + (start - begin)[row])
-        in_unit = group[row]
-        # Sorted by form first, so that the units of one lie together.
-        units, place = _unique(entries[row, 2] + log // in_unit + (form[row] << _FORM_SHIFT))
-        bounds = np.searchsorted(units, np.arange(len(forms) + 1) << _FORM_SHIFT)
-        joined = self._joined(forms, units & _UNIT_MASK, bounds.tolist())
+        start = first + lane * entries + (cursors ^ flags) - begin
+        in_unit, number = group[row], self.log.take(np.arange(end) + start[row])
+        nth, within = np.divmod(number, in_unit)
+        units, example, place = _unique(unit[row] + nth)  # those of one form lie together
+        forms = units >> _FORM_SHIFT
+        bounds = [0, *(np.flatnonzero(forms[1:] != forms[:-1]) + 1).tolist(), len(units)]
+        form = np.zeros(len(rows), np.int32)
+        if len(bounds) > 2:
+            form = np.searchsorted(forms[bounds[:-1]], unit >> _FORM_SHIFT).astype(np.int32)
+            place -= np.array(bounds)[form][row]
+        joined = self._joined(forms[bounds[:-1]].tolist(), units & _UNIT_MASK, block[row[example]], bounds)
         narrow = all(coded.count <= 1 << 16 for _, coded in joined)
         return FoundField(
-            form.astype(np.int32),
-            begin.astype(np.uint32) | (cursors & NEXT_IS_WHOLE),
-            ((place - bounds[form[row]]) * in_unit + log % in_unit).astype(np.uint16 if narrow else np.uint32),
+            form,
+            begin.astype(np.uint32) | flags,
+            (place * in_unit + within).astype(np.uint16 if narrow else np.uint32),
             joined,
         )
 
-    def _joined(self, forms: list[Form], units: Ids, bounds: list[int]) -> tuple[tuple[Form, Coded], ...]:
-        """Join the bytes of units, those of each form for itself."""
+    def _joined(self, forms: list[int], units: Ids, block: Ids, bounds: list[int]) -> tuple[tuple[Form, Coded], ...]:
+        """Join the bytes of units of some blocks, those of each form for itself."""
         starts, ends = self.offsets.take(units), self.offsets.take(units + 1)
-        firsts = self.blocks.held[:, 2]
-        block = np.searchsorted(firsts, units, side="right") + (self.blocks.end - len(firsts) - 1)
         held = self.units
         cut = [held[b][s:e] for b, s, e in zip(block.tolist(), starts.tolist(), ends.tolist(), strict=True)]
         sizes = ends - starts
         joined = []
-        for form, (first, end) in zip(forms, pairwise(bounds), strict=True):
+        for number, (first, end) in zip(forms, pairwise(bounds), strict=True):
+            form = self._forms[number]
             offsets = np.zeros(end - first + 1, np.uint32)
             np.cumsum(sizes[first:end], out=offsets[1:])
             data = np.frombuffer(b"".join(cut[first:end]), np.uint8)
@@ -208,7 +213,8 @@ class Shelf:
         self.next_row = first_row
         self._columns: dict[str, Run] = {}
         self._fields = [_FieldShelf() for _ in layout.sliced]
-        self._block_rows = Run(np.int64, (2,))  # first row and lanes of every block
+        self._starts = Run(np.int64)  # first row of every block
+        self._lanes = Run(np.int64)
         self._invalid = 0  # rows held that are no transitions
 
     @property
@@ -224,7 +230,7 @@ class Shelf:
     @property
     def blocks(self) -> int:
         """Blocks held."""
-        return len(self._block_rows.held)
+        return len(self._starts.held)
 
     @property
     def encoded_bytes(self) -> int:
@@ -250,12 +256,13 @@ class Shelf:
             }
             for run in (*self._columns.values(), *(field.cursors for field in self._fields)):
                 run.begin_at(self.next_row)
-        start, number = self.next_row, self._block_rows.end
+        start, number = self.next_row, self._starts.end
         for name, run in self._columns.items():
             run.append(block.columns[name])
         for shelf, field in zip(self._fields, block.fields, strict=True):
             shelf.append(number, field)
-        self._block_rows.append(np.array([[start, block.lanes]], np.int64))
+        self._starts.append(np.array([start]))
+        self._lanes.append(np.array([block.lanes]))
         self._invalid += block.rows - int(np.count_nonzero(block.columns["valid"]))
         self.next_row = start + block.rows
         self._evict()
@@ -264,13 +271,13 @@ class Shelf:
     @property
     def block_numbers(self) -> range:
         """The numbers of the blocks held, oldest first."""
-        return range(self._block_rows.end - self.blocks, self._block_rows.end)
+        return range(self._starts.end - self.blocks, self._starts.end)
 
     def block(self, number: int) -> tuple[int, Block]:
         """Return the first row of a block, and the block as it came."""
-        start, lanes = self._block_rows.between(number, number + 1)[0].tolist()
-        is_last = number + 1 == self._block_rows.end
-        end = self.next_row if is_last else int(self._block_rows.between(number + 1, number + 2)[0, 0])
+        start, lanes = (int(run.between(number, number + 1)[0]) for run in (self._starts, self._lanes))
+        is_last = number + 1 == self._starts.end
+        end = self.next_row if is_last else int(self._starts.between(number + 1, number + 2)[0])
         columns = {name: run.between(start, end).copy() for name, run in self._columns.items()}
         return start, Block(
             lanes, end - start, columns, tuple(field.block(number, start, end, lanes) for field in self._fields)
@@ -288,13 +295,13 @@ class Shelf:
             nothing = {name: np.empty((0, *shape), dtype) for name, (shape, dtype) in like.items() if name != "valid"}
             none = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
             return Found(nothing, (none,) * len(self._fields))
-        first = self._block_rows.held
-        dropped = self._block_rows.end - len(first)
-        place = np.searchsorted(first[:, 0], rows, side="right") - 1
-        lane = (rows - first[place, 0]) % first[place, 1]
+        first = self._starts.held
+        place = np.searchsorted(first, rows, side="right") - 1
+        block = place + (self._starts.end - len(first))
+        lane = (rows - first[place]) % self._lanes.take(block)
         return Found(
             {name: run.take(rows) for name, run in self._columns.items() if name != "valid"},
-            tuple(field.find(rows, place + dropped, lane) for field in self._fields),
+            tuple(field.find(rows, block, lane) for field in self._fields),
         )
 
     @property
@@ -352,15 +359,16 @@ class Shelf:
         valid = self._columns["valid"].between(self._first, first)
         self._invalid -= len(valid) - int(np.count_nonzero(valid))
         self._first = first
-        starts = self._block_rows.held[:, 0]
-        oldest = self._block_rows.end - len(starts)
+        starts = self._starts.held
+        oldest = self._starts.end - len(starts)
         gone = max(0, int(np.searchsorted(starts, first, side="right")) - 1)
         needed = int(starts[gone])  # a block that is held in part is held whole, to be saved or moved as it came
         for run in self._columns.values():
             run.drop_before(needed)
         for field in self._fields:
             field.drop(needed, oldest, oldest + gone)
-        self._block_rows.drop_before(oldest + gone)
+        self._starts.drop_before(oldest + gone)
+        self._lanes.drop_before(oldest + gone)
 
 
 def _called(prefix: str, name: str) -> str:
@@ -372,8 +380,11 @@ def form_words(window: Window, codec: Codec) -> str:
     return json.dumps({"window": window_words(window), "codec": codec_words(codec)}, sort_keys=True)
 
 
-def _unique(values: Ids) -> tuple[Ids, Ids]:
-    """Return each value once, in order, and where each of `values` is among them; np.unique takes twice as long."""
+def _unique(values: Ids) -> tuple[Ids, Ids, Ids]:
+    """Return each value once, in order; where it is first found; and where each of `values` is among them.
+
+    np.unique takes twice as long for few of them.
+    """
     order = values.argsort(kind="stable")
     ordered = values[order]
     is_new = np.empty(len(values), np.bool_)
@@ -381,4 +392,4 @@ def _unique(values: Ids) -> tuple[Ids, Ids]:
     np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
     place = np.empty(len(values), np.int64)
     place[order] = np.cumsum(is_new) - 1
-    return ordered[is_new], place
+    return ordered[is_new], order[is_new], place

@@ -31,7 +31,7 @@ from holdall.ray.limiter import RateLimit
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.standing import Standing
 from holdall.ray.stream import GoneError, SealedError, Stream
-from holdall.schema import Schema, fit_flags, fit_reward
+from holdall.schema import Schema
 
 _ROWS_OF_A_BLOCK = 128
 _ASK_AGAIN_S = 0.01
@@ -190,29 +190,8 @@ class Writer:
         if self._encoder.is_full:
             self._send()
 
-    def _fit(
-        self,
-        leading: tuple[int, ...],
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None,
-        valid: Any,
-    ) -> Tick:
-        schema = self._schema
-        return Tick(
-            obs=schema.observation.flatten(obs, leading, "obs"),
-            action=schema.action.flatten(action, leading, "action"),
-            reward=fit_reward(reward, leading, self._encoder.reward_dtype),
-            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
-            terminated=fit_flags(terminated, leading, "terminated"),
-            truncated=fit_flags(truncated, leading, "truncated"),
-            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
-            valid=None if valid is None else fit_flags(valid, leading, "valid"),
-        )
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
+        return Tick.fitted(self._schema, leading, self._encoder.reward_dtype, *arguments)
 
     def _send(self) -> None:
         """Close the block and send it on its way; what could fail before that comes first, so that none is lost."""

@@ -1,0 +1,64 @@
+"""What `ray_replay.py` measures of losses: how soon batches come again, and how soon from all shards.
+
+`kill` ends shards by SIGKILL, one after another, while batches are drawn; what they held is in journals. `machines` has
+a machine of a small cluster lost, frozen, or cut off, as tests/shards/chaos/story.py tells it, where also every bit and
+every acknowledgement is looked at.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from ray_sides import BATCH, HoldallSide, Recording, process_of
+
+from holdall.ray.ids import shards_of
+
+ROOT = Path(__file__).resolve().parents[1]
+SHARDS = 4
+BLOCK = 64
+
+
+def kill(recording: Recording, rounds: int) -> dict[str, Any]:
+    """Kill one shard after another; each has come back before the next one goes."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"durability": "segment", "url": folder}
+        side = HoldallSide(recording, len(recording.steps), SHARDS, **settings)
+        try:
+            side.insert(side.arrange(recording.steps, BLOCK), BLOCK)
+            side.sample()
+            found = [_killed(side, turn % SHARDS) for turn in range(rounds)]
+        finally:
+            side.close()
+    names = ("next_batch_s", "longest_wait_s", "shard_again_s")
+    told = {name: [each[i] for each in found] for i, name in enumerate(names)}
+    return {"kills": rounds} | {
+        name: {"median": float(np.median(taken)), "most": max(taken)} for name, taken in told.items()
+    }
+
+
+def machines(_recording: Recording, _rounds: int) -> dict[str, Any]:
+    """Have a machine lost, frozen and cut off, each in a cluster of its own; cables can be pulled by root alone."""
+    sys.path.append(str(ROOT))
+    telling: Any = importlib.import_module("tests.shards.chaos.telling")
+    apart = importlib.import_module("tests.shards.nodes").can_be_apart()
+    return {story: telling.told(story) for story in telling.STORIES if story != "cut" or apart}
+
+
+def _killed(side: HoldallSide, shard: int) -> tuple[float, float, float]:
+    """Kill a shard, and draw until its rows are drawn again: when the first batch came, the longest wait, the end."""
+    process_of(side.memory._cluster.handle(shard)).kill()
+    start = last = time.perf_counter()
+    waits: list[float] = []
+    while True:
+        batch = side.memory.sample(BATCH)
+        now = time.perf_counter()
+        waits.append(now - last)
+        last = now
+        if shard in shards_of(batch.ids) and shard not in side.memory._cluster.lost:
+            return waits[0], max(waits), now - start
