@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import CheckpointError, FencedError
-from holdall.ray.journal import Entry, Journal
+from holdall.ray.journal import Entry, Journal, journal_of, journals_in_use
 from holdall.ray.slots import RemoteSlots
 
 from .servers import Forgetful, Weed
@@ -74,6 +74,18 @@ def test_a_slot_that_is_gone_is_none(url: str) -> None:
     slots.delete([3, 4])
     assert slots.read(3) is None
     assert slots.numbers() == []
+
+
+def test_journals_are_found_but_for_those_that_were_drained(url: str) -> None:
+    assert journals_in_use(url) == []
+    for shard in (0, 2, 11):
+        list(journal_of(url, shard).open())
+    drained = journal_of(url, 2)
+    list(drained.open())
+    drained.end_drain()
+    assert journals_in_use(url) == [0, 11]
+    list(journal_of(url, 2).open())  # somebody goes on with it
+    assert journals_in_use(url) == [0, 2, 11]
 
 
 def test_a_store_that_ignores_conditions_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

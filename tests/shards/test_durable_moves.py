@@ -17,7 +17,7 @@ import psutil
 import pytest
 import ray
 
-from holdall import ShardError
+from holdall import ArgumentError, ShardError
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory, loading
 from holdall.ray.saving import newest_manifest
@@ -207,3 +207,20 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
         again.flush()
         kill(process_of(again._cluster.handle(0)))
         assert all_held(again) == list(range(1_300))
+
+
+@pytest.mark.nightly
+def test_journals_of_more_shards_are_not_left_out_unnoticed(tmp_path: Path) -> None:
+    with durable(tmp_path) as memory:
+        added = memory.add_shard()
+        numbered(memory, 0, 2_000)
+        memory.flush()
+        assert all_held(memory) == list(range(2_000))
+    with pytest.raises(ArgumentError, match=rf"leaves out \[{added}\].*shards=3"):
+        durable(tmp_path)
+    with ReplayMemory(SPACE, ACTION, 60_000, shards=3, durability="segment", url=tmp_path) as memory:
+        assert all_held(memory) == list(range(2_000))
+        memory.drain_shard(0)  # what is left of it is one that does not count
+        memory.drain_shard(added)
+    with durable(tmp_path) as memory:
+        assert all_held(memory) == list(range(2_000))

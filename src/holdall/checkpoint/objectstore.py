@@ -126,6 +126,11 @@ class Objects:
         listed = self._patiently(lambda: self._obstore.list(self._store, folder).collect())
         return {entry["path"].rpartition("/")[2]: int(entry["size"]) for entry in listed}
 
+    def folders(self) -> list[str]:
+        """Return the names of the folders right below the url."""
+        listed = self._patiently(lambda: self._obstore.list_with_delimiter(self._store))
+        return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
+
     def delete(self, keys: list[str]) -> None:
         """Remove objects; those that are gone already are no matter."""
         for key in keys:

@@ -80,6 +80,10 @@ class Committer:
         """Have the rows before a number left out when the journal is read; nothing may be staged."""
         _insistently(lambda: self._journal.hide(row, move))
 
+    def end_drain(self) -> None:
+        """Have it remembered that all is elsewhere; nothing may be staged."""
+        _insistently(self._journal.end_drain)
+
     def close_to_writers(self, memory: str) -> None:
         """Have it remembered that nothing more is taken; nothing may be staged."""
         _insistently(lambda: self._journal.close_to_writers(memory))

@@ -92,6 +92,7 @@ class Fleet:
                 to, name, sequence = writer.next_of_others()
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
                 writer.pass_on(to, payload, known, rows)
+            self._ask(actor, "end_drain")
             ray.get(self.roster.dismiss.remote(number))
             del self.actors[number]
             cluster.refresh()
@@ -99,7 +100,10 @@ class Fleet:
             ray.kill(actor)
 
     def settle(self) -> None:
-        """Wait until the shards are up; have blocks that an earlier memory was moving be where they arrived."""
+        """Wait until the shards are up; have blocks that an earlier memory was moving be where they arrived.
+
+        An earlier memory may have had more shards: what these hold must not be left out unnoticed.
+        """
         for number, actor in self.actors.items():
             move = self._begun(number, actor)
             if move is None:
@@ -107,6 +111,15 @@ class Fleet:
             to, writer, sequence = move
             arrived = to in self.actors and Ack.of(self._ask(self.actors[to], "expect", writer)).expected > sequence
             self._ask(actor, "end_move", arrived)
+        if not self._has_journals:
+            return
+        left_out = sorted(set(self._ask(next(iter(self.actors.values())), "journals")) - set(self.actors))
+        if left_out:
+            self.end()
+            raise ArgumentError(
+                f"shards ({len(self.actors)}) leaves out {left_out}, whose journals are there, too, from an earlier "
+                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
+            )
 
     def _begun(self, number: int, actor: Any) -> Any:
         """Wait until a shard is up, if it has a journal to read; return what it says of a move."""

@@ -21,9 +21,9 @@ from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.sealing.codec import Dictionary
 from holdall.ray.block import MOST_BYTES, read_part, records_in, whole
 from holdall.ray.dictionaries import DICTIONARY, pack_dictionary, unpack_dictionary
-from holdall.ray.slots import Slots
+from holdall.ray.slots import Slots, folders_at, slots_at
 
-SLOT, ENTRY = "slot", "entry"
+SLOT, ENTRY, FOLDER = "slot", "entry", "journal"
 _TELL_ALL = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
 
@@ -78,6 +78,7 @@ class Journal:
         self.loading = ""  # the checkpoint of which blocks were written, if not all were yet
         self.closed_by = ""  # the memory that closed the shard to writers
         self.move: Move | None = None
+        self._drained = False  # all its rows are elsewhere, for good
         self.fenced = False
         self.lingers_s = slots.lingers_s
 
@@ -102,6 +103,7 @@ class Journal:
         for number in kept:
             yield from self._replay(number)
         self._next = kept[-1] + 1 if kept else 0
+        self._drained = False
         while not self._create([], tells_all=True):  # the last owner was at it until now
             yield from self._replay(self._next)
             self._next += 1
@@ -138,6 +140,11 @@ class Journal:
         self.closed_by = memory
         self._tell("it goes on taking blocks")
 
+    def end_drain(self) -> None:
+        """Say that nothing is held here any more, and that all of it has arrived elsewhere."""
+        self.move, self._drained = None, True
+        self._tell("it has what was not moved yet")
+
     def end_loading(self, hidden_before: int) -> None:
         """Say that all blocks of a checkpoint were written, and which of their rows had left."""
         self.loading, self.hidden_before = "", hidden_before
@@ -163,7 +170,7 @@ class Journal:
 
     def _create(self, parts: list[bytes], tells_all: bool, first_row: int = 0) -> bool:
         head: dict[str, object] = {"number": self._next, "first_row": first_row, "hidden_before": self.hidden_before}
-        head |= {"loading": self.loading, "closed_by": self.closed_by}
+        head |= {"loading": self.loading, "closed_by": self.closed_by, "drained": self._drained}
         head["move"] = None if self.move is None else asdict(self.move)
         if tells_all:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
@@ -210,6 +217,24 @@ class Journal:
         if entries:
             self._first_rows[number] = page.first_row
             yield page
+
+
+def journal_of(url: str, shard: int) -> Journal:
+    """Return the journal of a shard; it is nobody's until it is opened."""
+    return Journal(slots_at(url, FOLDER, f"{shard:05d}"))
+
+
+def journals_in_use(url: str) -> list[int]:
+    """Return the shards that have journals below a url, but for those that were drained."""
+    return [int(name) for name in sorted(folders_at(url, FOLDER)) if name.isdecimal() and not _is_drained(url, name)]
+
+
+def _is_drained(url: str, name: str) -> bool:
+    slots = slots_at(url, FOLDER, name)
+    numbers = slots.numbers()
+    content = slots.read(numbers[-1]) if numbers else b""
+    last = next(iter(records_in(content)), None) if content else None
+    return last is None or last.head.get("drained") is True
 
 
 def _move_of(words: dict[str, Any]) -> Move:

@@ -28,14 +28,13 @@ from holdall.ray.commit import Committer, Staged
 from holdall.ray.dictionaries import pack_dictionary, unpack_dictionary
 from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of, life_of
-from holdall.ray.journal import Entry, Journal, Move
+from holdall.ray.journal import Entry, Journal, Move, journal_of, journals_in_use
 from holdall.ray.layout import Layout
 from holdall.ray.loading import begins_with, write_loaded
 from holdall.ray.metrics import ShardMetrics
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
 from holdall.ray.shelf import Shelf
-from holdall.ray.slots import slots_at
 from holdall.ray.standing import Standing
 from holdall.ray.status import Process
 from holdall.ray.turns import OutOfTurnError, Turn, Turns
@@ -78,6 +77,7 @@ class Shard:
     ) -> None:
         self._number = number
         self._memory = memory
+        self._url = url
         self._layout = Layout.of(schema_of(words))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
@@ -101,7 +101,7 @@ class Shard:
             self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
             self._shelf = Shelf(self._layout, capacity, first_row_of(self._epoch))
         else:
-            journal = Journal(slots_at(url, "journal", f"{number:05d}"))
+            journal = journal_of(url, number)
             self._take_over(journal, capacity)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
         checkpoint = "" if saved is None else f"{saved[0]}:{saved[1]['state']}"
@@ -268,6 +268,17 @@ class Shard:
                 self._shelf.hide_before(min(journal.hidden_before, self._shelf.next_row))
             self._committer.hide(self._shelf.first_row, None)
             self._changes += 1
+
+    @ray.method(concurrency_group="control")
+    def end_drain(self) -> None:
+        """Hear that all blocks have arrived elsewhere."""
+        if self._committer is not None:
+            self._committer.end_drain()
+
+    @ray.method(concurrency_group="control")
+    def journals(self) -> list[int]:
+        """Return the shards whose journals lie beside this one's, and hold something as far as one can tell."""
+        return [] if self._url is None else journals_in_use(self._url)
 
     @ray.method(concurrency_group="control")
     def save(self, url: str) -> dict[str, Any]:

@@ -51,6 +51,14 @@ def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
     return LocalSlots(Path(os.fspath(url)).joinpath(*folders))
 
 
+def folders_at(url: str | os.PathLike[str], folder: str) -> list[str]:
+    """Return the names of the folders in a folder below a url or path."""
+    if is_remote(url):
+        return Objects(f"{os.fspath(url).rstrip('/')}/{folder}").folders()
+    place = Path(os.fspath(url)) / folder
+    return [each.name for each in place.iterdir() if each.is_dir()] if place.is_dir() else []
+
+
 class LocalSlots:
     """Slots in a directory."""
 
