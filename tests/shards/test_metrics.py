@@ -72,9 +72,9 @@ def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
                 "mass": status.standing.mass, "epoch": status.standing.epoch, "backlog": 0,
                 "held_bytes": status.held_bytes, "plain_bytes": status.plain_bytes,
             }  # fmt: skip
-            assert of_shard.keys() == {f"ray_holdall_shard_{name}" for name in (*exact, "uss_bytes")}
+            assert of_shard.keys() == {f"ray_holdall_shard_{name}" for name in (*exact, "anonymous_bytes")}
             assert all(of_shard[f"ray_holdall_shard_{name}"] == value for name, value in exact.items())
-            assert of_shard["ray_holdall_shard_uss_bytes"] == pytest.approx(status.uss_bytes, rel=0.5)
+            assert of_shard["ray_holdall_shard_anonymous_bytes"] == pytest.approx(status.uss_bytes, rel=0.5)
             for call in ("insert", "sample"):
                 count = seen["ray_holdall_shard_call_seconds_count", shard, call]
                 assert 0 < seen["ray_holdall_shard_call_seconds_sum", shard, call] < 5 * count

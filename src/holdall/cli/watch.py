@@ -42,6 +42,8 @@ def watch(
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
     if ray:
+        if limit is not None:
+            raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
         from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  Ray takes a second to import
 
         watch_ray(target or [], once, interval, json, record, prometheus, bind)

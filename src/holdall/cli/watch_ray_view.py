@@ -28,11 +28,11 @@ _AWAY = "bold red"
 def cluster_view(turn: ClusterTurn, history: History, width: int = 80) -> RenderableType:
     """Return a turn as it is shown."""
     lines: list[RenderableType] = [_headline(turn, history, width)]
+    lines += [verdict_line(verdict) for verdict in turn.verdicts]  # first: a screen may end before the shards do
     if not turn.memories:
         lines.append(Text("no memory runs here"))
     for memory, rate in zip(turn.memories, turn.rates, strict=True):
         lines += [Text(), *_summary(memory, rate), _table(memory, width)]
-    lines += [verdict_line(verdict) for verdict in turn.verdicts]
     return Group(*lines)
 
 

@@ -127,6 +127,7 @@ class Fleet:
             try:
                 return ray.get(actor.move.remote(), timeout=self._patience_s)
             except ray.exceptions.ActorDiedError as error:
+                self.end()
                 raise ShardError(f"shard {number} could not be started: {_reason(error)}") from error
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
                 if not self._has_journals:

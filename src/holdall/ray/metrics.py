@@ -25,7 +25,7 @@ _SHARD = {
     "epoch": "Another one after every restart",
     "held_bytes": "Bytes of transitions, as they are held",
     "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
-    "uss_bytes": "Memory that the shard's process has to itself",
+    "anonymous_bytes": "Memory of the shard's process that no file backs",
 }
 _LEARNER = {
     "coverage": "Share of the shards that answer",

@@ -118,7 +118,7 @@ class Shard:
                 write_loaded(journal, checkpoint, kept, written, self._shelf.first_row, dictionaries)
         if url is not None:
             self._committer = Committer(journal, self._shelf.next_row, self._apply)
-        self._metrics.follow(self._figures)
+        self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
 
     @ray.method(concurrency_group="insert")
     def insert(self, envelope: bytes, payload: bytes) -> bytes:
@@ -307,19 +307,18 @@ class Shard:
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
         """Say where this shard runs, what its process takes, and how it stands, as plain numbers and text."""
-        return self._figures()
+        return self._figures() | self._process.words()
 
     def _figures(self) -> dict[str, Any]:
         with self._lock:
             fields = self._shelf.report()
-            own = {
+            return {
                 "standing": self._standing().packed(),
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._shelf.capacity,
                 "is_durable": self._committer is not None,
             }
-        return own | self._process.words()
 
     @ray.method(concurrency_group="control")
     def report(self) -> list[dict[str, Any]]:
