@@ -1,7 +1,7 @@
-"""Loading a checkpoint into a journal: what a shard begins with is as durable as what it accepts later.
+"""What a shard with a journal begins with: what that holds, and a checkpoint, which is then as durable as the rest.
 
-In:  the blocks of a checkpoint, and a journal that has none of them, or some since a shard was killed over it.
-Out: a journal that has them all, and says so.
+In:  a journal; the blocks of a checkpoint, of which it may have some since a shard was killed over loading it.
+Out: a shelf; a journal that has them all, and says so.
 Invariant: every slot that is written says which checkpoint it belongs to, and one more that it is complete. Before that
 nothing else is accepted, so what is there of it are its first blocks.
 """
@@ -10,14 +10,34 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from holdall.errors import CheckpointError
+from holdall.errors import CheckpointError, DamageError
 from holdall.experience.sealing.codec import Dictionary
+from holdall.ray.block import unpack_block
 from holdall.ray.journal import Entry, Journal
+from holdall.ray.layout import Layout
 from holdall.ray.saving import Kept
+from holdall.ray.shelf import Shelf
 
 _LOADED = bytes(16)
 """Stands for the writer of blocks that a checkpoint brought."""
 _SLOT_BYTES = 16 * 2**20
+
+
+def shelf_of_journal(journal: Journal, layout: Layout, capacity: int, memory: str) -> Shelf:
+    """Take a journal over, for a memory of this name, and return a shelf with all that it holds and shows."""
+    shelf = Shelf(layout, capacity)
+    for page in journal.open():
+        if page.begins:
+            shelf = Shelf(layout, capacity, page.first_row)
+        elif page.first_row != shelf.next_row:
+            raise DamageError(f"{journal.url} lacks blocks before row {page.first_row}; load a checkpoint")
+        for entry in page.entries:
+            shelf.append(unpack_block(entry.payload, layout, journal.dictionaries))
+    move = journal.move
+    # What another memory was moving when it ended may not have arrived; this one's is in good hands.
+    hidden = journal.hidden_before if move is None or move.memory == memory else move.first_row
+    shelf.hide_before(min(hidden, shelf.next_row))
+    return shelf
 
 
 def begins_with(journal: Journal, next_row: int, checkpoint: str) -> bool:

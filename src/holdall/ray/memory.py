@@ -30,30 +30,30 @@ from holdall.checkpoint.generators import generator_state, restored_generator
 from holdall.checkpoint.handle import SaveHandle
 from holdall.checkpoint.schema_words import schema_of, schema_words
 from holdall.checkpoint.source import place_of
-from holdall.errors import ArgumentError, ClosedError, ShardError, TransitionIdError
+from holdall.errors import ArgumentError, ClosedError
 from holdall.experience.delivery.loader import Loader
 from holdall.experience.kernels import chosen_kernels
+from holdall.ray.accounts import added_up
 from holdall.ray.ahead import Ahead, together
 from holdall.ray.checkpoints import save
-from holdall.ray.cluster import LOSSES, Cluster
+from holdall.ray.cluster import Cluster
 from holdall.ray.deliver import Deliverer
-from holdall.ray.drawing import Drawing, Request, received
+from holdall.ray.drawing import Drawing, Request
 from holdall.ray.fleet import Fleet
-from holdall.ray.ids import rows_of, shards_of
+from holdall.ray.gathering import gathered
 from holdall.ray.layout import Layout
 from holdall.ray.limiter import RateLimit
 from holdall.ray.metrics import LearnerMetrics
 from holdall.ray.priorities import Priorities, checked
 from holdall.ray.saving import newest_manifest
 from holdall.ray.security import require_safe_cluster
-from holdall.ray.settings import Settings
+from holdall.ray.settings import Settings, single
 from holdall.ray.standing import Standing
 from holdall.ray.status import ShardStatus, status_of
 from holdall.ray.writer import Address, Writer
-from holdall.report import FieldReport, MemoryReport
+from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.uniform import Uniform
 from holdall.schema import Schema
 
 _ASK_AGAIN_S = 0.005
@@ -110,7 +110,7 @@ class ReplayMemory:
         require_count("num_envs", num_envs, 1)
         require_count("shards", shards, 1)
         require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        self._sampler = _single(sampler)
+        self._sampler = single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         rows = capacity // num_envs // shards * num_envs
         settings = Settings(durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources)
@@ -252,23 +252,7 @@ class ReplayMemory:
         """Return the transitions `ids`, in that order."""
         wanted = as_ids(ids)
         self.flush()
-        numbers = set(self._cluster.numbers)
-        shards = shards_of(wanted)
-        unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
-        if unknown.size:
-            raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
-        calls = []
-        for shard in np.unique(shards).tolist() or [min(numbers)]:
-            rows = np.flatnonzero(shards == shard)
-            calls.append((shard, rows, self._cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
-        answers, where = [], []
-        for shard, rows, call in calls:
-            try:
-                answers.append(self._drawing.answer(shard, received(call, self._address.patience_s)))
-            except LOSSES as error:
-                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
-            where.append(rows)
-        return self._deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+        return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Tell how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
@@ -338,11 +322,8 @@ class ReplayMemory:
         reports = ray.get(
             [self._cluster.handle(shard).report.remote() for shard in standings], timeout=self._address.patience_s
         )
-        fields = [[FieldReport(**field) for field in fields] for fields in reports]
-        longest = max(fields, key=len, default=[])
-        merged = tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
         transitions = sum(standing.transitions for standing in standings.values())
-        return MemoryReport(transitions, merged, self._deliverer.staging_bytes, len(standings))
+        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(standings))
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
@@ -383,7 +364,7 @@ class ReplayMemory:
         place = place_of(url)
         manifest = newest_manifest(place)
         memory = cls.__new__(cls)
-        memory._sampler = _single(sampler)
+        memory._sampler = single(sampler)
         if sampler is None and manifest["sampler"] != "Uniform":
             raise ArgumentError(
                 f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
@@ -468,27 +449,3 @@ class ReplayMemory:
         limit.require("batch", count)
         while not self._cluster.ask_roster("take_samples", count):
             time.sleep(_ASK_AGAIN_S)
-
-
-def _sum_of(fields: list[FieldReport]) -> FieldReport:
-    return FieldReport(
-        fields[0].name,
-        sum(field.slice_bytes for field in fields),
-        sum(field.log_bytes for field in fields),
-        sum(field.row_bytes for field in fields),
-        sum(field.plain_bytes for field in fields),
-        fields[0].finding,
-        sum(field.sealed_bytes for field in fields),
-        sum(field.disk_bytes for field in fields),
-    )
-
-
-def _single(sampler: Sampler | None) -> Sampler:
-    """Return the sampler of a memory over shards."""
-    chosen: Sampler = Uniform() if sampler is None else sampler
-    if type(chosen) not in (Uniform, Prioritized):
-        raise ArgumentError(
-            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
-            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
-        )
-    return chosen

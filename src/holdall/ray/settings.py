@@ -11,7 +11,9 @@ from holdall.errors import ArgumentError
 from holdall.experience.sealing.choice import COST_CAPS
 from holdall.ray.cluster import POLICIES
 from holdall.ray.limiter import RateLimit
-from holdall.sampling.draw import require_number
+from holdall.sampling.draw import Sampler, require_number
+from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.uniform import Uniform
 
 DURABILITIES = ("memory", "segment")
 PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
@@ -55,3 +57,14 @@ class Settings:
         named = dict(self.resources or {})
         own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
         return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
+
+
+def single(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards: one that draws single transitions."""
+    chosen: Sampler = Uniform() if sampler is None else sampler
+    if type(chosen) not in (Uniform, Prioritized):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
+            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+        )
+    return chosen

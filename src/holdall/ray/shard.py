@@ -30,7 +30,7 @@ from holdall.ray.envelope import Ack, Envelope, Verdict
 from holdall.ray.ids import first_row_of, life_of
 from holdall.ray.journal import Entry, Journal, Move, journal_of, journals_in_use
 from holdall.ray.layout import Layout
-from holdall.ray.loading import begins_with, write_loaded
+from holdall.ray.loading import begins_with, shelf_of_journal, write_loaded
 from holdall.ray.metrics import ShardMetrics
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.saving import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
@@ -346,17 +346,7 @@ class Shard:
 
     def _take_over(self, journal: Journal, capacity: int) -> None:
         """Go on with all that the journal holds."""
-        for page in journal.open():
-            if page.begins:
-                self._shelf = Shelf(self._layout, capacity, page.first_row)
-            elif page.first_row != self._shelf.next_row:
-                raise DamageError(f"{journal.url} lacks blocks before row {page.first_row}; load a checkpoint")
-            for entry in page.entries:
-                self._shelf.append(unpack_block(entry.payload, self._layout, journal.dictionaries))
-        move = journal.move
-        # What another memory was moving when it ended may not have arrived; this one's is in good hands.
-        hidden = journal.hidden_before if move is None or move.memory == self._memory else move.first_row
-        self._shelf.hide_before(min(hidden, self._shelf.next_row))
+        self._shelf = shelf_of_journal(journal, self._layout, capacity, self._memory)
         if journal.closed_by == self._memory:
             self._is_closed.set()
         self._epoch = journal.epoch
