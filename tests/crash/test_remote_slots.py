@@ -36,7 +36,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
         if RemoteSlots(url).create(7, bytes([who])):
             won.append(who)
 
-    threads = [threading.Thread(target=create, args=(who,)) for who in range(8)]
+    threads = [threading.Thread(target=create, args=(who,)) for who in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
