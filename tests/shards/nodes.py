@@ -162,7 +162,7 @@ class Nodes:
         return self._start(address, outer, f"--address={self.address}", namespace=namespace)
 
     def _start(self, address: str, cable: str | None, *arguments: str, namespace: str | None = None) -> Node:
-        command = Path(sys.executable).with_name("ray")
+        command = [sys.executable, "-W", "ignore", "-m", "ray.scripts.scripts"]
         inside = [] if namespace is None else ["ip", "netns", "exec", namespace]
         common = [
             f"--node-ip-address={address}",
@@ -175,7 +175,7 @@ class Nodes:
             # One after another: on a busy machine Ray gives nodes up that take long to start.
             with tempfile.TemporaryFile() as said:
                 process = subprocess.Popen(
-                    [*inside, str(command), "start", *arguments, *common], stdout=said, stderr=subprocess.STDOUT
+                    [*inside, *command, "start", *arguments, *common], stdout=said, stderr=subprocess.STDOUT
                 )
                 node = Node(process, address, cable)
                 while process.poll() is None:
