@@ -56,7 +56,7 @@ class Workload:
 WORKLOADS = {
     "atari": Workload("atari", {"game": "Breakout"}, 8_192, tuple(CASES)),
     "camera": Workload("camera", {}, 4_096, ("insert", "sample", "checkpoint")),
-    "noise": Workload("camera", {"noisy": True}, 3_072, ("insert", "sample")),
+    "noise": Workload("camera", {"noisy": True}, 4_096, ("insert", "sample")),
 }
 
 
