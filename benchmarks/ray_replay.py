@@ -114,7 +114,7 @@ def bars_of(workload: str, found: dict[str, Any]) -> list[Bar]:
         bars.append(Bar(workload, "p99 of a batch while saving over idle", slower, most=3))
     if "kill" in found:
         bar("seconds without a batch after kill -9, at most", found["kill"]["longest_wait_s"]["most"], most=3)
-        bar("seconds until that shard is drawn from again", found["kill"]["shard_again_s"]["median"], most=3)
+        bar("seconds until that shard is drawn from again, median", found["kill"]["shard_again_s"]["median"], most=3)
     for story, told in found.get("machines", {}).items():
         bar(f"seconds without a batch, a machine {story}", told["first_batch_s"], most=10)
         bar(f"seconds until all shards are drawn from, a machine {story}", told["recovered_s"], most=10)
