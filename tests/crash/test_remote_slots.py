@@ -36,6 +36,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
         if RemoteSlots(url).create(7, bytes([who])):
             won.append(who)
 
+    RemoteSlots(url).create(6, b"")  # a store takes seconds over its very first objects if they come all at once
     threads = [threading.Thread(target=create, args=(who,)) for who in range(4)]
     for thread in threads:
         thread.start()
@@ -45,7 +46,7 @@ def test_of_many_that_create_a_slot_at_once_one_succeeds(url: str) -> None:
     assert len(won) == 1
     assert slots.read(7) == bytes(won)
     assert slots.create(7, bytes(won))  # its answer was lost, and it is made again
-    assert slots.numbers() == [7]
+    assert slots.numbers() == [6, 7]
 
 
 def test_a_zombie_is_refused_and_all_else_is_found_again(url: str) -> None:
