@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
@@ -112,10 +113,11 @@ class Shard:
         own_seed = seed if seed is None or first else [seed, number, self._epoch]
         self._generator: np.random.Generator = generator_of(own_seed)
         if saved is not None and state is not None and is_new:
-            kept = self._load(*saved, state, capacity)
+            self._load(*saved, state, capacity)
             if url is not None:
+                blocks = self._saved(*saved, state)
                 dictionaries = list(self._dictionaries.values())
-                write_loaded(journal, checkpoint, kept, written, self._shelf.first_row, dictionaries)
+                write_loaded(journal, checkpoint, blocks, written, self._shelf.first_row, dictionaries)
         if url is not None:
             self._committer = Committer(journal, self._shelf.next_row, self._apply)
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
@@ -354,25 +356,28 @@ class Shard:
         self._dictionaries = dict(journal.dictionaries)
         self._inserted = self._shelf.next_row
 
-    def _load(self, url: str, words: dict[str, Any], state: dict[str, Any], capacity: int) -> list[Kept]:
-        """Begin with what was saved; return its blocks."""
-        slots = shard_slots(url, self._number)
-        kept = list(saved_blocks(slots, words["blocks"], self._dictionaries))
-        # The newest block's last row is the newest there is; what was written meanwhile is not in the state.
-        kept = [each for each in kept if each.first_row < state["next_row"]]
-        self._shelf = Shelf(self._layout, capacity, kept[0].first_row if kept else state["next_row"])
-        for each in kept:
-            self._shelf.append(unpack_block(each.payload, self._layout, self._dictionaries))
+    def _saved(self, url: str, words: dict[str, Any], state: dict[str, Any]) -> Iterator[Kept]:
+        """Read the blocks of a checkpoint, without those that were written after its state was taken."""
+        for kept in saved_blocks(shard_slots(url, self._number), words["blocks"], self._dictionaries):
+            if kept.first_row < state["next_row"]:
+                yield kept
+
+    def _load(self, url: str, words: dict[str, Any], state: dict[str, Any], capacity: int) -> None:
+        """Begin with what was saved."""
+        shelf: Shelf | None = None
+        for kept in self._saved(url, words, state):
+            shelf = shelf or Shelf(self._layout, capacity, kept.first_row)
+            shelf.append(unpack_block(kept.payload, self._layout, self._dictionaries))
+        self._shelf = shelf or Shelf(self._layout, capacity, state["next_row"])
         self._shelf.hide_before(state["first_row"])
         if self._shelf.next_row != state["next_row"]:
-            raise DamageError(f"the checkpoint at {slots.url} lacks blocks; load an older one")
+            raise DamageError(f"the checkpoint at {url} lacks blocks of shard {self._number}; load an older one")
         self._inserted = int(state["inserted"])
         self._generator = restored_generator(state["generator"])
         if state["sampler"]["kind"] == type(self._sampler).__name__:
             self._sampler.restore(state["sampler"]["state"])
         if isinstance(self._sampler, Prioritized):
             self._sampler.resize(capacity, self._shelf.first_row)
-        return kept
 
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""
