@@ -133,9 +133,10 @@ class Encoder:
         if ticks == 1:
             self._append([array[0] for array in obs], [array[0] for array in next_obs])
             return
-        first, self._used = self._used, self._used + ticks
+        end = self._used + ticks
         for field, arrays, next_arrays in zip(self.fields, obs, next_obs, strict=True):
-            field.part.append_run(arrays, next_arrays, field.cursors[first : self._used])
+            field.part.append_run(arrays, next_arrays, field.cursors[self._used : end])
+        self._used = end
 
     def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
         """Write the observations of one tick that are cut into slices."""
