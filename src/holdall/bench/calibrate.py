@@ -123,13 +123,14 @@ def _trial(settings: Settings, batch: int, buffer: str) -> dict[str, Any]:
 
 
 def _rates(trial: dict[str, Any]) -> Rates:
+    """Tell what grows with a run from what every run has: warming up and reading memory, too, which count once."""
     filled = trial["size"] / trial["fill_per_second"] if trial["fill_per_second"] else 0.0
     saved = trial["checkpoint"]
-    known = filled + trial["seconds_of_steps"] + saved["seconds"]
+    known = filled + trial["steps"] / trial["steps_per_second"] + saved["seconds"]
     return Rates(
         start_s=trial["whole_seconds"] - known,
         fill_per_second=trial["fill_per_second"],
-        steps_per_second=trial["steps"] / trial["seconds_of_steps"],
+        steps_per_second=trial["steps_per_second"],
         save_s_per_byte=saved["seconds"] / max(saved["bytes"], 1),
     )
 

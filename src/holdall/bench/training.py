@@ -109,8 +109,7 @@ def _replay(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
         "filled": held / model.replay_buffer.buffer_size,
         # The median: on a shared machine the mean tells more about the neighbours than about the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
-        "seconds_of_steps": float(seconds.sum()),
-        "fill_per_second": fill / (filling.moments[-1] - filling.moments[0]),
+        "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
         "bytes_per_transition": _slope(filling.readings),
         "rewards": training.returns[-1_000:],
     }
@@ -128,7 +127,6 @@ def _rollouts(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
         "steps": training.num_timesteps,
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
-        "seconds_of_steps": float(seconds.sum()),
         "fill_per_second": None,
         "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= rollout]),
         "rewards": training.returns[-1_000:],
