@@ -106,7 +106,7 @@ def test_draws_go_on_without_a_shard_and_it_comes_back_as_another() -> None:
         assert not np.intersect1d(*of_lost).size  # an id is never used again
 
 
-@pytest.mark.parametrize("policy", ["raise", "block"])
+@pytest.mark.parametrize("policy", [pytest.param("raise", marks=pytest.mark.nightly), "block"])
 def test_a_loss_is_raised_or_waited_for_as_was_asked(policy: str, durable: ReplayMemory) -> None:
     durable._drawing._policy = policy
     numbered(durable, 0, 1_000)

@@ -124,7 +124,7 @@ def test_rows_of_four_shards_are_those_that_were_added(four: ReplayMemory) -> No
     assert drawn.weights.tolist() == [1.0] * 256
 
 
-@pytest.mark.parametrize("prefetch", [2, 3])
+@pytest.mark.parametrize("prefetch", [pytest.param(2, marks=pytest.mark.nightly), 3])
 def test_a_loader_gives_the_batches_that_asking_gives(prefetch: int) -> None:
     """Also where some come with one call: each is drawn for itself, in the order in which they are asked for."""
     memories = []

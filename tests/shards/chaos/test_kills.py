@@ -146,7 +146,7 @@ def tell(seed: int, arena: Arena, capsys: pytest.CaptureFixture[str]) -> None:
         sys.stdout.write(f"\n{told}{arena.longest_wait_s:.2f} s\n")
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("seed", [0])
 def test_what_was_acknowledged_outlives_shards_and_writers(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -155,7 +155,7 @@ def test_what_was_acknowledged_outlives_shards_and_writers(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("seed", range(2, 20))
+@pytest.mark.parametrize("seed", range(1, 20))
 def test_what_was_acknowledged_outlives_many_kills(
     seed: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
