@@ -50,7 +50,8 @@ from holdall.experience.disk.spill import SpillFolder
 from holdall.experience.kernels import chosen_kernels
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FullBlock
-from holdall.experience.store import Store, Tick
+from holdall.experience.store import Store
+from holdall.experience.tick import Tick
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Held, Sampler, as_ids, require_number
 from holdall.sampling.hindsight import Hindsight
@@ -233,18 +234,7 @@ class ReplayMemory:
     def _write_steps(self, store: Store, steps: Tick, first: int) -> int:
         """Write steps from `first` on until blocks pile up; return the first that is left."""
         for t in range(first, len(steps.reward)):
-            store.write(
-                Tick(
-                    obs=[array[t] for array in steps.obs],
-                    action=[array[t] for array in steps.action],
-                    reward=steps.reward[t],
-                    next_obs=[array[t] for array in steps.next_obs],
-                    terminated=steps.terminated[t],
-                    truncated=steps.truncated[t],
-                    extras=[array[t] for array in steps.extras],
-                    valid=None if steps.valid is None else steps.valid[t],
-                )
-            )
+            store.write(steps.cut(t))
             if store.sealer.is_crowded:
                 return t + 1
         return len(steps.reward)

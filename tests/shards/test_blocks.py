@@ -20,7 +20,7 @@ from holdall.experience.native import native_kernels
 from holdall.experience.portable import PortableKernels
 from holdall.experience.sealing.choice import choose
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.ray.answer import Answer, AnswerReader, pack_answer
 from holdall.ray.block import Block, pack_block, unpack_block
 from holdall.ray.deliver import Deliverer

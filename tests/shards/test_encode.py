@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.ray import encode
 from holdall.ray.block import pack_block
 from holdall.ray.encode import Encoder

@@ -39,10 +39,11 @@ from holdall.experience.snapshot import (
     is_settled,
     put_rows,
 )
+from holdall.experience.tick import Tick
 from holdall.experience.tier import Tiers
 from holdall.experience.window import WindowScout
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema, fit_flags, fit_reward
+from holdall.schema import Array, Leaf, Schema
 
 _TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
@@ -56,46 +57,6 @@ _REWARD_BYTES = 8
 _FLAG = Leaf("", (), np.dtype(np.bool_))
 
 _LOG = logging.getLogger("holdall")
-
-
-class Tick(NamedTuple):
-    """One vectorised step, leaf by leaf; every array has a leading lane axis."""
-
-    obs: list[Array]
-    action: list[Array]
-    reward: Array
-    next_obs: list[Array]
-    terminated: Array
-    truncated: Array
-    extras: list[Array]
-    valid: Array | None
-
-    @classmethod
-    def fitted(
-        cls,
-        schema: Schema,
-        leading: tuple[int, ...],
-        reward_dtype: np.dtype[Any] | None,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None,
-        valid: Any,
-    ) -> Tick:
-        """Check every argument of an `add`, or of an `extend` with one more leading axis."""
-        return cls(
-            reward=fit_reward(reward, leading, reward_dtype),
-            obs=schema.observation.flatten(obs, leading, "obs"),
-            action=schema.action.flatten(action, leading, "action"),
-            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
-            terminated=fit_flags(terminated, leading, "terminated"),
-            truncated=fit_flags(truncated, leading, "truncated"),
-            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
-            valid=None if valid is None else fit_flags(valid, leading, "valid"),
-        )
 
 
 class Rows(NamedTuple):

@@ -17,7 +17,7 @@ from holdall.experience.part import Cursors, OpenPart
 from holdall.experience.sealing.codec import Codec, Method, Transform
 from holdall.experience.sealing.sealed import Coded
 from holdall.experience.search import WindowSearches
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.experience.window import Window
 from holdall.ray.block import Block, SlicedField
 from holdall.ray.layout import Layout
@@ -110,7 +110,7 @@ class Encoder:
     def extend(self, steps: Tick, start: int) -> int:
         """Write ticks, which have a time axis, from `start` on until the block is full; return how many it took."""
         first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
-        self._put(_cut(steps, slice(start, start + count)), slice(first, first + count))
+        self._put(steps.cut(slice(start, start + count)), slice(first, first + count))
         obs, next_obs = ([arrays[i] for i in self._layout.sliced] for arrays in (steps.obs, steps.next_obs))
         t, end = start, start + count
         while t < end:
@@ -223,20 +223,6 @@ class Encoder:
 
     def _new_field(self, leaf: Leaf, window: Window) -> _OpenField:
         return _OpenField(self._kernels, leaf, window, self._lanes, self._ticks)
-
-
-def _cut(steps: Tick, where: slice) -> Tick:
-    """Return some ticks of several."""
-    return Tick(
-        obs=[array[where] for array in steps.obs],
-        action=[array[where] for array in steps.action],
-        reward=steps.reward[where],
-        next_obs=[array[where] for array in steps.next_obs],
-        terminated=steps.terminated[where],
-        truncated=steps.truncated[where],
-        extras=[array[where] for array in steps.extras],
-        valid=None if steps.valid is None else steps.valid[where],
-    )
 
 
 def plain_codec(window: Window) -> Codec:

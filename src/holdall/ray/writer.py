@@ -21,7 +21,7 @@ from holdall.errors import ClosedError, ShardError
 from holdall.experience.disk.slice_record import dictionary_name
 from holdall.experience.kernels import chosen_kernels
 from holdall.experience.sealing.codec import Dictionary
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.ray.block import dictionaries_of, pack_block
 from holdall.ray.dictionaries import pack_dictionary
 from holdall.ray.encode import Encoder

@@ -12,7 +12,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.ray.answer import Answer
 from holdall.ray.encode import Encoder
 from holdall.ray.layout import Layout

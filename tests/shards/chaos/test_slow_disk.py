@@ -14,7 +14,7 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 from holdall.checkpoint.schema_words import schema_words
 from holdall.errors import ShardError
 from holdall.experience.kernels import chosen_kernels
-from holdall.experience.store import Tick
+from holdall.experience.tick import Tick
 from holdall.ray import shard as shard_module
 from holdall.ray.block import pack_block
 from holdall.ray.encode import Encoder
