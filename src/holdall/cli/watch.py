@@ -56,7 +56,8 @@ def watch(
     code = 0
     try:
         turns = Turns(pid, interval, limit_bytes)
-        command = _command(pid)
+        # What was just started may not have its own command line yet.
+        command = _command(pid) if launched is None else target
         title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
         outputs = outputs_of(
             header(pid, command, interval),
