@@ -19,13 +19,12 @@ from holdall.errors import ShardError
 from holdall.ray.router import is_newer
 from holdall.ray.standing import Standing
 from holdall.ray.turns import OutOfTurnError, Turn
+from holdall.ray.whereabouts import whereabouts
 from holdall.ray.writer import Address
 
 POLICIES = ("degrade", "block", "raise")
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
-_AWAY = (3, 4)
-"""Restarting and dead, by the numbers of Ray's ActorTableData."""
 
 LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, OutOfTurnError)
 """What a call fails with when its shard does not answer, or not in time."""
@@ -53,10 +52,9 @@ class _Member:
     def is_away(self) -> bool:
         """Whether Ray restarts the shard, or gave it up, as far as this process was told.
 
-        A call that is made meanwhile fails after two seconds, though the shard be back after one. What tells is not
-        part of Ray's promised interface; without it all goes on as before, two seconds later.
+        A call that is made meanwhile fails after two seconds, though the shard be back after one.
         """
-        return getattr(self.handle, "_get_local_state", lambda: None)() in _AWAY
+        return whereabouts(self.handle) in {"restarting", "gone"}
 
     def begin_anew(self) -> None:
         """Number calls from 0 on, under another name."""

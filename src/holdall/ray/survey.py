@@ -16,11 +16,9 @@ import ray
 from holdall.ray.roster import NAMESPACE
 from holdall.ray.security import join_cluster, require_head
 from holdall.ray.status import ShardStatus
+from holdall.ray.whereabouts import whereabouts
 
 State = Literal["answers", "drains", "starts", "restarts", "silent", "lost"]
-
-_UP, _GONE = 2, 4
-"""Ray's numbers for an actor that runs, and for one that ended for good; all others are on their way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,10 +66,10 @@ class _Asked:
             return "lost"
         if self.call is None:
             return "answers" if self.takes else "drains"
-        up = getattr(self.handle, "_get_local_state", lambda: _UP)()  # Ray tells it nobody else without its dashboard
-        if up == _GONE:
+        where = whereabouts(self.handle)
+        if where == "gone":
             return "lost"
-        self.was_down |= up not in (_UP, None)
+        self.was_down |= where != "up"
         if not self.was_down:
             return "silent"
         return "starts" if self.status is None else "restarts"
