@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import ray
 
 from holdall import ShardError
 from holdall.ray import ReplayMemory
 
-from ..processes import process_of
+from ..processes import process_of, wait_until
 from .ledger import ACTION, EXTRAS, OBSERVATION, checked, step
 
 
@@ -49,9 +51,20 @@ def test_what_a_writer_was_given_outlives_its_patience(is_known: bool, memory: R
     assert numbers.tolist() == list(range(added))
 
 
+def is_gone(actor: Any) -> bool:
+    try:
+        ray.get(actor.shards.remote(-1), timeout=1.0)
+    except ray.exceptions.ActorDiedError:
+        return True
+    except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+        pass
+    return False
+
+
 def test_a_block_that_finds_no_shard_stays_with_its_writer(cluster: None) -> None:
     with ReplayMemory(OBSERVATION, ACTION, 1_000, shards=1, extras=EXTRAS, patience_s=1.0) as closed:
         writer = closed.writer()
+    wait_until(lambda: is_gone(closed._roster))  # Ray ends actors by and by
     added = 0
     with pytest.raises(ShardError, match="closed"):  # noqa: PT012  which of them it is does not matter
         while added < 2_000:
