@@ -21,7 +21,8 @@ from holdall.experience.native import native_kernels
 from holdall.experience.sealing import libraries
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder
 
 COUNT = 9
 SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]

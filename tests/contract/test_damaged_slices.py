@@ -38,8 +38,8 @@ from holdall.experience.disk.segment_file import Extent, SegmentFile
 from holdall.experience.native import NativeKernels, native_kernels
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
-from holdall.experience.sealing.sealed import Coded
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coded, Coder
 
 COUNT = 12
 MARGIN = 64

@@ -16,8 +16,8 @@ from holdall import ArgumentError, DamageError
 from holdall.experience import native
 from holdall.experience.arena import Bytes, reserve
 from holdall.experience.crew import Crew
-from holdall.experience.kernels import Kernels, chosen_kernels
-from holdall.experience.part import RECORD_FIELDS, ClosedPart, OpenPart, Places, lies_direct
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.part import RECORD_FIELDS, ClosedPart, Kernels, OpenPart, Places, lies_direct
 from holdall.experience.portable import PortableKernels
 from holdall.experience.window import Window
 from holdall.schema import Leaf

@@ -18,7 +18,8 @@ from holdall.checkpoint import arrival
 from holdall.checkpoint.objectstore import Objects, RemotePlace
 from holdall.experience import segment
 from holdall.experience.disk.awaited_file import PAGE_BYTES, AwaitedFile
-from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.part import Kernels
 from holdall.experience.portable import PortableKernels
 
 from .nursery import LANES, SPACE, add, require_right

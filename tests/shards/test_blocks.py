@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, DamageError
 from holdall.experience.disk.slice_record import dictionary_name
-from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.kernels import chosen_kernels
 from holdall.experience.native import native_kernels
+from holdall.experience.part import Kernels
 from holdall.experience.portable import PortableKernels
 from holdall.experience.sealing.choice import choose
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform

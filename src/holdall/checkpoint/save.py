@@ -44,8 +44,7 @@ from holdall.experience.disk.record import Buffer
 from holdall.experience.disk.segment_file import Extent
 from holdall.experience.disk.slice_record import dictionary_name, pack_dictionary, pack_slices
 from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import Coder
-from holdall.experience.sealing.sealed import Coded
+from holdall.experience.sealing.sealed import Coded, Coder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
 

@@ -26,7 +26,7 @@ from holdall.checkpoint.place import Place, next_number
 from holdall.checkpoint.save import Saving, Snapshot
 from holdall.checkpoint.source import open_place
 from holdall.errors import ArgumentError, HoldallError
-from holdall.experience.sealing.portable_codec import Coder
+from holdall.experience.sealing.sealed import Coder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.snapshot import FullBlock
 

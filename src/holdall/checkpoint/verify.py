@@ -16,7 +16,7 @@ from holdall.checkpoint.restore import Shelf, sensible
 from holdall.errors import CheckpointError, DamageError
 from holdall.experience.disk.record import Record, numbers
 from holdall.experience.disk.slice_record import SLICES
-from holdall.experience.sealing.portable_codec import Coder
+from holdall.experience.sealing.sealed import Coder
 
 
 @dataclass(frozen=True, slots=True)

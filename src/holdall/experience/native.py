@@ -23,7 +23,8 @@ from holdall.experience.part import RECORD_FIELDS, Cursors, OpenPart, Places
 from holdall.experience.portable import PortableKernels
 from holdall.experience.sealing.libraries import system_libraries
 from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array

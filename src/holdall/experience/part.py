@@ -11,16 +11,21 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.experience.arena import reserve
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.arena import Bytes, reserve
+from holdall.experience.crew import Crew
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 from holdall.experience.slices import KeptBlock, SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array
+
+if TYPE_CHECKING:
+    from holdall.experience.native_unique import SliceNamer
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
 Cursors = NDArray[np.uint32]
@@ -275,3 +280,22 @@ class Places:
             f"{extent.file.path} {why}: row {row} of the batch lies in it, and nothing of the batch is returned. Check "
             "the disk, and load the last checkpoint"
         )
+
+
+class Kernels(Protocol):
+    """Batches in, batches out; the caller never handles a row alone."""
+
+    name: str
+    coder: Coder
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block of unique slices in `arena`."""
+
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
+        """Make an empty part that writes to `block`."""
+
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: Crew, /) -> None:
+        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
+
+    def namer(self) -> SliceNamer | None:
+        """Return what names the slices of a batch, each once; None where that is not compiled."""

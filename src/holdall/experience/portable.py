@@ -16,8 +16,8 @@ from holdall.experience.arena import Bytes, as_bytes, release_tail
 from holdall.experience.crew import Crew
 from holdall.experience.native_unique import SliceNamer
 from holdall.experience.part import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Array

@@ -19,10 +19,10 @@ from holdall.experience.budget import NO_LIMIT, Budget
 from holdall.experience.crew import Crew
 from holdall.experience.disk.segment_file import SegmentFile
 from holdall.experience.index import SegmentIndex
-from holdall.experience.kernels import Kernels
 from holdall.experience.part import (
     ClosedPart,
     Cursors,
+    Kernels,
     OpenPart,
     Places,
     lies_direct,

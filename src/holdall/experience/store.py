@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 from holdall.experience.arena import as_bytes
 from holdall.experience.budget import Budget
 from holdall.experience.disk.spill import SpillFolder
-from holdall.experience.kernels import Kernels
-from holdall.experience.part import Places
+from holdall.experience.part import Kernels, Places
 from holdall.experience.quick import QuickDictTick, QuickRows, QuickTick
 from holdall.experience.ring import ObservationRing, new_ring
 from holdall.experience.sealing.seal import Sealer

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.experience.crew import Crew
 from holdall.experience.delivery.assemble import Delivery, ObservationAssembler
-from holdall.experience.kernels import Kernels
-from holdall.experience.part import RECORD_FIELDS, ClosedPart, Places
+from holdall.experience.part import RECORD_FIELDS, ClosedPart, Kernels, Places
 from holdall.experience.slices import KeptBlock
 from holdall.ray.answer import Answer
 from holdall.ray.layout import Layout

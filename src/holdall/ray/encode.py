@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from holdall.experience.arena import Bytes, reserve
-from holdall.experience.kernels import Kernels
-from holdall.experience.part import Cursors, OpenPart
+from holdall.experience.part import Cursors, Kernels, OpenPart
 from holdall.experience.sealing.codec import Codec, Method, Transform
 from holdall.experience.sealing.sealed import Coded
 from holdall.experience.search import WindowSearches

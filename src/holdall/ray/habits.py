@@ -21,7 +21,7 @@ from holdall.experience.disk.record import Buffer, pack
 from holdall.experience.disk.slice_record import codec_of, codec_words
 from holdall.experience.sealing.choice import COST_CAPS, choose
 from holdall.experience.sealing.codec import Codec, Dictionary
-from holdall.experience.sealing.portable_codec import Coder
+from holdall.experience.sealing.sealed import Coder
 from holdall.experience.window import Window
 from holdall.ray.block import open_record, read_part
 from holdall.schema import Leaf

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from holdall.experience.native import native_kernels
 from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder
 
 
 def native_coder() -> NativeCoder | None:

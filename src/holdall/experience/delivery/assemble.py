@@ -16,8 +16,7 @@ import numpy as np
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.experience.arena import Bytes, address
 from holdall.experience.crew import Crew
-from holdall.experience.kernels import Kernels
-from holdall.experience.part import Places
+from holdall.experience.part import Kernels, Places
 from holdall.schema import Array, Leaf
 
 if TYPE_CHECKING:

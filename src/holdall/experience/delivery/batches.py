@@ -14,8 +14,8 @@ from holdall.experience.delivery.device import CudaLine, HostLine, Line
 from holdall.experience.delivery.mirror import Mirror
 from holdall.experience.delivery.pinned_arenas import PinnedArenas
 from holdall.experience.delivery.upload import DeviceBuilder
-from holdall.experience.kernels import Kernels
 from holdall.experience.native_unique import SliceNamer
+from holdall.experience.part import Kernels
 from holdall.experience.store import Store
 from holdall.schema import Schema
 

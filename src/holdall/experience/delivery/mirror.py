@@ -19,7 +19,7 @@ from holdall.errors import DamageError
 from holdall.experience.arena import Bytes
 from holdall.experience.delivery.device import Line, Passage
 from holdall.experience.part import ClosedPart, OpenPart, lies_direct
-from holdall.experience.sealing.portable_codec import Coder
+from holdall.experience.sealing.sealed import Coder
 from holdall.experience.slices import SliceBlock
 from holdall.experience.store import Store
 

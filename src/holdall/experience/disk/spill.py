@@ -25,8 +25,7 @@ from holdall.experience.disk.record import Buffer
 from holdall.experience.disk.segment_file import Extent, SegmentFile
 from holdall.experience.disk.slice_record import dictionary_name, pack_dictionary, pack_slices
 from holdall.experience.sealing.codec import Dictionary
-from holdall.experience.sealing.portable_codec import Coder
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 
 if sys.platform != "win32":
     import fcntl

@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 import zstandard
@@ -16,9 +17,11 @@ from numpy.typing import NDArray
 
 from holdall.experience.arena import Bytes
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform, candidates
-from holdall.experience.sealing.portable_codec import Coder
 from holdall.experience.window import Window
 from holdall.schema import Leaf
+
+if TYPE_CHECKING:
+    from holdall.experience.sealing.sealed import Coder
 
 COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
 """How dear sampling compressed slices may be, over a raw gather, by preference."""

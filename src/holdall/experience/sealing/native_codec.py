@@ -22,8 +22,7 @@ from holdall.experience.arena import Bytes, address, reserve
 from holdall.experience.disk.awaited_file import bring_slices
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
 from holdall.experience.sealing.libraries import Libraries
-from holdall.experience.sealing.portable_codec import Coder
-from holdall.experience.sealing.sealed import Coded, SealedSlices
+from holdall.experience.sealing.sealed import Coded, Coder, SealedSlices
 
 _REUSE_PLACES = 4096
 _PALETTE_SLOTS = 1024

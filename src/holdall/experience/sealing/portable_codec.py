@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import pairwise
-from typing import Protocol
 
 import lz4.block
 import numpy as np
@@ -19,32 +18,10 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.arena import Bytes
 from holdall.experience.sealing.codec import Codec, Method, Predictor, Transform
-from holdall.experience.sealing.sealed import Coded, SealedSlices
+from holdall.experience.sealing.sealed import Coded, Coder, SealedSlices
 
 Decompress = Callable[[bytes, int], bytes]
 """Takes a unit and how many bytes must come of it; returns others if it is damaged."""
-
-
-class Coder(Protocol):
-    """Seals blocks of slices and reads them."""
-
-    def adopt(self, coded: Coded) -> SealedSlices:
-        """Make slices readable that were sealed elsewhere, or moved to a file."""
-
-    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
-        """Code all rows of `slices`; None if a palette does not hold their words."""
-
-    def keeping(self) -> Coder:
-        """Return a coder for many small blocks, of one thread: making a compressor anew would cost as much as each."""
-
-    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
-        """Sum every unit of sealed slices up, for when it is read from a file."""
-
-    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
-        """Decode slices into the rows of `out`."""
-
-    def chill(self, block: Bytes) -> None:
-        """Push a block out of the caches, if that can be done, before its reading is timed."""
 
 
 class PortableSealed(SealedSlices):

@@ -20,8 +20,7 @@ from holdall.experience.arena import Bytes
 from holdall.experience.disk.spill import SpillFolder
 from holdall.experience.sealing.choice import choose
 from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import Coder
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 from holdall.experience.slices import SliceBlock
 from holdall.experience.window import Window
 from holdall.schema import Leaf

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import xxhash
@@ -120,3 +120,25 @@ class CarriedSlices(SealedSlices):
 
 def _carry(codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes) -> CarriedSlices:
     return CarriedSlices(Coded(codec, count, offsets, palette, data))
+
+
+class Coder(Protocol):
+    """Seals blocks of slices and reads them."""
+
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """Make slices readable that were sealed elsewhere, or moved to a file."""
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """Code all rows of `slices`; None if a palette does not hold their words."""
+
+    def keeping(self) -> Coder:
+        """Return a coder for many small blocks, of one thread: making a compressor anew would cost as much as each."""
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Sum every unit of sealed slices up, for when it is read from a file."""
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """Decode slices into the rows of `out`."""
+
+    def chill(self, block: Bytes) -> None:
+        """Push a block out of the caches, if that can be done, before its reading is timed."""

@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.experience.arena import address, reserve
 from holdall.experience.crew import Crew
-from holdall.experience.kernels import Kernels
-from holdall.experience.part import NEXT_IS_WHOLE, Cursors, OpenPart, lies_direct
+from holdall.experience.part import NEXT_IS_WHOLE, Cursors, Kernels, OpenPart, lies_direct
 from holdall.experience.sealing.native_codec import NativeCoder
 from holdall.experience.sealing.seal import FrozenBlock, Sealer
 from holdall.experience.sealing.sealed import SealedSlices

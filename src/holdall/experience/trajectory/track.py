@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError
 from holdall.experience.arena import as_bytes, reserve
 from holdall.experience.crew import Crew
-from holdall.experience.kernels import Kernels, chosen_kernels
+from holdall.experience.kernels import chosen_kernels
+from holdall.experience.part import Kernels
 from holdall.experience.sealing.choice import COST_CAPS
 from holdall.experience.sealing.seal import Sealer
 from holdall.experience.sealing.sealed import SealedSlices

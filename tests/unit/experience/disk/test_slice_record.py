@@ -30,8 +30,8 @@ from holdall.experience.disk.slice_record import (
 )
 from holdall.experience.native import native_kernels
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
-from holdall.experience.sealing.sealed import Coded, SealedSlices
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coded, Coder, SealedSlices
 
 COUNT = 11
 CODERS: list[Coder] = [PortableCoder()]

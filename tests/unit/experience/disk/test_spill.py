@@ -25,8 +25,8 @@ from holdall.experience.disk.slice_record import DICTIONARY, SLICES, dictionary_
 from holdall.experience.disk.spill import SpillFolder
 from holdall.experience.native import native_kernels
 from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 
 COUNT, SIZE = 12, 700
 CODERS: list[Coder] = [PortableCoder()]

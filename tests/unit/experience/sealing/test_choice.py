@@ -15,8 +15,8 @@ from holdall.experience.kernels import chosen_kernels
 from holdall.experience.sealing import choice
 from holdall.experience.sealing.choice import COST_CAPS, Measured, choose, measure, measure_together, train
 from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import Coder, PortableCoder
-from holdall.experience.sealing.sealed import SealedSlices
+from holdall.experience.sealing.portable_codec import PortableCoder
+from holdall.experience.sealing.sealed import Coder, SealedSlices
 from holdall.experience.window import Window
 from holdall.schema import Leaf
 
