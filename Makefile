@@ -42,7 +42,7 @@ nightly: $(STAMP) $(PUBLISHED) ## The slow suites: every test, and Hypothesis wi
 
 clean: ## Remove .venv, caches and everything that was built
 	rm -rf .venv .cache build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
-	rm -f src/holdall/experience/_kernels.*
+	rm -f src/holdall/native/_kernels.*
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Some systems package Python without ensurepip; then pip is brought in from outside.
@@ -56,7 +56,7 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
-	@set -- src/holdall/experience/_kernels.*; [ -e "$$1" ] || \
+	@set -- src/holdall/native/_kernels.*; [ -e "$$1" ] || \
 	  echo "note: the C loops were not built, the NumPy path is used; 'pip install -v -e .' in .venv says why"
 	@touch $@
 

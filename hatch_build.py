@@ -1,6 +1,6 @@
 """Build hook: compile the C loops into a shared library beside the Python code.
 
-In:  the C files in src/holdall/experience and whatever C compiler the machine has.
+In:  the C files in src/holdall/native and whatever C compiler the machine has.
 Out: _kernels.so (.dylib, .dll) and a wheel tagged for this platform; without a compiler, a warning and a pure wheel.
 The library does not touch Python's C API, so one build serves every Python version.
 """
@@ -21,7 +21,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
-FOLDER = Path("src/holdall/experience")
+FOLDER = Path("src/holdall/native")
 SOURCES = [
     FOLDER / name
     for name in (
@@ -35,7 +35,7 @@ SOURCES = [
         "planes.c",
     )
 ]
-SOURCES.append(Path("src/holdall/sampling/sumtree.c"))
+SOURCES.append(FOLDER / "sumtree.c")
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
 FLAGS = ["-O3", "-std=c11", "-shared"]

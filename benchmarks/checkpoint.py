@@ -29,8 +29,8 @@ from gymnasium import spaces
 from process import commit, emit, machine, versions
 
 import holdall
-from holdall.experience import segment
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
+from holdall.storage import segment
 
 GB = 10**9
 MB = 10**6

@@ -27,7 +27,7 @@ from streams import Step, Stream, camera
 from streams.looped import looped
 
 from holdall import ReplayMemory
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.units import format_bytes, parse_bytes
 
 LAP = 5_000

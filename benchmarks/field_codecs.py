@@ -15,10 +15,10 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.sealing.choice import measure, measure_together
-from holdall.experience.window import Window
+from holdall.native.kernels import chosen_kernels
 from holdall.schema import Leaf
+from holdall.storage.codec import measure, measure_together
+from holdall.storage.layout import Window
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ import torch  # noqa: F401  both sides need it, so it is here before memory is c
 from cases import CASES, SIDES, Side, libraries_of
 from process import emit
 
-from holdall.footprint import Held, held_bytes
+from holdall.machine import HeldMemory, held_bytes
 
 _WARM_UP = 1_000  # steps of the source before memory is counted
 _SAME = 0.01  # two slopes are the same up to this share
@@ -37,7 +37,7 @@ def measure(case_name: str, side_name: Any, quick: bool, trace: Path | None, pre
         pass
     start = held_bytes()
     side = Side(side_name, stream, last, prefer)
-    readings: list[tuple[int, Held]] = []
+    readings: list[tuple[int, HeldMemory]] = []
     count = 0
     for step in itertools.islice(stream.steps, last // stream.lanes):
         side.add(*side.arguments(step))

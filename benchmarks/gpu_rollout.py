@@ -25,7 +25,7 @@ from process import commit, machine, versions
 
 from holdall import RolloutMemory
 from holdall.elegantrl import TrajectoryBuffer
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 
 WORKERS, STEPS = 3, 1_024
 UPDATES = 100

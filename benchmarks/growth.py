@@ -21,7 +21,7 @@ from cases import BATCH, CASES, Side
 from process import commit, machine, versions
 from streams.looped import looped
 
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 
 LAP = 20_000
 ROUNDS = 40

@@ -23,7 +23,7 @@ from plan_times import time_all
 from process import commit, machine, versions
 from readme import MARKERS
 
-from holdall.footprint import held_bytes, peak_bytes
+from holdall.machine import held_bytes, peak_bytes
 from holdall.plan.ask import ask
 from holdall.plan.experience import Experience
 from holdall.plan.planned import Plan, make_plan

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from ray_sides import BATCH, HoldallSide, Recording, process_of
 
-from holdall.ray.ids import shards_of
+from holdall.cluster.protocol import shards_of
 
 ROOT = Path(__file__).resolve().parents[1]
 SHARDS = 4

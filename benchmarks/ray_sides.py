@@ -24,7 +24,7 @@ import torch
 from gymnasium import spaces
 from streams import Step, Stream
 
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.ray import ReplayMemory, Writer
 
 BATCH = 256

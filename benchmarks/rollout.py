@@ -32,7 +32,7 @@ from stable_baselines3.common.buffers import RolloutBuffer as PlainRolloutBuffer
 from streams import screens
 
 from holdall import RolloutMemory
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.sb3 import RolloutBuffer
 
 MIB = 2**20

@@ -28,7 +28,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.env_util import make_atari_env
 from stable_baselines3.common.vec_env import VecFrameStack
 
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.sb3 import RolloutBuffer
 
 MIB = 2**20

@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 from process import commit, machine, versions
 
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.units import format_bytes
 from holdall.watch.newest import newest
 from holdall.watch.sidecar import told_by

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdall import threads
     from holdall.batch import Batch, RolloutBatch
-    from holdall.checkpoint.handle import Checkpoint, SaveHandle
+    from holdall.checkpoint.background import Checkpoint, SaveHandle
     from holdall.errors import (
         ArgumentError,
         CheckpointError,
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from holdall.replay import ReplayMemory
     from holdall.report import FieldReport, MemoryReport
     from holdall.rollout import RolloutMemory
-    from holdall.sampling.hindsight import Hindsight
-    from holdall.sampling.nstep import NStep
+    from holdall.sampling.draw import Uniform
+    from holdall.sampling.episodic import Hindsight, NStep, Sequence
     from holdall.sampling.prioritized import Prioritized
-    from holdall.sampling.sequence import Sequence
-    from holdall.sampling.uniform import Uniform
     from holdall.shared import SharedObservations
 
 __all__ = [
@@ -67,7 +65,7 @@ _MODULES = frozenset({"elegantrl", "lint", "plan", "ray", "sb3", "testing", "thr
 
 _HOMES = {
     "batch": ("Batch", "RolloutBatch"),
-    "checkpoint.handle": ("Checkpoint", "SaveHandle"),
+    "checkpoint.background": ("Checkpoint", "SaveHandle"),
     "errors": (
         "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
         "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",
@@ -75,11 +73,9 @@ _HOMES = {
     "replay": ("ReplayMemory",),
     "report": ("FieldReport", "MemoryReport"),
     "rollout": ("RolloutMemory",),
-    "sampling.hindsight": ("Hindsight",),
-    "sampling.nstep": ("NStep",),
+    "sampling.draw": ("Uniform",),
+    "sampling.episodic": ("Hindsight", "NStep", "Sequence"),
     "sampling.prioritized": ("Prioritized",),
-    "sampling.sequence": ("Sequence",),
-    "sampling.uniform": ("Uniform",),
     "shared": ("SharedObservations",),
 }  # fmt: skip
 """Which module a public name lives in."""

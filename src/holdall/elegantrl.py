@@ -18,7 +18,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.experience.trajectory.conveyor import SLOT_BYTES, Conveyor, Route, Span
+from holdall.delivery.to_device import SLOT_BYTES, CopyRoute, CopySpan, DeviceCopier
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""
@@ -65,11 +65,11 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"device ({device}): torch finds no CUDA device here; use 'cpu'")
         if slot_bytes < 1:
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
-        self._conveyor = Conveyor(self.device, slot_bytes) if self.device.type == "cuda" else None
+        self._conveyor = DeviceCopier(self.device, slot_bytes) if self.device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._given: list[Any] = []  # what the last update was given, but for the numbers
         self._sections: list[_Section] = []
-        self._routes: list[tuple[list[int], Route]] = []  # neighbouring items on the host, and their way
+        self._routes: list[tuple[list[int], CopyRoute]] = []  # neighbouring items on the host, and their way
 
     @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
@@ -141,7 +141,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
             for i in which:
                 start = self._sections[i].start
                 for tensor in items[i]:
-                    spans.append(Span(start, tensor.nbytes))
+                    spans.append(CopySpan(start, tensor.nbytes))
                     start += tensor.nbytes
             self._routes.append((which, self._conveyor.plan(self._memory, spans)))
 

@@ -23,44 +23,33 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.arguments import generator_of, require_count
 from holdall.batch import Batch, Draw
-from holdall.checkpoint.arrival import Arrival
-from holdall.checkpoint.attach import checked_attachments
-from holdall.checkpoint.autosave import Autosave, Turn
-from holdall.checkpoint.generators import generator_state, restored_generator
-from holdall.checkpoint.handle import Progress, SaveHandle
+from holdall.checkpoint.background import Arrival, Autosave, Progress, SaveHandle, SaveInterval
+from holdall.checkpoint.ledger import RecordFiles
+from holdall.checkpoint.load import Attached, Restored, restored, sensible
 from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.prefetched import Prefetched
-from holdall.checkpoint.recover import Losses
-from holdall.checkpoint.relane import Relaning, steps_of
-from holdall.checkpoint.restore import Attached, Restored, Shelf, restored, sensible
+from holdall.checkpoint.recover import LaneChange, Losses, steps_of
 from holdall.checkpoint.save import Snapshot, store_words
-from holdall.checkpoint.saver import Savers
-from holdall.checkpoint.schema_words import schema_of, schema_words
+from holdall.checkpoint.saver import Savers, checked_attachments
 from holdall.checkpoint.source import library_at, newest, place_of
+from holdall.delivery.batches import Batches
+from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
+from holdall.delivery.loader import Loader, Prefetched
 from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.experience.budget import Budget
-from holdall.experience.crew import Crew
-from holdall.experience.delivery.assemble import Delivery, ObservationAssembler
-from holdall.experience.delivery.batches import Batches
-from holdall.experience.delivery.build import Job, of_ids
-from holdall.experience.delivery.loader import Loader
-from holdall.experience.disk.spill import SpillFolder
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.slices import SliceBlock
-from holdall.experience.snapshot import FullBlock
-from holdall.experience.store import Store
-from holdall.experience.tick import Tick
-from holdall.report import MemoryReport
-from holdall.sampling.draw import Held, Sampler, as_ids, require_number
-from holdall.sampling.hindsight import Hindsight
-from holdall.sampling.nstep import NStep
+from holdall.json_state import generator_state, restored_generator, schema_of, schema_words
+from holdall.native.kernels import chosen_kernels
+from holdall.report import MemoryReport, enlist
+from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
+from holdall.sampling.episodic import Hindsight, NStep, Sequence
 from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.sequence import Sequence
-from holdall.sampling.uniform import Uniform
 from holdall.schema import Leaf, Schema, as_array, fit_flags
-from holdall.tracked import enlist
+from holdall.storage.blocks import SliceBlock
+from holdall.storage.snapshot import FullBlock, Tick
+from holdall.storage.spill import SpillFolder
+from holdall.storage.store import Store
+from holdall.storage.tiers import Budget
+from holdall.threads import ThreadPool
+from holdall.units import generator_of, require_count
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
@@ -138,7 +127,7 @@ class ReplayMemory:
         self._arrival: Arrival | None = None
         self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
-        crew = Crew()
+        crew = ThreadPool()
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
@@ -274,7 +263,7 @@ class ReplayMemory:
         saved = self._prefetched.saved(batch_size)
         drawn: deque[Draw] = deque(maxlen=prefetch + 1)
 
-        def start() -> Job:
+        def start() -> BatchJob:
             with self._lock:
                 store = self._open()
                 draw = self._prefetched.next_of(saved, self._held(store))
@@ -493,7 +482,7 @@ class ReplayMemory:
         def write_ahead(memory: Any) -> None:
             memory._write_ahead(place)
 
-        self._autosave = Autosave(self, save, write_ahead, Turn(pause, transitions))
+        self._autosave = Autosave(self, save, write_ahead, SaveInterval(pause, transitions))
 
     def _write_ahead(self, place: str) -> None:
         """Have blocks written that are full, for the next checkpoint there."""
@@ -559,7 +548,9 @@ class ReplayMemory:
             else:
                 losses.tell(library.url, manifest.number)
             memory._arrival = Arrival(found.blocks, library.interrupt)
-            memory._attached = Attached(Shelf(library_at(url, spill_dir)), manifest.attached)  # also once it is closed
+            memory._attached = Attached(
+                RecordFiles(library_at(url, spill_dir)), manifest.attached
+            )  # also once it is closed
             return memory
 
         memory: Self = newest(library, build)
@@ -570,7 +561,7 @@ class ReplayMemory:
 
     def _with_lanes(self, lanes: int, capacity: int | None, sampler: Sampler | None) -> Self:
         """Return a memory of the same transitions in another number of lanes."""
-        plan = Relaning(self.first_id // self._lanes, self.next_id // self._lanes, self._lanes, lanes)
+        plan = LaneChange(self.first_id // self._lanes, self.next_id // self._lanes, self._lanes, lanes)
         if capacity is not None:
             require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
         # As many as before: lanes that get less than others must not push out what others got.

@@ -7,8 +7,10 @@ that was never touched is not counted. USS from the operating system is the judg
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from holdall.units import format_bytes
 
@@ -105,3 +107,31 @@ class MemoryReport:
         if self.failure:
             lines.append(f"the worker failed last with {self.failure}; what it concerns stays as it is")
         return "\n".join(lines)
+
+
+class Tracked(Protocol):
+    """What a watch asks a memory for."""
+
+    def arrays(self) -> Iterable[tuple[str, Any]]:
+        """Return every array that the memory holds, under the name of its field; one name may have many arrays."""
+        ...
+
+    @property
+    def fill(self) -> float:
+        """How full the memory is, of 1."""
+        ...
+
+
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+
+MemoryT = TypeVar("MemoryT", bound=Tracked)
+
+
+def enlist(memory: MemoryT) -> None:
+    """List a memory for as long as it lives."""
+    _living.add(memory)
+
+
+def living() -> list[Tracked]:
+    """Return the memories that are alive."""
+    return list(_living)

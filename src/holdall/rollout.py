@@ -20,18 +20,16 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.arguments import generator_of, require_count, require_share
 from holdall.batch import RolloutBatch
+from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
-from holdall.experience.arena import reserve
-from holdall.experience.kept import KeptRows
-from holdall.experience.trajectory.advantage import estimate_advantages
-from holdall.experience.trajectory.landing import Fill, Landing
-from holdall.experience.trajectory.sequences import Sequences
-from holdall.experience.trajectory.track import Tracks
-from holdall.report import FieldReport, MemoryReport
+from holdall.native.rollout import estimate_advantages
+from holdall.report import FieldReport, MemoryReport, enlist
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
-from holdall.tracked import enlist
+from holdall.storage.blocks import reserve
+from holdall.storage.rollout_frames import RolloutFields
+from holdall.storage.rollout_rows import FinalObservations, Sequences
+from holdall.units import generator_of, require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
@@ -70,11 +68,11 @@ class RolloutMemory:
         require_count("num_envs", num_envs)
         self._schema = Schema.of(observation_space, action_space, extras, num_envs)
         self._num_steps, self._lanes = num_steps, num_envs
-        self._landing = Landing(device, self._schema.leaves)
+        self._landing = MinibatchDelivery(device, self._schema.leaves)
         self._generator = generator_of(seed)
         leaves = self._schema.observation.leaves
-        self._tracks: Tracks | None = Tracks(leaves, num_steps, num_envs, compress)
-        self._final = KeptRows(leaves)
+        self._tracks: RolloutFields | None = RolloutFields(leaves, num_steps, num_envs, compress)
+        self._final = FinalObservations(leaves)
         self._action = [self._new_rows(leaf) for leaf in self._schema.action.leaves]
         self._extras = [self._new_rows(leaf) for leaf in self._schema.extras.leaves]
         self._estimates = {name: self._new_rows(Leaf(name, (), _FLOAT32)) for name in _ESTIMATES}
@@ -347,7 +345,7 @@ class RolloutMemory:
             mask=None if shape is None else next(parts),
         )
 
-    def _write_observations(self, tracks: Tracks, observations: list[Array]) -> None:
+    def _write_observations(self, tracks: RolloutFields, observations: list[Array]) -> None:
         tracks.write(self._steps, observations)
         self._observed = True
 
@@ -379,7 +377,7 @@ class RolloutMemory:
         rows = reserve(self._num_steps * self._lanes * leaf.nbytes)
         return rows.view(leaf.dtype).reshape(self._num_steps, self._lanes, *leaf.shape)
 
-    def _open(self) -> Tracks:
+    def _open(self) -> RolloutFields:
         if self._tracks is None:
             raise ClosedError("the memory was closed; make a new RolloutMemory")
         return self._tracks
@@ -398,7 +396,9 @@ class RolloutMemory:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
 
 
-def _fill_observations(tracks: Tracks, field: int, places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
+def _fill_observations(
+    tracks: RolloutFields, field: int, places: NDArray[np.int64], first: int, end: int, out: Array
+) -> None:
     tracks.gather(field, places[first:end], out)
 
 

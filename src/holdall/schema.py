@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, SpaceError
 
 Array = NDArray[Any]
+Bytes = NDArray[np.uint8]
 
 _STORABLE_KINDS = "biuf"
 
@@ -255,3 +256,9 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     if isinstance(structure, dict):
         return {key: _assemble(child, arrays) for key, child in structure.items()}
     return tuple(_assemble(child, arrays) for child in structure)
+
+
+def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
+    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
+    contiguous: NDArray[Any] = np.ascontiguousarray(array)
+    return contiguous.reshape(lanes, -1).view(np.uint8)

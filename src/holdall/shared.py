@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from holdall.arguments import require_count
 from holdall.errors import ArgumentError
 from holdall.schema import Array, Tree
+from holdall.units import require_count
 
 _ALIGNMENT_BYTES = 64
 

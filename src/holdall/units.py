@@ -1,12 +1,14 @@
-"""Bytes in words.
+"""Quantities that users write: bytes, counts, seeds.
 
-In: a number of bytes, or what a person wrote.  Out: text, always in binary units and named as such; or the number.
+In:  what a user passed.  Out: a number, or an error that names the argument, its value and what holds.
 """
 
 from __future__ import annotations
 
 import re
 from typing import Any
+
+import numpy as np
 
 from holdall.errors import ArgumentError
 
@@ -43,3 +45,25 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
         f"{argument} ({size!r}) is no size; write bytes as a whole number, or with a unit of kB, MB, GB, TB, "
         'KiB, MiB, GiB or TiB, as in "8GiB"'
     )
+
+
+def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> None:
+    """Refuse what is no whole number of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < least:
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+
+
+def require_share(argument: str, value: Any) -> None:
+    """Refuse what is no number from 0 to 1."""
+    if isinstance(value, bool) or not isinstance(value, int | float | np.number) or not 0 <= value <= 1:
+        raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
+
+
+def generator_of(seed: Any) -> np.random.Generator:
+    """Make a generator of a seed."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
+        ) from error

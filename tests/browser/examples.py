@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan.answers import Known
 from holdall.plan.experience import Experience
 from holdall.plan.page import page

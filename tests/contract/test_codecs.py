@@ -16,13 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall.experience.arena import Bytes
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing import libraries
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
-from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coder
+from holdall.native import library as libraries
+from holdall.native.codec import NativeCoder
+from holdall.native.kernels import native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coder
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 
 COUNT = 9
 SIZES = [(1, 1), (9, 1), (1, 17), (4, 16), (5, 15), (7, 33), (8, 84)]

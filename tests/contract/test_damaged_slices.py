@@ -31,15 +31,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import holdall.experience
+import holdall.storage
 from holdall.errors import DamageError
-from holdall.experience.arena import Bytes
-from holdall.experience.disk.segment_file import Extent, SegmentFile
-from holdall.experience.native import NativeKernels, native_kernels
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
-from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coded, Coder
+from holdall.native.codec import NativeCoder
+from holdall.native.kernels import NativeKernels, native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 
 COUNT = 12
 MARGIN = 64
@@ -471,7 +470,7 @@ def test_a_read_outside_a_block_would_be_noticed() -> None:
 @pytest.mark.nightly
 def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     """The same with every access checked by the compiler, where it can do that."""
-    folder = Path(next(iter(holdall.experience.__path__)))
+    folder = Path(next(iter(holdall.storage.__path__)))
     sources = [str(source) for source in sorted(folder.glob("*.c"))]
     library, compiler = tmp_path / "kernels.so", shutil.which("gcc")
     if compiler is None:

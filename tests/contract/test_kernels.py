@@ -13,16 +13,23 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, DamageError
-from holdall.experience import native
-from holdall.experience.arena import Bytes, reserve
-from holdall.experience.crew import Crew
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.part import RECORD_FIELDS, ClosedPart, Kernels, OpenPart, Places, lies_direct
-from holdall.experience.portable import PortableKernels
-from holdall.experience.window import Window
-from holdall.schema import Leaf
+from holdall.native import kernels as native
+from holdall.native.kernels import chosen_kernels
+from holdall.native.numpy_kernels import PortableKernels
+from holdall.schema import Bytes, Leaf
+from holdall.storage.blocks import reserve
+from holdall.storage.layout import Window
+from holdall.storage.slices import (
+    RECORD_FIELDS,
+    ClosedPart,
+    Kernels,
+    OpenPart,
+    Places,
+    lies_direct,
+)
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
+from holdall.threads import ThreadPool
 
 NATIVE = native.native_kernels()
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")
@@ -117,11 +124,11 @@ class Written:
             held=((part.held,),),
         )
 
-    def read(self, places: Places | None = None, crew: Crew | None = None) -> tuple[Bytes, Bytes]:
+    def read(self, places: Places | None = None, crew: ThreadPool | None = None) -> tuple[Bytes, Bytes]:
         places = self.places() if places is None else places
         shape = (len(places.segment), self.part.obs_bytes)
         obs, next_obs = np.full(shape, 7, np.uint8), np.full(shape, 7, np.uint8)
-        self.kernels.gather(places, 0, obs, next_obs, crew or Crew(hands=1))
+        self.kernels.gather(places, 0, obs, next_obs, crew or ThreadPool(hands=1))
         return obs, next_obs
 
     def logged_slices(self) -> list[list[bytes]]:
@@ -233,7 +240,7 @@ def test_a_batch_in_any_order_is_what_was_written(kernels: Kernels, layout: Layo
 def test_either_observation_can_be_asked_for_alone(kernels: Kernels, layout: Layout) -> None:
     """The other is then not looked at, and the bytes are the same."""
     written = Written(kernels, layout.window, ticks_of(layout, 3, 50, 1, MISHAPS["everything"]))
-    places, crew = written.places(), Crew(hands=1)
+    places, crew = written.places(), ThreadPool(hands=1)
     obs, next_obs = written.read()
     alone = np.full_like(obs, 7)
     kernels.gather(places, 0, alone, None, crew)
@@ -248,7 +255,7 @@ def test_several_hands_fill_a_batch_as_one_does(kernels: Kernels) -> None:
     layout = Layout((4, 84, 84), 0)
     written = Written(kernels, layout.window, ticks_of(layout, 2, 40, 0, MISHAPS["episodes"]))
     alone = written.read()
-    crew = Crew(hands=3)
+    crew = ThreadPool(hands=3)
     try:
         for _ in range(3):
             shared = written.read(crew=crew)
@@ -305,7 +312,7 @@ def stirred(state: int, word: int) -> int:
 @pytest.mark.parametrize("kernels", BOTH)
 def test_slices_with_one_hash_are_told_apart(kernels: Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """Slices made to collide, in either kind of loops, are kept side by side and come back as they were."""
-    monkeypatch.setattr("holdall.experience.portable.xxhash.xxh3_64_intdigest", lambda _slice: 7)
+    monkeypatch.setattr("holdall.native.numpy_kernels.xxhash.xxh3_64_intdigest", lambda _slice: 7)
     first = np.random.default_rng(0).integers(0, 2**63, 30).tolist()
     pairs = [(word, stirred(16, word) ^ stirred(16, first[0]) ^ 0xFEED) for word in first]
     assert len({stirred(stirred(16, one), other) for one, other in pairs}) == 1
@@ -587,7 +594,7 @@ def test_an_unknown_name_of_kernels_is_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_asking_for_compiled_loops_that_were_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who asks for the compiled loops never gets the slow ones silently."""
     monkeypatch.setenv("HOLDALL_KERNELS", "native")
-    monkeypatch.setattr("holdall.experience.kernels.native_kernels", lambda: None)
+    monkeypatch.setattr("holdall.native.kernels.native_kernels", lambda: None)
     with pytest.raises(ArgumentError, match=r"HOLDALL_KERNELS is native.*install a C compiler"):
         chosen_kernels()
 

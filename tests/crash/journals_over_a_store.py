@@ -18,10 +18,9 @@ import psutil
 import ray
 from gymnasium import spaces
 
+from holdall.cluster.journal import Journal, slots_at
+from holdall.cluster.protocol import Ack, Envelope
 from holdall.ray import ReplayMemory
-from holdall.ray.envelope import Ack, Envelope
-from holdall.ray.journal import Journal
-from holdall.ray.slots import slots_at
 
 PATIENCE_S = 60.0
 

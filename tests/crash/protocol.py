@@ -7,9 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdall.checkpoint.local import LocalLibrary, LocalPlace
-from holdall.checkpoint.manifest import Chunk, Manifest, Ref
-from holdall.checkpoint.place import require_files
+from holdall.checkpoint.directory import LocalLibrary, LocalPlace
+from holdall.checkpoint.manifest import Chunk, Manifest, Ref, require_files
 from holdall.checkpoint.source import newest
 from holdall.errors import CheckpointError, DamageError
 

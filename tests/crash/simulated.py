@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.filesystem import Buffer, FileSystem
+from holdall.checkpoint.directory import Buffer, FileSystem
 
 ROOT = Path("/disk")
 FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")

@@ -14,8 +14,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, HoldallError, ReplayMemory
-from holdall.checkpoint import local
-from holdall.checkpoint.filesystem import FileSystem
+from holdall.checkpoint import directory as local
+from holdall.checkpoint.directory import FileSystem
 
 from .nursery import LANES, SPACE, add, require_right
 

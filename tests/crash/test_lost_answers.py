@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.checkpoint.objectstore import RemotePlace
+from holdall.checkpoint.object_store import RemotePlace
 
 from .nursery import LANES, SPACE, add, require_right
 from .proxy import HARMS, Proxy, proxy

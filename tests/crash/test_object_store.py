@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint.manifest import Manifest, Ref
-from holdall.checkpoint.objectstore import Objects, RemotePlace
+from holdall.checkpoint.object_store import Objects, RemotePlace
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Forgetful, MissingServerError, Weed, azurite, google

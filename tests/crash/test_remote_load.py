@@ -14,13 +14,13 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
-from holdall.checkpoint import arrival
-from holdall.checkpoint.objectstore import Objects, RemotePlace
-from holdall.experience import segment
-from holdall.experience.disk.awaited_file import PAGE_BYTES, AwaitedFile
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.part import Kernels
-from holdall.experience.portable import PortableKernels
+from holdall.checkpoint import background as arrival
+from holdall.checkpoint.object_store import Objects, RemotePlace
+from holdall.native.kernels import chosen_kernels
+from holdall.native.numpy_kernels import PortableKernels
+from holdall.storage import segment
+from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile
+from holdall.storage.slices import Kernels
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed

@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from holdall.cluster.journal import Entry, Journal, RemoteSlots, journal_of, journals_in_use
 from holdall.errors import CheckpointError, FencedError
-from holdall.ray.journal import Entry, Journal, journal_of, journals_in_use
-from holdall.ray.slots import RemoteSlots
 
 from .servers import Forgetful, Weed
 

@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 
 from holdall import HoldallError, ReplayMemory
-from holdall.checkpoint.local import LocalLibrary
+from holdall.checkpoint.directory import LocalLibrary
 from holdall.checkpoint.manifest import Ref, signed, signed_text
-from holdall.experience.disk.record import MAGIC, PREAMBLE
+from holdall.storage.records import MAGIC, PREAMBLE
 
 ODD: list[Any] = [
     None,

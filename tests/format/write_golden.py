@@ -13,7 +13,7 @@ import numpy as np
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.experience import segment
+from holdall.storage import segment
 
 HERE = Path(__file__).parent
 TICKS, LANES, CAPACITY_TICKS = 150, 2, 120

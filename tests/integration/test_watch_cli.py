@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from holdall.footprint import LINUX, held_bytes
+from holdall.machine import LINUX, held_bytes
 
 HOLDALL = [sys.executable, "-m", "holdall"]
 MIB = 2**20

@@ -14,8 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import merge, save, saver, writing
-from holdall.experience import ring, segment, snapshot
+from holdall.checkpoint import ledger as merge
+from holdall.checkpoint import ledger as writing
+from holdall.checkpoint import save, saver
+from holdall.storage import rings as ring
+from holdall.storage import segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
 

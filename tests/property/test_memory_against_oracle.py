@@ -20,10 +20,11 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.experience import ring, segment
-from holdall.experience.budget import Budget
-from holdall.experience.native import native_kernels
-from holdall.experience.segment import Segments
+from holdall.native.kernels import native_kernels
+from holdall.storage import rings as ring
+from holdall.storage import segment
+from holdall.storage.segment import Segments
+from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams

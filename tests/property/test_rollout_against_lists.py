@@ -10,8 +10,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall import RolloutMemory
-from holdall.experience.native import native_kernels
-from holdall.experience.trajectory import reels
+from holdall.native.kernels import native_kernels
+from holdall.storage import rollout_frames as reels
 from holdall.testing import Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams

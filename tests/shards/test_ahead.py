@@ -8,9 +8,8 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.experience.delivery.loader import Loader
-from holdall.ray.ahead import Ahead, together
-from holdall.ray.drawing import Drawing, Request
+from holdall.cluster.learner import BatchesAhead, Drawing, Request, together
+from holdall.delivery.loader import Loader
 
 
 class Numbers:
@@ -35,7 +34,7 @@ class Numbers:
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3, 4, 9])
 def test_no_batch_is_drawn_earlier_than_prefetch_says(prefetch: int, shards: int) -> None:
     numbers, batches = Numbers(), together(prefetch, shards)
-    ahead = Ahead(cast("Drawing", numbers), numbers.draw, batches)
+    ahead = BatchesAhead(cast("Drawing", numbers), numbers.draw, batches)
     with Loader(ahead, max(0, prefetch - batches + 1)) as loader:
         for expected in range(30):
             assert cast("Any", next(loader)) == expected

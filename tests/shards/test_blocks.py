@@ -13,30 +13,25 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, pack_answer
+from holdall.cluster.block import Block, pack_block, unpack_block
+from holdall.cluster.encode import Encoder
+from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.shelf import FoundRows, GrowingArray, ShardStore
 from holdall.errors import ArgumentError, DamageError
-from holdall.experience.disk.slice_record import dictionary_name
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.native import native_kernels
-from holdall.experience.part import Kernels
-from holdall.experience.portable import PortableKernels
-from holdall.experience.sealing.choice import choose
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
-from holdall.experience.tick import Tick
-from holdall.ray.answer import Answer, AnswerReader, pack_answer
-from holdall.ray.block import Block, pack_block, unpack_block
-from holdall.ray.deliver import Deliverer
-from holdall.ray.encode import Encoder
-from holdall.ray.layout import Layout
-from holdall.ray.runs import Run
-from holdall.ray.shelf import Found, Shelf
-from holdall.ray.standing import Standing
+from holdall.native.kernels import chosen_kernels, native_kernels
+from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Schema
+from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
+from holdall.storage.records import dictionary_name
+from holdall.storage.slices import Kernels
+from holdall.storage.snapshot import Tick
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
 from holdall.testing.streams import Step
 
 Ids = NDArray[np.int64]
-NOWHERE = Standing(0, 0, 0, 0, 0, 0, 0, 0.0)
+NOWHERE = ShardCounters(0, 0, 0, 0, 0, 0, 0, 0.0)
 FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
 
 
@@ -47,9 +42,9 @@ class Desk:
         self.kernels = kernels or chosen_kernels()
         self.stream = stream
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
-        self.layout = Layout.of(self.schema)
+        self.layout = TravelLayout.of(self.schema)
         self.encoder = Encoder(self.layout, stream.num_envs, ticks, self.kernels)
-        self.shelf = Shelf(self.layout, capacity * stream.num_envs)
+        self.shelf = ShardStore(self.layout, capacity * stream.num_envs)
         self.oracle = OracleMemory(capacity * stream.num_envs, stream.num_envs)
         self.codecs: dict[int, Codec] = {}
         self.wire_bytes = 0
@@ -89,7 +84,7 @@ class Desk:
         known = {dictionary_name(each): each for each in found}
         return self.delivered(ids, self.shelf.find(ids), known)
 
-    def delivered(self, ids: Ids, found: Found, known: Mapping[str, Dictionary]) -> Batch:
+    def delivered(self, ids: Ids, found: FoundRows, known: Mapping[str, Dictionary]) -> Batch:
         payload = pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), found))
         answer = AnswerReader(self.layout).read(payload, known.__getitem__)
         deliverer = Deliverer(self.layout, self.kernels, None)
@@ -214,7 +209,7 @@ def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels) -
     }
     for wrong in beyond.values():
         with pytest.raises(DamageError):
-            desk.delivered(rows, Found(found.columns, (wrong,)), {})
+            desk.delivered(rows, FoundRows(found.columns, (wrong,)), {})
 
 
 def test_a_block_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:
@@ -230,7 +225,7 @@ def test_a_block_of_another_reward_dtype_is_refused_and_nothing_changes() -> Non
 
 @given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), max_size=30), st.integers(0, 10_000))
 def test_a_run_is_a_list_that_forgets_its_front(steps: list[tuple[int, int]], start: int) -> None:
-    run, rows, first = Run(np.int64), [0] * start, start
+    run, rows, first = GrowingArray(np.int64), [0] * start, start
     run.begin_at(start)
     for added, dropped in steps:
         new = list(range(len(rows), len(rows) + added))

@@ -18,11 +18,12 @@ import pytest
 import ray
 
 from holdall import ArgumentError, ShardError
+from holdall.cluster import commit as loading
+from holdall.cluster.checkpoint import newest_manifest
+from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError
-from holdall.ray import ReplayMemory, loading
-from holdall.ray.saving import newest_manifest
-from holdall.ray.shard import Shard
-from holdall.sampling.uniform import Uniform
+from holdall.ray import ReplayMemory
+from holdall.sampling.draw import Uniform
 
 from .processes import kill, process_of, wait_until
 from .test_losses import ACTION, SPACE, held, numbered

@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.tick import Tick
-from holdall.ray import encode
-from holdall.ray.block import pack_block
-from holdall.ray.encode import Encoder
-from holdall.ray.layout import Layout
+from holdall.cluster import encode
+from holdall.cluster.block import pack_block
+from holdall.cluster.encode import Encoder
+from holdall.cluster.protocol import TravelLayout
+from holdall.native.kernels import chosen_kernels
 from holdall.schema import Schema
+from holdall.storage.snapshot import Tick
 from holdall.testing import Stream
 from holdall.testing.strategies import streams
 
@@ -60,7 +60,7 @@ def test_a_trajectory_becomes_the_blocks_of_its_ticks(
     stream: Stream, most: int, block_bytes: int, lengths: list[int]
 ) -> None:
     schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
-    one, other = (Encoder(Layout.of(schema), stream.num_envs, most, chosen_kernels()) for _ in range(2))
+    one, other = (Encoder(TravelLayout.of(schema), stream.num_envs, most, chosen_kernels()) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(encode, "_BLOCK_BYTES", block_bytes)
         for length in lengths:

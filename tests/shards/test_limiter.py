@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdall import ArgumentError
+from holdall.cluster.roster import Limiter
 from holdall.ray import RateLimit, ReplayMemory, Writer
-from holdall.ray.limiter import Limiter
 
 # Workers have no tests to import.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call]  # it has no types

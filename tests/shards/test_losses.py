@@ -12,8 +12,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, Prioritized, ShardError
+from holdall.cluster.protocol import shards_of
 from holdall.ray import ReplayMemory
-from holdall.ray.ids import shards_of
 
 from .processes import kill, process_of, wait_until
 

@@ -15,8 +15,8 @@ from gymnasium import spaces
 
 import holdall
 from holdall import ArgumentError, ClosedError, Prioritized, TransitionIdError
+from holdall.cluster.protocol import shards_of
 from holdall.ray import ReplayMemory, Writer
-from holdall.ray.ids import shards_of
 from holdall.sampling.draw import Sampler
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 

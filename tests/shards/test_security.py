@@ -11,8 +11,8 @@ import ray
 from gymnasium import spaces
 
 from holdall import ShardError
+from holdall.cluster.token import close_token_file, require_token
 from holdall.ray import ReplayMemory
-from holdall.ray.token import close_token_file, require_token
 
 
 @pytest.mark.parametrize("address", ["10.0.0.3", "192.0.2.2", "2001:db8::1", "worker-3.internal"])

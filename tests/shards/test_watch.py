@@ -22,15 +22,13 @@ from rich.console import Console
 
 from holdall import ArgumentError, ShardError
 from holdall.cli.watch_ray_view import cluster_view
+from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.security import require_head
+from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, State
+from holdall.cluster.token import use_token
+from holdall.cluster.watch import ClusterTurn, Outlook
 from holdall.page.report import read_report
 from holdall.ray import RateLimit, ReplayMemory
-from holdall.ray.outlook import Outlook
-from holdall.ray.security import require_head
-from holdall.ray.standing import Standing
-from holdall.ray.status import ShardStatus
-from holdall.ray.survey import SeenMemory, SeenShard, State
-from holdall.ray.token import use_token
-from holdall.ray.watching import ClusterTurn
 from holdall.watch.history import History
 from holdall.watch.reading import Reading
 
@@ -165,7 +163,7 @@ def test_the_users_token_is_used_where_there_is_one(tmp_path: Path) -> None:
 
 
 def shard(number: int, rows: int, uss: int, *, state: State = "answers", backlog: int = 0, **more: Any) -> SeenShard:
-    standing = Standing(3, 0, rows, rows, rows, 1, backlog, float(rows))
+    standing = ShardCounters(3, 0, rows, rows, rows, 1, backlog, float(rows))
     told: dict[str, Any] = {"node": "10.0.0.3", "limit": "control group", "limit_bytes": 4 * 2**30, "capacity": 100_000}
     told |= {"held_bytes": rows * 1_000, "plain_bytes": rows * 50_000, "limit_free_bytes": 64 * MIB, "is_durable": True}
     status = ShardStatus(number, True, pid=40_000 + number, uss_bytes=uss, pss_bytes=uss, standing=standing, **told)

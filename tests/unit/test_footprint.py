@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.experience.arena import address, reserve
-from holdall.footprint import LINUX, begin_peak, held_bytes, mappings, peak_bytes
+from holdall.machine import LINUX, begin_peak, held_bytes, mappings, peak_bytes
+from holdall.storage.blocks import address, reserve
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
 MIB = 2**20

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from holdall.limits import control_groups, disk, largest_mapping, memory_limits
+from holdall.machine import control_groups, disk, largest_mapping, memory_limits
 
 GIB = 2**30
 

@@ -12,7 +12,14 @@ import pytest
 import torch
 from gymnasium import spaces
 
-from holdall import ArgumentError, Batch, ClosedError, HoldallError, ReplayMemory, TransitionIdError
+from holdall import (
+    ArgumentError,
+    Batch,
+    ClosedError,
+    HoldallError,
+    ReplayMemory,
+    TransitionIdError,
+)
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import DTYPES, box

@@ -18,10 +18,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.experience import segment
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing.choice import COST_CAPS
+from holdall.native.kernels import native_kernels
 from holdall.report import FieldReport
+from holdall.storage import segment
+from holdall.storage.codec import COST_CAPS
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -228,8 +228,8 @@ def test_threads_read_what_was_added_while_it_is_sealed() -> None:
 def test_compiled_loops_do_without_the_systems_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where libzstd or liblz4 is missing, the packages seal, and what they sealed is read beside raw blocks."""
     monkeypatch.setenv("HOLDALL_KERNELS", "native")
-    monkeypatch.setattr("holdall.experience.native.system_libraries", lambda: None)
-    monkeypatch.setattr("holdall.experience.kernels.native_kernels", native_kernels.__wrapped__)
+    monkeypatch.setattr("holdall.native.kernels.system_libraries", lambda: None)
+    monkeypatch.setattr("holdall.native.kernels.native_kernels", native_kernels.__wrapped__)
     pair = Pair(lanes=2)
     with pair.memory:
         pair.feed(60)

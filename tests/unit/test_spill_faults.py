@@ -22,14 +22,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.experience import segment
-from holdall.experience.budget import Budget
-from holdall.experience.disk import spill
-from holdall.experience.disk.segment_file import Extent
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing import seal
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.slices import SliceBlock
+from holdall.native.kernels import native_kernels
+from holdall.storage import sealer as seal
+from holdall.storage import segment, spill
+from holdall.storage.blocks import Extent, SliceBlock
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

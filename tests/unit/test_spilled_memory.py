@@ -18,14 +18,14 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.experience import budget, segment
-from holdall.experience.disk import spill
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing import choice, seal
-from holdall.experience.sealing.choice import COST_CAPS
-from holdall.experience.sealing.codec import Codec
-from holdall.experience.slices import SliceBlock
+from holdall.native.kernels import native_kernels
 from holdall.report import MemoryReport
+from holdall.storage import codec as choice
+from holdall.storage import sealer as seal
+from holdall.storage import segment, spill
+from holdall.storage import tiers as budget
+from holdall.storage.blocks import SliceBlock
+from holdall.storage.codec import COST_CAPS, Codec
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 

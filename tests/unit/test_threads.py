@@ -17,8 +17,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Batch, ClosedError, ReplayMemory, TransitionIdError
-from holdall.experience import segment
-from holdall.experience.native import native_kernels
+from holdall.native.kernels import native_kernels
+from holdall.storage import segment
 from holdall.testing.strategies import box
 
 KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]

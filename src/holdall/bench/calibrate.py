@@ -13,7 +13,7 @@ from typing import Any
 
 from holdall.bench.settings import Settings
 from holdall.bench.task import Task, run_task
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan import spacetext
 from holdall.plan.answers import PROFILES, Known, profiles
 from holdall.plan.filling import from_spaces

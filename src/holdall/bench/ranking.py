@@ -13,7 +13,7 @@ from statistics import fmean, median
 from typing import Any
 
 from holdall.bench.result import Run
-from holdall.interval import Interval
+from holdall.tools.interval import Interval
 
 _SAME = 0.05
 """Peaks that differ by less count as the same: two benches of one setting differed by up to 2.6 % in one profile, since

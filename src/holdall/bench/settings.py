@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.limits import memory_limits
+from holdall.machine import memory_limits
 from holdall.plan.answers import PROFILES
 from holdall.plan.spec import ALGORITHMS
 from holdall.units import parse_bytes

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from holdall.bench.ranking import Ranking, Summary, summaries
 from holdall.bench.result import Run
-from holdall.interval import Interval
+from holdall.tools.interval import Interval
 from holdall.units import format_bytes
 
 _HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")

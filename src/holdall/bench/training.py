@@ -25,7 +25,7 @@ from stable_baselines3.common.logger import configure
 
 from holdall.bench.child import emit
 from holdall.bench.task import Task
-from holdall.footprint import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.plan import spacetext
 from holdall.plan.environment import make
 from holdall.plan.spec import ALGORITHMS

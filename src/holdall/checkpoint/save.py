@@ -22,31 +22,27 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.adopting import adoptable, ref_of
-from holdall.checkpoint.ledger import Filling, Ledger
-from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry
-from holdall.checkpoint.merge import merge
-from holdall.checkpoint.place import Place
-from holdall.checkpoint.plain import dtype_name
-from holdall.checkpoint.records import (
+from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
+from holdall.checkpoint.manifest import BlockEntry, CheckpointPlace, Chunk, Manifest, Ref, SegmentEntry
+from holdall.errors import CheckpointError, DamageError
+from holdall.json_state import dtype_name
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coded, Coder, Extent, SliceBlock
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.records import (
     PIECE_BYTES,
+    Buffer,
+    dictionary_name,
+    pack_dictionary,
     pack_file,
     pack_logs,
     pack_piece,
     pack_rows,
+    pack_slices,
     pack_state,
     window_words,
 )
-from holdall.checkpoint.writing import RecordWriter
-from holdall.errors import CheckpointError, DamageError
-from holdall.experience.arena import Bytes
-from holdall.experience.disk.record import Buffer
-from holdall.experience.disk.segment_file import Extent
-from holdall.experience.disk.slice_record import dictionary_name, pack_dictionary, pack_slices
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.sealed import Coded, Coder
-from holdall.experience.slices import SliceBlock
-from holdall.experience.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
+from holdall.storage.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written anew as one."""
@@ -78,7 +74,7 @@ class _Pending(NamedTuple):
 class Saving:
     """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
 
-    def __init__(self, place: Place, ledger: Ledger, coder: Coder) -> None:
+    def __init__(self, place: CheckpointPlace, ledger: Ledger, coder: Coder) -> None:
         self._place = place
         self._owner = self._ledger = ledger
         self._fresh = Ledger()

@@ -1,9 +1,4 @@
-"""The saver: one memory's checkpoints in one place, one after another, in the background.
-
-In:  snapshots.  Out: handles, and in their order checkpoints.
-Invariant: a checkpoint is acknowledged only when it would survive a crash. A save that fails says so on its handle and
-leaves the memory and the checkpoints before alone; the next one starts over with what it lacked.
-"""
+"""Attachments: a trainer's own files, checked before anything is saved."""
 
 from __future__ import annotations
 
@@ -12,23 +7,51 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from holdall.checkpoint.handle import Checkpoint, Progress, SaveHandle
+from holdall.checkpoint.background import Checkpoint, CheckpointMirror, Progress, SaveHandle
+from holdall.checkpoint.directory import told
 from holdall.checkpoint.ledger import Ledger, RowsKey
-from holdall.checkpoint.local import told
-from holdall.checkpoint.mirror import Mirror
-from holdall.checkpoint.objectstore import is_remote
-from holdall.checkpoint.place import Place, next_number
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointPlace, next_number
+from holdall.checkpoint.object_store import is_remote
 from holdall.checkpoint.save import Saving, Snapshot
 from holdall.checkpoint.source import open_place
 from holdall.errors import ArgumentError, HoldallError
-from holdall.experience.sealing.sealed import Coder
-from holdall.experience.slices import SliceBlock
-from holdall.experience.snapshot import FullBlock
+from holdall.storage.blocks import Coder, SliceBlock
+from holdall.storage.snapshot import FullBlock
+
+
+def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
+    """Return files by name, as bytes or as paths that are there."""
+    if attach is None:
+        return {}
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
+
 
 _YIELD_S = 0.001
 """A thread that was woken takes Python's lock, and would keep the one that woke it waiting for a whole turn."""
@@ -36,7 +59,7 @@ _YIELD_S = 0.001
 _LOG = logging.getLogger("holdall")
 
 
-class _Job(NamedTuple):
+class _SaveJob(NamedTuple):
     """A checkpoint to be made."""
 
     snapshot: Snapshot
@@ -44,7 +67,7 @@ class _Job(NamedTuple):
     keep: int
     progress: Progress | None
     transitions: int
-    mirror: Mirror | None
+    mirror: CheckpointMirror | None
 
 
 class Saver:
@@ -55,17 +78,19 @@ class Saver:
         ledger: What the place holds of the memory already, if it was loaded from there.
     """
 
-    def __init__(self, url: str, open_place: Callable[[], Place], coder: Coder, ledger: Ledger | None = None) -> None:
+    def __init__(
+        self, url: str, open_place: Callable[[], CheckpointPlace], coder: Coder, ledger: Ledger | None = None
+    ) -> None:
         self.url = url
         self._open_place = open_place
         self._coder = coder
         self._ledger = ledger or Ledger()
-        self._place: Place | None = None
+        self._place: CheckpointPlace | None = None
         self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
-        self._mirrors: dict[str, Mirror] = {}
+        self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: Saving | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
-        self._jobs: deque[_Job] = deque()
+        self._jobs: deque[_SaveJob] = deque()
         self._changed = threading.Condition()
         self._is_busy = False
         # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
@@ -83,7 +108,7 @@ class Saver:
         behind = None if mirror is None else self._mirror(mirror)
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
-            self._jobs.append(_Job(snapshot, handle, keep, progress, transitions, behind))
+            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, transitions, behind))
             self._wake()
         return handle
 
@@ -152,7 +177,7 @@ class Saver:
                 job.handle.succeed(checkpoint)
             del job
 
-    def _saved(self, job: _Job) -> Checkpoint:
+    def _saved(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
         with told(self.url, "written to"):
             place = self._opened()
@@ -183,17 +208,17 @@ class Saver:
             self._saving = None
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
-    def _mirror(self, url: str) -> Mirror:
+    def _mirror(self, url: str) -> CheckpointMirror:
         if is_remote(self.url):
             raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
         if not is_remote(url):
             raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
         found = self._mirrors.get(url)
         if found is None:
-            found = self._mirrors[url] = Mirror(url, Path(self.url) / "segments")
+            found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
         return found
 
-    def _opened(self) -> Place:
+    def _opened(self) -> CheckpointPlace:
         if self._place is None:
             place = self._open_place()
             try:
@@ -206,7 +231,7 @@ class Saver:
             self._place = place
         return self._place
 
-    def _collect(self, place: Place, keep: int) -> None:
+    def _collect(self, place: CheckpointPlace, keep: int) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]

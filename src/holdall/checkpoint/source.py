@@ -5,15 +5,20 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from holdall.checkpoint.local import LocalLibrary, LocalPlace, told
-from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.objectstore import Objects, RemoteLibrary, RemotePlace, is_remote
-from holdall.checkpoint.place import Library, Place, require_files
-from holdall.checkpoint.restore import Attached, Shelf
+import numpy as np
+
+from holdall.checkpoint.directory import LocalLibrary, LocalPlace, told
+from holdall.checkpoint.ledger import RecordFiles
+from holdall.checkpoint.load import Attached, sensible
+from holdall.checkpoint.manifest import CheckpointLibrary, CheckpointPlace, Manifest, Ref, require_files
+from holdall.checkpoint.object_store import Objects, RemoteLibrary, RemotePlace, is_remote
 from holdall.errors import CheckpointError, DamageError
+from holdall.storage.blocks import Coder
+from holdall.storage.records import SLICES, Record, numbers
 
 _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
@@ -26,7 +31,7 @@ def place_of(url: str | os.PathLike[str]) -> str:
     return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
 
 
-def library_at(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> Library:
+def library_at(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointLibrary:
     """Return the checkpoints at a url or path, to be read.
 
     Args:
@@ -36,7 +41,7 @@ def library_at(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | 
     return RemoteLibrary(Objects(place), cache_dir) if is_remote(place) else LocalLibrary(Path(place))
 
 
-def open_place(url: str | os.PathLike[str]) -> Place:
+def open_place(url: str | os.PathLike[str]) -> CheckpointPlace:
     """Take hold of a place, to write to it."""
     place = place_of(url)
     return RemotePlace(place) if is_remote(place) else LocalPlace(Path(place))
@@ -45,10 +50,10 @@ def open_place(url: str | os.PathLike[str]) -> Place:
 def attached_files(url: str | os.PathLike[str]) -> Attached:
     """Return the files that were saved with the newest memory, without loading it."""
     library = library_at(url)
-    return newest(library, lambda manifest: Attached(Shelf(library), manifest.attached))
+    return newest(library, lambda manifest: Attached(RecordFiles(library), manifest.attached))
 
 
-def newest(library: Library, build: Callable[[Manifest], _T]) -> _T:
+def newest(library: CheckpointLibrary, build: Callable[[Manifest], _T]) -> _T:
     """Build something of the newest checkpoint that is whole; those before it are said to be passed over.
 
     Args:
@@ -73,3 +78,54 @@ def newest(library: Library, build: Callable[[Manifest], _T]) -> _T:
         return built
     why = f": {'; '.join(refused)}" if refused else ""
     raise CheckpointError(f"{library.url} holds no checkpoint that is whole{why}; check the path") from first
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One record that is not as it was written."""
+
+    file: str
+    start: int
+    reason: str
+
+
+def damages(
+    library: CheckpointLibrary, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
+) -> list[Damage]:
+    """Read everything that a checkpoint names; `read` is told of every record's bytes."""
+    try:
+        require_files(manifest, library.file_sizes())
+    except CheckpointError as error:
+        return [Damage("", 0, str(error))]
+    shelf = RecordFiles(library)
+    found = []
+    for ref in dict.fromkeys(manifest.refs):
+        try:
+            with sensible(f"the record at byte {ref.start} of {ref.file}"):
+                _require_whole(shelf, ref, coder)
+        except (DamageError, CheckpointError) as error:
+            found.append(Damage(ref.file, ref.start, str(error)))
+        read(ref.nbytes)
+    return found
+
+
+def _require_whole(shelf: RecordFiles, ref: Ref, coder: Coder) -> None:
+    record, file = shelf.record(ref)
+    parts = {name: record.part(name, file.read) for name in record.parts}
+    if record.kind == SLICES:
+        _require_units(record, parts, coder)
+
+
+def _require_units(record: Record, parts: dict[str, bytes], coder: Coder) -> None:
+    """Sum every unit of a block up: these have no sum of their own in the head."""
+    offsets, checks = numbers(parts["offsets"], "u4"), numbers(parts["checks"], "u4")
+    data = np.frombuffer(parts["units"], np.uint8)
+    ascending = bool((np.diff(offsets.astype(np.int64)) >= 0).all()) and int(offsets[-1]) <= data.size
+    if len(checks) != len(offsets) - 1 or not ascending:
+        raise DamageError(f"the block at byte {record.start} has offsets that make no sense")
+    wrong = np.flatnonzero(coder.checksums(data, offsets) != checks)
+    if wrong.size:
+        raise DamageError(
+            f"{wrong.size} of {len(checks)} units of the block at byte {record.start} are damaged, the first is "
+            f"{int(wrong[0])}"
+        )

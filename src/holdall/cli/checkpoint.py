@@ -27,16 +27,14 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.place import Library, require_files
-from holdall.checkpoint.schema_words import schema_of
-from holdall.checkpoint.source import library_at, open_place
-from holdall.checkpoint.verify import damages
+from holdall.checkpoint.manifest import CheckpointLibrary, Manifest, require_files
+from holdall.checkpoint.source import damages, library_at, open_place
 from holdall.cli.verbosity import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
-from holdall.experience.kernels import chosen_kernels
+from holdall.json_state import schema_of
+from holdall.native.kernels import chosen_kernels
 from holdall.replay import ReplayMemory
-from holdall.sampling.uniform import Uniform
+from holdall.sampling.draw import Uniform
 from holdall.units import format_bytes
 
 _MINARI = "minari:"
@@ -73,7 +71,7 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     Console().print(table)
 
 
-def _described(library: Library, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _described(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
     entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
     try:

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from holdall.cli.watch_outputs import outputs_of
 from holdall.cli.watch_ray_view import cluster_view
+from holdall.cluster.token import use_token
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.ray.token import use_token
 
 _QUIET = {
     "RAY_LOG_TO_DRIVER": "0",
@@ -34,8 +34,8 @@ def watch_ray(
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
-        from holdall.ray.survey import Survey  # noqa: PLC0415  an extra
-        from holdall.ray.watching import ClusterTurns  # noqa: PLC0415
+        from holdall.cluster.status import Survey  # noqa: PLC0415  an extra
+        from holdall.cluster.watch import ClusterTurns  # noqa: PLC0415
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

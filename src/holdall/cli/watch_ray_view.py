@@ -16,8 +16,8 @@ from holdall.units import format_bytes
 from holdall.watch.history import History
 
 if TYPE_CHECKING:
-    from holdall.ray.survey import SeenMemory, SeenShard
-    from holdall.ray.watching import ClusterTurn
+    from holdall.cluster.status import SeenMemory, SeenShard
+    from holdall.cluster.watch import ClusterTurn
 
 _WIDE = 92
 """Columns from which on there is room for more than at 80."""

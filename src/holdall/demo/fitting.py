@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from holdall.demo.camera import CameraRover
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan.answers import Known, need_bytes
 from holdall.plan.ask import ask
 from holdall.plan.filling import from_spaces

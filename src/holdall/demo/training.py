@@ -28,7 +28,7 @@ from holdall.bench.child import emit
 from holdall.demo.camera import CameraRover
 from holdall.demo.eyes import SmallEyes
 from holdall.demo.result import Drawn, Result
-from holdall.footprint import held_bytes, peak_bytes
+from holdall.machine import held_bytes, peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from holdall.limits import control_groups, disk, shared_memory
+from holdall.machine import control_groups, disk, shared_memory
 from holdall.plan.buffers import Version, installed_version
 
 

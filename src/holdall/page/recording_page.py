@@ -20,7 +20,14 @@ from holdall.page.evidence import in_words
 from holdall.page.markup import Markup, joined, tag
 from holdall.page.plot import Flag, Layer, Plot
 from holdall.page.recording import GROUPS, Part, Recording, Verdict
-from holdall.page.scale import Scale, bytes_scale, duration, number, number_scale, seconds_scale
+from holdall.page.scale import (
+    Scale,
+    bytes_scale,
+    duration,
+    number,
+    number_scale,
+    seconds_scale,
+)
 from holdall.page.thin import kept
 from holdall.units import format_bytes
 

@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import fmean, median
 
-from holdall.interval import Interval
 from holdall.page.jsonlines import Line
+from holdall.tools.interval import Interval
 
 FORMAT = "holdall-bench-1"
 PHASES = ("construct", "collect", "fill", "flatten", "train", "save", "load")

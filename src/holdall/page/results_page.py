@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdall.interval import Interval
 from holdall.page.bars import Piece, Row, bars
 from holdall.page.cards import Card, Tile, cards, sentence, table, tiles
 from holdall.page.document import details, document, section
@@ -18,6 +17,7 @@ from holdall.page.markup import Markup, tag
 from holdall.page.results import Ranking, Results, Summary
 from holdall.page.scale import Scale, bytes_scale, duration, number, number_scale
 from holdall.page.scatter import Point, scatter
+from holdall.tools.interval import Interval
 from holdall.units import format_bytes
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan.buffers import ROLLOUTS_KEEP_DTYPES, installed_version
 from holdall.plan.experience import Experience
 from holdall.plan.phases import Measured, host_phases

@@ -9,7 +9,7 @@ from __future__ import annotations
 import subprocess
 from typing import Any
 
-from holdall.footprint import begin_peak, held_bytes
+from holdall.machine import begin_peak, held_bytes
 from holdall.plan.spec import Spec
 
 _TINY_IMAGE = (36, 36, 1)

@@ -15,7 +15,7 @@ import gymnasium as gym
 import numpy as np
 
 from holdall.errors import ArgumentError
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.plan import spacetext
 
 _FEW_STEPS = 50

@@ -18,8 +18,7 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.experience.segment import SEGMENT_BYTES
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.plan import spacetext
 from holdall.plan.buffers import leaves_of
 from holdall.plan.environment import make, played
@@ -27,6 +26,7 @@ from holdall.plan.experience import Experience
 from holdall.plan.spec import Spec
 from holdall.replay import ReplayMemory
 from holdall.rollout import RolloutMemory
+from holdall.storage.segment import SEGMENT_BYTES
 
 _MADE_UP_BYTES = 48 * 2**20
 _MADE_UP_TICKS = 256

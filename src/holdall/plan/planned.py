@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from holdall.limits import Limit, disk, largest_mapping, memory_limits, shared_memory
+from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.plan import answers
 from holdall.plan.answers import Change, Known, Profile, Row
 from holdall.plan.ask import ask

@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from holdall.footprint import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.plan.algorithm import build_model, make_env
 from holdall.plan.spec import Spec
 

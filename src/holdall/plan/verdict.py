@@ -10,9 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan.experience import Experience
-from holdall.plan.phases import Measured, Phase, checkpoint_bytes, host_phases, shared_bytes, vram_phases
+from holdall.plan.phases import (
+    Measured,
+    Phase,
+    checkpoint_bytes,
+    host_phases,
+    shared_bytes,
+    vram_phases,
+)
 from holdall.plan.spec import Spec
 
 

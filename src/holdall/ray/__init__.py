@@ -9,19 +9,19 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from holdall.ray.collecting import Collection, collect
-    from holdall.ray.limiter import RateLimit
-    from holdall.ray.memory import ReplayMemory
-    from holdall.ray.writer import Writer
+    from holdall.cluster.collect import Collection, collect
+    from holdall.cluster.memory import ReplayMemory
+    from holdall.cluster.roster import RateLimit
+    from holdall.cluster.writer import Writer
 
 __all__ = ["Collection", "RateLimit", "ReplayMemory", "Writer", "collect"]
 
 _HOMES = {
-    "Collection": "collecting",
-    "RateLimit": "limiter",
+    "Collection": "collect",
+    "RateLimit": "roster",
     "ReplayMemory": "memory",
     "Writer": "writer",
-    "collect": "collecting",
+    "collect": "collect",
 }
 
 if not TYPE_CHECKING:  # a type checker would take every misspelt name for a module
@@ -31,6 +31,6 @@ if not TYPE_CHECKING:  # a type checker would take every misspelt name for a mod
             return importlib.import_module("holdall.ray.sb3")
         if name not in _HOMES:
             raise AttributeError(f"module 'holdall.ray' has no attribute {name!r}")
-        found = getattr(importlib.import_module(f"holdall.ray.{_HOMES[name]}"), name)
+        found = getattr(importlib.import_module(f"holdall.cluster.{_HOMES[name]}"), name)
         globals()[name] = found  # asked for once; also in place of the module of the same name
         return found

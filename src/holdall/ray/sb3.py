@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.ray.collecting import MakeAct
-from holdall.ray.memory import ReplayMemory
+from holdall.cluster.collect import MakeAct
+from holdall.cluster.memory import ReplayMemory
 from holdall.sampling.prioritized import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples

@@ -12,9 +12,8 @@ import numpy as np
 import torch as th
 from stable_baselines3.common.base_class import BaseAlgorithm
 
-from holdall.checkpoint.generators import generator_state, restored_generator
-from holdall.checkpoint.plain import decode, encode
 from holdall.errors import CheckpointError
+from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 
 
 def all_generators(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -71,10 +70,10 @@ def _words(generator: np.random.Generator) -> Any:
         state = generator_state(generator)
     except CheckpointError:
         return None
-    words = encode(state, arrays, "a generator")
+    words = encode_state(state, arrays, "a generator")
     return {"state": words, "arrays": [array.tobytes().hex() for array in arrays]}
 
 
 def _generator(words: Any) -> np.random.Generator:
     arrays = {number: bytes.fromhex(text) for number, text in enumerate(words["arrays"])}
-    return restored_generator(decode(words["state"], arrays))
+    return restored_generator(decode_state(words["state"], arrays))

@@ -19,13 +19,13 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.experience.trajectory.advantage import estimate_advantages
-from holdall.experience.trajectory.landing import Fill, Landing
-from holdall.experience.trajectory.track import Tracks
+from holdall.native.rollout import estimate_advantages
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.slots import SlotArray
 from holdall.schema import Leaf
+from holdall.storage.rollout_frames import RolloutFields
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
@@ -200,9 +200,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         """Make everything that a rollout needs, once."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._leaves_of())
-        self._tracks = Tracks(self._leaves, self.buffer_size, self.n_envs, self._compress)
+        self._tracks = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress)
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        self._landing = Landing(device, list(self._leaves))
+        self._landing = MinibatchDelivery(device, list(self._leaves))
         lanes = (self.buffer_size, self.n_envs)
         self._rows = {name: np.zeros(lanes, np.float32) for name in ("rewards", *_ESTIMATES)}
         self._rows["actions"] = np.zeros((*lanes, self.action_dim), self.action_space.dtype)

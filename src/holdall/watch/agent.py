@@ -17,8 +17,8 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from holdall import tracked
-from holdall.footprint import begin_peak, peak_bytes
+from holdall import report as tracked
+from holdall.machine import begin_peak, peak_bytes
 from holdall.watch import allocators, sidecar
 from holdall.watch.named import (
     Fill,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 
 _AHEAD_S = 1.0
 """A limit that would be near after so long, at the rate at which it comes, is near."""

@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from holdall.footprint import Mapping, mappings
+from holdall.machine import Mapping, mappings
 from holdall.units import format_bytes
 from holdall.watch.blocks import MemoryOf
 from holdall.watch.libraries import zeroed_ranges

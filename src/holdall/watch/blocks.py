@@ -15,7 +15,7 @@ import struct
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdall.footprint import Mapping
+from holdall.machine import Mapping
 from holdall.watch.proc_file import ProcFile
 
 _IS_MAPPED = 2

@@ -13,10 +13,9 @@ import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from holdall import tracked
+from holdall import report as tracked
 from holdall.errors import ArgumentError, ClosedError
-from holdall.footprint import held_bytes
-from holdall.limits import Limit, memory_limits
+from holdall.machine import Limit, held_bytes, memory_limits
 from holdall.units import format_bytes
 from holdall.watch.agent import Agent
 from holdall.watch.allocators import give_back

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
-from holdall.footprint import Mapping
+from holdall.machine import Mapping
 
 _LOADED = 1
 _FIXED = 2

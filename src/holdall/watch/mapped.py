@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from pathlib import PurePosixPath
 
-from holdall.footprint import Mapping
+from holdall.machine import Mapping
 
 ARENA_BYTES = 64 * 2**20
 """The C library's arenas for threads begin at multiples of this, and end in a range that is not used yet."""

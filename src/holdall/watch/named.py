@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from holdall.tracked import Tracked
+from holdall.report import Tracked
 from holdall.watch.sidecar import Region
 
 Fill = Callable[[], float]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdall.limits import memory_limits
+from holdall.machine import memory_limits
 
 _FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
 

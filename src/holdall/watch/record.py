@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import WatchError
-from holdall.limits import Limit, memory_limits
+from holdall.machine import Limit, memory_limits
 from holdall.watch.turn import Turn
 
 FORMAT = "holdall-watch-1"

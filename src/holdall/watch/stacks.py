@@ -12,7 +12,7 @@ import mmap
 from itertools import pairwise
 from pathlib import Path
 
-from holdall.footprint import Mapping
+from holdall.machine import Mapping
 
 _LARGEST_GUARD = 16 * mmap.PAGESIZE
 _WITHOUT_LIMIT = 2 * 2**20

@@ -10,7 +10,7 @@ from collections.abc import Collection
 
 import psutil
 
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.watch.reading import Part
 
 _SERVANTS = ("resource_tracker", "forkserver")

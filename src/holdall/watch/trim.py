@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from holdall.errors import WatchError
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.watch.allocators import give_back, heap
 from holdall.watch.places import folders_of, own_folder, read_small, replace
 from holdall.watch.sidecar import told_by

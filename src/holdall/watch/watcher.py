@@ -13,8 +13,7 @@ from pathlib import Path
 import psutil
 
 from holdall.errors import WatchError
-from holdall.footprint import LINUX, held_bytes, peak_bytes
-from holdall.limits import disk, page_cache
+from holdall.machine import LINUX, disk, held_bytes, page_cache, peak_bytes
 from holdall.threads import usable_cores
 from holdall.watch.attribute import attribute
 from holdall.watch.gpu import gpu_of

@@ -20,7 +20,7 @@ import pytest
 
 pytest.importorskip("stable_baselines3")
 
-from holdall.limits import _directories
+from holdall.machine import _directories
 from holdall.plan.settings import spec_of
 
 _PLANNER_BYTES = 128 * 2**20

@@ -13,8 +13,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.buffers import DictReplayBuffer
 
-from holdall.experience import segment
 from holdall.sb3 import HerReplayBuffer, PrioritizedReplayBuffer, ReplayBuffer
+from holdall.storage import segment
 
 SPACE = spaces.Dict(
     image=spaces.Box(0, 255, (40, 40, 3), np.uint8),

@@ -17,7 +17,7 @@ from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.logger import KVWriter, Logger
 
 from holdall import ArgumentError
-from holdall.footprint import LINUX
+from holdall.machine import LINUX
 from holdall.sb3 import WatchCallback
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
@@ -96,7 +96,7 @@ def test_a_checkpoint_needs_somebody_who_saves() -> None:
 @pytest.mark.nightly
 def test_a_checkpoint_is_taken_between_two_steps_when_memory_runs_short(tmp_path: Path) -> None:
     from holdall import ReplayMemory
-    from holdall.footprint import held_bytes
+    from holdall.machine import held_bytes
     from holdall.sb3 import CheckpointCallback, ReplayBuffer
 
     saves = CheckpointCallback(10**9, tmp_path / "saved")

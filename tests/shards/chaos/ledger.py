@@ -17,12 +17,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
+from holdall.cluster.block import unpack_block
+from holdall.cluster.journal import Journal, slots_at
+from holdall.cluster.protocol import TravelLayout, ids_of
 from holdall.ray import ReplayMemory, Writer
-from holdall.ray.block import unpack_block
-from holdall.ray.ids import ids_of
-from holdall.ray.journal import Journal
-from holdall.ray.layout import Layout
-from holdall.ray.slots import slots_at
 from holdall.schema import Schema
 
 Numbers = NDArray[np.int64]
@@ -92,7 +90,7 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
 def written(url: Path, shard: int) -> Numbers:
     """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
     journal = Journal(slots_at(url, "journal", f"{shard:05d}"))
-    layout = Layout.of(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
+    layout = TravelLayout.of(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
     numbers = [np.empty(0, np.int64)]
     numbers += [
         unpack_block(entry.payload, layout, journal.dictionaries).columns["extras.0"]

@@ -18,8 +18,8 @@ from typing import Any
 import numpy as np
 import ray
 
+from holdall.cluster.protocol import shards_of
 from holdall.ray import ReplayMemory
-from holdall.ray.ids import shards_of
 
 from ..nodes import Node, Nodes, can_be_apart
 from .ledger import (

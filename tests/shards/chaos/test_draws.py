@@ -11,32 +11,30 @@ import pytest
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.tick import Tick
-from holdall.ray.answer import Answer
-from holdall.ray.encode import Encoder
-from holdall.ray.layout import Layout
-from holdall.ray.router import assigned, weights_of
-from holdall.ray.shelf import Found, Shelf
-from holdall.ray.standing import Standing
-from holdall.sampling.draw import Held
+from holdall.cluster.answer import Answer
+from holdall.cluster.encode import Encoder
+from holdall.cluster.learner import assigned, weights_of
+from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.shelf import FoundRows, ShardStore
+from holdall.native.kernels import chosen_kernels
+from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
-from holdall.sampling.uniform import Uniform
 from holdall.schema import Schema
+from holdall.storage.snapshot import Tick
 
 from .chi_square import chi_square_p
 
 Ids = NDArray[np.int64]
 DRAWS = 1_000_000
 SCHEMA = Schema.of(spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2), None, 1)
-LAYOUT = Layout.of(SCHEMA)
+LAYOUT = TravelLayout.of(SCHEMA)
 
 
 class BareShard:
     """What is drawn from in a shard, in this process."""
 
     def __init__(self, number: int, rows: int, prioritized: bool) -> None:
-        self.shelf = Shelf(LAYOUT, capacity=4_096, first_row=number << 36)  # as after some losses
+        self.shelf = ShardStore(LAYOUT, capacity=4_096, first_row=number << 36)  # as after some losses
         self.sampler = Prioritized(alpha=0.7, beta=1.0) if prioritized else Uniform()
         self.generator = np.random.default_rng([7, number])
         self.fill(rows)
@@ -63,14 +61,14 @@ class BareShard:
         return self.sampler.scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
 
     @property
-    def standing(self) -> Standing:
+    def standing(self) -> ShardCounters:
         shelf, mass = self.shelf, float(self.chances.sum())
         rows = (shelf.first_row, shelf.next_row, shelf.transitions)
-        return Standing(0, *rows, inserted=shelf.next_row, changes=0, backlog=0, mass=mass)
+        return ShardCounters(0, *rows, inserted=shelf.next_row, changes=0, backlog=0, mass=mass)
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.standing, rows, self.chances[rows - self.shelf.first_row], Found({}, ()))
+        return Answer(self.standing, rows, self.chances[rows - self.shelf.first_row], FoundRows({}, ()))
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:

@@ -11,8 +11,8 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Prioritized
+from holdall.cluster.protocol import ids_of
 from holdall.ray import ReplayMemory
-from holdall.ray.ids import ids_of
 
 from ..processes import process_of, wait_until
 from .chi_square import chi_square_p

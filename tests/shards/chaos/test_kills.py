@@ -18,8 +18,8 @@ import pytest
 import ray
 
 from holdall import ArgumentError
+from holdall.cluster.protocol import shards_of
 from holdall.ray import ReplayMemory
-from holdall.ray.ids import shards_of
 
 from ..processes import process_of, wait_until
 from . import ledger as ledger_module

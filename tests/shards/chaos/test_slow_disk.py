@@ -11,19 +11,18 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.checkpoint.schema_words import schema_words
+from holdall.cluster import shard as shard_module
+from holdall.cluster.block import pack_block
+from holdall.cluster.encode import Encoder
+from holdall.cluster.journal import LocalSlots
+from holdall.cluster.protocol import Ack, AckKind, Envelope, TravelLayout
+from holdall.cluster.shard import Shard
 from holdall.errors import ShardError
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.tick import Tick
-from holdall.ray import shard as shard_module
-from holdall.ray.block import pack_block
-from holdall.ray.encode import Encoder
-from holdall.ray.envelope import Ack, Envelope, Verdict
-from holdall.ray.layout import Layout
-from holdall.ray.shard import Shard
-from holdall.ray.slots import LocalSlots
-from holdall.sampling.uniform import Uniform
+from holdall.json_state import schema_words
+from holdall.native.kernels import chosen_kernels
+from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
+from holdall.storage.snapshot import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
 
@@ -32,7 +31,7 @@ SCHEMA = Schema.of(OBSERVATION, ACTION, EXTRAS, 1)
 
 
 def block(numbers: range) -> bytes:
-    encoder = Encoder(Layout.of(SCHEMA), 1, len(numbers), chosen_kernels())
+    encoder = Encoder(TravelLayout.of(SCHEMA), 1, len(numbers), chosen_kernels())
     for number in numbers:
         obs, action, reward, next_obs, ends, no, extras = step(number)
         encoder.add(Tick([obs], [action], reward, [next_obs], ends, no, [extras["number"]], None))
@@ -61,5 +60,5 @@ def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
         shard.expect(WRITER)
     disk.set()
     inserting.join()
-    assert told[0].verdict is Verdict.ACCEPTED
+    assert told[0].verdict is AckKind.ACCEPTED
     assert Ack.of(shard.expect(WRITER)).expected == 1

@@ -8,7 +8,7 @@ import pytest
 
 from holdall.bench.ranking import rankings, summaries
 from holdall.bench.result import Run
-from holdall.interval import Interval
+from holdall.tools.interval import Interval
 
 
 def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> Run:

@@ -12,9 +12,8 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.checkpoint.filesystem import FileSystem
-from holdall.experience import segment
-from holdall.experience.disk import spill
+from holdall.checkpoint.directory import FileSystem
+from holdall.storage import segment, spill
 
 SPACE = spaces.Box(0, 255, (1, 60, 60), np.uint8)
 FRAMES = np.random.default_rng(0).integers(0, 256, (3000, 1, 60, 60), np.uint8)

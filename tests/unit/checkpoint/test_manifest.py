@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from holdall.checkpoint.manifest import BlockEntry, Chunk, Manifest, Ref, SegmentEntry, decode, encode
+from holdall.checkpoint.manifest import (
+    BlockEntry,
+    Chunk,
+    Manifest,
+    Ref,
+    SegmentEntry,
+    decode,
+    encode,
+)
 from holdall.errors import DamageError
 
 FILE = "0123456789abcdef-0000000000000001.seg"

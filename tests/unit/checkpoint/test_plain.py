@@ -9,15 +9,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdall.checkpoint.generators import generator_state, restored_generator
-from holdall.checkpoint.plain import decode, encode
 from holdall.errors import CheckpointError, DamageError
+from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 
 
 def there_and_back(value: Any) -> Any:
     arrays: list[NDArray[Any]] = []
-    words = json.loads(json.dumps(encode(value, arrays, "value"), allow_nan=False))
-    return decode(words, {number: array.tobytes() for number, array in enumerate(arrays)})
+    words = json.loads(json.dumps(encode_state(value, arrays, "value"), allow_nan=False))
+    return decode_state(words, {number: array.tobytes() for number, array in enumerate(arrays)})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Uniform
-from holdall.checkpoint.relane import Relaning
+from holdall.checkpoint.recover import LaneChange
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
 
@@ -113,7 +113,7 @@ def test_a_layout_names_every_id_once_and_in_order(lanes: int, new_lanes: int) -
     for first, end in ((0, 1), (3, 10), (5, 305)):
         ids = []
         last: dict[tuple[int, int], int] = {}
-        for part in Relaning(first, end, lanes, new_lanes):
+        for part in LaneChange(first, end, lanes, new_lanes):
             ids += part.ids[part.is_held].tolist()
             for row, held, seam in zip(part.ids, part.is_held, part.is_last, strict=True):
                 for lane in np.flatnonzero(held).tolist():

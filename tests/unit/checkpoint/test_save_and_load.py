@@ -27,9 +27,9 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
-from holdall.checkpoint import merge
+from holdall.checkpoint import ledger as merge
 from holdall.checkpoint.manifest import signed
-from holdall.experience import snapshot
+from holdall.storage import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
 FRAMES = spaces.Dict(
@@ -210,7 +210,7 @@ def test_a_loaded_memory_goes_on_saving_to_the_same_place_without_writing_all_an
 
 def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: Trainer) -> None:
     """Every file is named by one of them."""
-    from holdall.checkpoint.local import LocalLibrary
+    from holdall.checkpoint.directory import LocalLibrary
 
     for _ in range(6):
         trainer.add(150)

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdall.experience.arena import ArenaPool, Bytes, address, release_tail, reserve
+from holdall.schema import Bytes
+from holdall.storage.blocks import ArenaPool, address, release_tail, reserve
 
 SIZE = 3 * mmap.PAGESIZE
 LOOKS: dict[str, Callable[[Any], Any]] = {

@@ -10,10 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import ArgumentError, HoldallError
-from holdall.experience import budget
-from holdall.experience.budget import Budget, available_bytes
-from holdall.experience.sealing.choice import COST_CAPS
-from holdall.limits import Limit
+from holdall.machine import Limit
+from holdall.storage import tiers as budget
+from holdall.storage.codec import COST_CAPS
+from holdall.storage.tiers import Budget, available_bytes
 
 GIB = 1 << 30
 

@@ -10,10 +10,10 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coder
+from holdall.native.codec import NativeCoder
+from holdall.native.kernels import native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.storage.blocks import Coder
 
 
 def native_coder() -> NativeCoder | None:

@@ -10,12 +10,12 @@ from collections import Counter
 
 import pytest
 
-from holdall.experience.crew import Crew
+from holdall.threads import ThreadPool
 
 PIECE = 1 << 18
 
 
-def covered(crew: Crew, rows: int, nbytes: int) -> tuple[Counter[int], set[int]]:
+def covered(crew: ThreadPool, rows: int, nbytes: int) -> tuple[Counter[int], set[int]]:
     """Count how often each row was done, and by which threads."""
     done, threads, lock = Counter[int](), set[int](), threading.Lock()
 
@@ -34,7 +34,7 @@ def covered(crew: Crew, rows: int, nbytes: int) -> tuple[Counter[int], set[int]]
 @pytest.mark.parametrize("nbytes", [0, 1, PIECE, 40 * PIECE])
 def test_every_row_is_done_exactly_once(hands: int, rows: int, nbytes: int) -> None:
     """However rows are shared out, none is left out and none is done twice."""
-    crew = Crew(hands=hands)
+    crew = ThreadPool(hands=hands)
     done, _ = covered(crew, rows, nbytes)
     crew.dismiss()
     assert done == Counter(range(rows))
@@ -42,17 +42,17 @@ def test_every_row_is_done_exactly_once(hands: int, rows: int, nbytes: int) -> N
 
 def test_much_work_is_shared_and_little_is_not() -> None:
     """Helpers are woken only where the work is worth it; a crew of one has none."""
-    crew = Crew(hands=3)
+    crew = ThreadPool(hands=3)
     assert covered(crew, 100, PIECE)[1] == {threading.get_ident()}
     assert len(covered(crew, 100, 100 * PIECE)[1]) > 1
     crew.dismiss()
-    assert covered(Crew(hands=1), 100, 100 * PIECE)[1] == {threading.get_ident()}
+    assert covered(ThreadPool(hands=1), 100, 100 * PIECE)[1] == {threading.get_ident()}
 
 
 @pytest.mark.parametrize("failing", ["caller", "helper", "all"])
 def test_an_error_in_any_hand_reaches_the_caller(failing: str) -> None:
     """What fails in a thread fails in the call, after every other hand has let go of the rows."""
-    crew, caller = Crew(hands=3), threading.get_ident()
+    crew, caller = ThreadPool(hands=3), threading.get_ident()
     begun, ended = list[int](), list[int]()  # appending is atomic, counting is not
 
     def work(first: int, end: int) -> None:
@@ -71,7 +71,7 @@ def test_an_error_in_any_hand_reaches_the_caller(failing: str) -> None:
 
 def test_no_helper_outlives_the_call() -> None:
     """When the call returns, nobody writes to its arrays any more."""
-    crew = Crew(hands=4)
+    crew = ThreadPool(hands=4)
     for _ in range(20):
         begun, ended = list[int](), list[int]()
 
@@ -87,7 +87,7 @@ def test_no_helper_outlives_the_call() -> None:
 
 def test_a_dismissed_crew_can_be_used_again() -> None:
     """Closing a memory while a batch is on its way must not fail the batch."""
-    crew = Crew(hands=2)
+    crew = ThreadPool(hands=2)
     for _ in range(3):
         assert covered(crew, 50, 50 * PIECE)[0] == Counter(range(50))
         crew.dismiss()
@@ -96,7 +96,7 @@ def test_a_dismissed_crew_can_be_used_again() -> None:
 
 def test_dismissing_ends_the_threads() -> None:
     """A closed memory leaves no threads behind."""
-    crew = Crew(hands=4)
+    crew = ThreadPool(hands=4)
     covered(crew, 50, 50 * PIECE)
     crew.dismiss()
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("holdall-crew")]
@@ -104,7 +104,7 @@ def test_dismissing_ends_the_threads() -> None:
 
 def test_sharing_and_dismissing_at_once_loses_no_rows() -> None:
     """A crew that is dismissed in the middle of a call still covers the call's rows."""
-    crew, stop = Crew(hands=3), threading.Event()
+    crew, stop = ThreadPool(hands=3), threading.Event()
 
     def dismiss() -> None:
         while not stop.is_set():
@@ -125,7 +125,7 @@ def test_sharing_and_dismissing_at_once_loses_no_rows() -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")  # forking beside threads is the very thing tested
 def test_a_crew_works_in_a_forked_child() -> None:
     """Threads do not survive a fork; a child starts its own."""
-    crew = Crew(hands=3)
+    crew = ThreadPool(hands=3)
     covered(crew, 20, 40 * PIECE)
     child = os.fork()
     if child == 0:
@@ -141,4 +141,4 @@ def test_a_crew_works_in_a_forked_child() -> None:
 def test_a_crew_has_no_more_hands_than_cores() -> None:
     """By default as many hands as the process may use, four at most."""
     usable = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    assert Crew().hands == min(usable, 4)
+    assert ThreadPool().hands == min(usable, 4)

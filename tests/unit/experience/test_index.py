@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.experience.arena import reserve
-from holdall.experience.index import AnyPart, SegmentIndex
-from holdall.experience.part import ClosedPart, OpenPart
-from holdall.experience.portable import PortableKernels
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.window import Window
+from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Leaf
+from holdall.storage.blocks import reserve
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.layout import Window
+from holdall.storage.segment import AnyPart, SegmentIndex
+from holdall.storage.slices import ClosedPart, OpenPart
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
 KERNELS = PortableKernels()

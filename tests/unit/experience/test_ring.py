@@ -10,9 +10,9 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.experience import ring
-from holdall.experience.ring import ObservationRing, RowsById
 from holdall.schema import Leaf
+from holdall.storage import rings as ring
+from holdall.storage.rings import ObservationRing, RowsById
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
 

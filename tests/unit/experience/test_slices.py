@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from holdall.experience.arena import as_bytes, reserve
+from holdall.schema import as_bytes
+from holdall.storage.blocks import reserve
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 4096, 5 * 2**20])

@@ -11,9 +11,16 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
-from holdall.experience import snapshot
-from holdall.experience.snapshot import FrozenRows, RowChunk, chunk_ticks_of, is_settled, put_rows, rows_of
-from holdall.experience.store import Store
+from holdall.storage import snapshot
+from holdall.storage.snapshot import (
+    FrozenRows,
+    RowChunk,
+    chunk_ticks_of,
+    is_settled,
+    put_rows,
+    rows_of,
+)
+from holdall.storage.store import Store
 
 LANES = 2
 

@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.experience import segment, tier
-from holdall.experience.budget import Budget
-from holdall.experience.disk.segment_file import Extent
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.seal import FrozenBlock, Sealer
-from holdall.experience.sealing.sealed import Coded
-from holdall.experience.segment import Segments
-from holdall.experience.slices import KeptBlock, SliceBlock
-from holdall.experience.tier import Allowance, Tiers
-from holdall.experience.window import Window
+from holdall.native.kernels import chosen_kernels
+from holdall.native.numpy_codec import PortableCoder
 from holdall.schema import Leaf
+from holdall.storage import segment
+from holdall.storage import tiers as tier
+from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.layout import Window
+from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.segment import Segments
+from holdall.storage.tiers import Allowance, Budget, Tiers
 
 LEAF = Leaf("", (10,), np.dtype("u1"))
 MUCH = 1 << 40

@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall.experience.arena import Bytes
-from holdall.experience.window import Window, WindowScout
-from holdall.schema import Leaf
+from holdall.schema import Bytes, Leaf
+from holdall.storage.layout import Window, WindowScout
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
 from holdall.testing.streams import Padding

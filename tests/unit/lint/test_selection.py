@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.limits import Limit
 from holdall.lint.finding import Severity
 from holdall.lint.rules import RULES
 from holdall.lint.selection import Settings, find_settings, read_settings
+from holdall.machine import Limit
 
 
 def test_all_rules_are_in_force_unless_told_otherwise() -> None:

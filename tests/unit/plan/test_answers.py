@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan import answers
 from holdall.plan.answers import Known
 from holdall.plan.experience import Experience

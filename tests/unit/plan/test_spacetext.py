@@ -9,7 +9,14 @@ import pytest
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.plan.spacetext import describe, has_images, parse_observation, parse_space, restore, stacked
+from holdall.plan.spacetext import (
+    describe,
+    has_images,
+    parse_observation,
+    parse_space,
+    restore,
+    stacked,
+)
 
 
 @pytest.mark.parametrize(

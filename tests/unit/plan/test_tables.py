@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from holdall.cli.plan_tables import tables
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.plan.answers import Known
 from holdall.plan.experience import Experience
 from holdall.plan.phases import Measured

@@ -8,7 +8,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Sequence, Uniform
+from holdall import (
+    ArgumentError,
+    NStep,
+    Prioritized,
+    ReplayMemory,
+    Sequence,
+    Uniform,
+)
 from holdall.testing import assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.recipes import n_step_batch

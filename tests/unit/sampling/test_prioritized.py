@@ -8,7 +8,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdall import ArgumentError, DamageError, Prioritized, ReplayMemory, TransitionIdError, Uniform
+from holdall import (
+    ArgumentError,
+    DamageError,
+    Prioritized,
+    ReplayMemory,
+    TransitionIdError,
+    Uniform,
+)
 from holdall.testing import assert_same_bits
 
 from .against_oracle import fed

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.sampling import sumtree
-from holdall.sampling.sumtree import SumTree
+from holdall.sampling import prioritized as sumtree
+from holdall.sampling.prioritized import SumTree
 
 
 @pytest.fixture(params=["compiled", "portable"], autouse=True)

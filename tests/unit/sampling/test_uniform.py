@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
 from holdall.batch import Draw
-from holdall.sampling.draw import Held
-from holdall.sampling.uniform import Uniform
+from holdall.sampling.draw import Held, Uniform
 from holdall.testing import Stream
 from holdall.testing.strategies import box
 

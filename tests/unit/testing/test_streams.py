@@ -12,8 +12,9 @@ from gymnasium import spaces
 from hypothesis import given
 
 from holdall import ReplayMemory
-from holdall.experience import ring, segment
 from holdall.schema import Leaf, Tree
+from holdall.storage import rings as ring
+from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits, random_rows
 from holdall.testing.strategies import DTYPES, any_space, box, streams
 

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from holdall.footprint import LINUX
+from holdall.machine import LINUX
 from holdall.watch import allocators
 
 pytestmark = pytest.mark.skipif(not LINUX or allocators.heap() is None, reason="the GNU C library alone is asked")

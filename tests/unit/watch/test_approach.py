@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdall.limits import Limit
+from holdall.machine import Limit
 from holdall.watch.approach import Approach
 
 MIB = 2**20

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdall.footprint import LINUX
+from holdall.machine import LINUX
 from holdall.watch.reading import GROUPS, Reading
 from holdall.watch.watcher import Watcher
 
@@ -134,7 +134,7 @@ def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
 def test_where_the_system_tells_only_sums_the_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of macOS and Windows, walked here: psutil's figure, and what was named of it."""
     monkeypatch.setattr("holdall.watch.watcher.LINUX", False)
-    monkeypatch.setattr("holdall.footprint.LINUX", False)
+    monkeypatch.setattr("holdall.machine.LINUX", False)
     found = Watcher(os.getpid()).read()
     assert not found.exact
     assert sum(one.resident for one in found.parts) == found.pss

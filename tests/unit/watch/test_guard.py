@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
-from holdall.footprint import held_bytes
+from holdall.machine import held_bytes
 from holdall.watch.agent import Agent, agent
 from holdall.watch.guard import Guard
 from holdall.watch.sidecar import told_by

@@ -8,8 +8,14 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import ReplayMemory, RolloutMemory, tracked
-from holdall.watch.named import array_regions, buffer_regions, memory_regions, network_regions
+from holdall import ReplayMemory, RolloutMemory
+from holdall import report as tracked
+from holdall.watch.named import (
+    array_regions,
+    buffer_regions,
+    memory_regions,
+    network_regions,
+)
 from holdall.watch.sidecar import Region
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})

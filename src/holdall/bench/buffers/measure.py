@@ -25,7 +25,7 @@ from holdall.bench.buffers.right import compare
 from holdall.bench.buffers.ways import WAYS, Buffer, Way
 from holdall.bench.child import emit
 from holdall.bench.trace import Step, Trace
-from holdall.footprint import begin_peak, held_bytes, peak_bytes
+from holdall.machine import begin_peak, held_bytes, peak_bytes
 
 BATCH = 256
 _BLOCK = 50

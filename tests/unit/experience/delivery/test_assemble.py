@@ -14,7 +14,7 @@ import torch
 from gymnasium import spaces
 
 from holdall import ArgumentError, MissingPackageError, ReplayMemory
-from holdall.experience.delivery.assemble import Delivery, Staging
+from holdall.delivery.host import Delivery, Staging
 from holdall.schema import Leaf
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves

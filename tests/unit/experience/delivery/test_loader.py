@@ -11,8 +11,15 @@ import numpy as np
 import pytest
 from gymnasium import spaces
 
-from holdall import ArgumentError, ClosedError, DamageError, NStep, Prioritized, ReplayMemory
-from holdall.experience.delivery.build import BatchBuilder
+from holdall import (
+    ArgumentError,
+    ClosedError,
+    DamageError,
+    NStep,
+    Prioritized,
+    ReplayMemory,
+)
+from holdall.delivery.host import BatchBuilder
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.strategies import box
 

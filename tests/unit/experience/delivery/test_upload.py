@@ -11,16 +11,25 @@ import torch
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence
-from holdall.experience import native_unique, segment
-from holdall.experience.arena import Bytes
-from holdall.experience.delivery import batches
-from holdall.experience.delivery.device import Blocks, HostLine
-from holdall.experience.delivery.pinned_arenas import PinnedArenas
-from holdall.experience.delivery.upload import DeviceBuilder
-from holdall.experience.native import native_kernels
-from holdall.experience.native_unique import SliceNamer, Way
-from holdall.experience.part import Places
+from holdall import (
+    ArgumentError,
+    DamageError,
+    Hindsight,
+    NStep,
+    Prioritized,
+    ReplayMemory,
+    Sequence,
+)
+from holdall.delivery import batches
+from holdall.delivery.device import DeviceBlocks, HostStream
+from holdall.delivery.device_batch import DeviceBuilder
+from holdall.delivery.device_store import PinnedArenas
+from holdall.native import slice_names as native_unique
+from holdall.native.kernels import native_kernels
+from holdall.native.slice_names import CopyPlan, SliceNamer
+from holdall.schema import Bytes
+from holdall.storage import segment
+from holdall.storage.slices import Places
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.oracle import as_array, map_leaves
 from holdall.testing.strategies import box
@@ -160,7 +169,7 @@ def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     brought: list[int] = []
     bring = SliceNamer.bring
 
-    def noted(self: SliceNamer, places: Places, field: int, out: Bytes, way: Way) -> int:
+    def noted(self: SliceNamer, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
         brought.append(out.nbytes)
         return bring(self, places, field, out, way)
 
@@ -266,7 +275,7 @@ def test_batches_belong_to_the_caller() -> None:
 
 def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
     """A view of a view is enough to keep one."""
-    blocks = Blocks(HostLine(torch))
+    blocks = DeviceBlocks(HostStream(torch))
     first = blocks.take(1000)
     place, view = first.data_ptr(), first[10:].view(-1, 2)[3]
     del first
@@ -293,7 +302,7 @@ def test_store_and_batches_are_on_one_device() -> None:
         fed("vector", device="cuda", store_device="cpu")
 
 
-class Watched(HostLine):
+class Watched(HostStream):
     """Notes what is pinned."""
 
     pinned: ClassVar[dict[int, int]] = {}
@@ -318,7 +327,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     Watched.pinned.clear()
     monkeypatch.setattr(Watched, "most", 0)
     monkeypatch.setattr(batches, "HostLine", Watched)
-    monkeypatch.setattr("holdall.experience.segment.SEGMENT_BYTES", 30_000)
+    monkeypatch.setattr("holdall.storage.segment.SEGMENT_BYTES", 30_000)
     return Watched
 
 
@@ -380,7 +389,7 @@ def test_a_loader_that_has_nothing_to_do_on_the_host_has_the_same_batches(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """They are asked for in the consumer's own call; an error is raised in its batch's turn all the same."""
-    monkeypatch.setattr(HostLine, "works_alone", True)
+    monkeypatch.setattr(HostStream, "works_alone", True)
     with fed("camera") as arrays, fed("camera", **on(where)) as there, there.loader(30, prefetch=2) as loader:
         for _ in range(5):
             assert_same_bits(next(loader), arrays.sample(30))

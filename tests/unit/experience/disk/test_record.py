@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from holdall.errors import DamageError
-from holdall.experience.disk.record import MAGIC, PREAMBLE, Buffer, Read, numbers, pack, unpack
+from holdall.storage.records import MAGIC, PREAMBLE, Buffer, Read, numbers, pack, unpack
 
 FIELDS = {"count": 3, "codec": {"method": 2}}
 OFFSETS = np.array([0, 3, 6, 9], "<u4")

@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from holdall.errors import DamageError
-from holdall.experience.disk import segment_file
-from holdall.experience.disk.segment_file import Extent, SegmentFile
+from holdall.storage import blocks as segment_file
+from holdall.storage.blocks import Extent, SegmentFile
 
 CONTENT = bytes(range(256)) * 40
 

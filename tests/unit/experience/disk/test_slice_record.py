@@ -16,22 +16,24 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import DamageError
-from holdall.experience.arena import Bytes
-from holdall.experience.disk.record import MAGIC, PREAMBLE, Record, unpack
-from holdall.experience.disk.segment_file import Extent, SegmentFile
-from holdall.experience.disk.slice_record import (
+from holdall.native.kernels import native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.records import (
     DICTIONARY,
+    MAGIC,
+    PREAMBLE,
     SLICES,
+    Record,
     dictionary_name,
     pack_dictionary,
     pack_slices,
+    unpack,
     unpack_dictionary,
     unpack_slices,
 )
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coded, Coder, SealedSlices
 
 COUNT = 11
 CODERS: list[Coder] = [PortableCoder()]

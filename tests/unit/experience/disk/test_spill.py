@@ -17,16 +17,22 @@ import numpy as np
 import pytest
 
 from holdall.errors import ArgumentError, SpillError
-from holdall.experience.arena import Bytes
-from holdall.experience.disk import spill
-from holdall.experience.disk.record import Record, unpack
-from holdall.experience.disk.segment_file import Extent
-from holdall.experience.disk.slice_record import DICTIONARY, SLICES, dictionary_name, unpack_dictionary, unpack_slices
-from holdall.experience.disk.spill import SpillFolder
-from holdall.experience.native import native_kernels
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Transform
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coder, SealedSlices
+from holdall.native.kernels import native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes
+from holdall.storage import spill
+from holdall.storage.blocks import Coder, Extent, SealedSlices
+from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.records import (
+    DICTIONARY,
+    SLICES,
+    Record,
+    dictionary_name,
+    unpack,
+    unpack_dictionary,
+    unpack_slices,
+)
+from holdall.storage.spill import SpillFolder
 
 COUNT, SIZE = 12, 700
 CODERS: list[Coder] = [PortableCoder()]
@@ -241,9 +247,9 @@ def test_a_place_that_is_none_is_refused(coder: Coder, tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 import numpy as np
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.disk.spill import SpillFolder
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.native.numpy_codec import PortableCoder
+from holdall.storage.spill import SpillFolder
 
 coder = PortableCoder()
 folder = SpillFolder(sys.argv[1], coder)

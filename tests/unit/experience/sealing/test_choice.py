@@ -10,15 +10,23 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdall.experience.arena import Bytes
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.sealing import choice
-from holdall.experience.sealing.choice import COST_CAPS, Measured, choose, measure, measure_together, train
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.sealed import Coder, SealedSlices
-from holdall.experience.window import Window
-from holdall.schema import Leaf
+from holdall.native.kernels import chosen_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes, Leaf
+from holdall.storage import codec as choice
+from holdall.storage.blocks import Coder, SealedSlices
+from holdall.storage.codec import (
+    COST_CAPS,
+    Codec,
+    MeasuredCodec,
+    Method,
+    Transform,
+    choose,
+    measure,
+    measure_together,
+    train,
+)
+from holdall.storage.layout import Window
 
 CODERS: list[Any] = [
     pytest.param(chosen_kernels().coder, id="chosen"),
@@ -57,7 +65,7 @@ PRICES = [("fast", 10.0, 2.0), ("dense", 100.0, 6.0), ("densest", 300.0, 20.0), 
 def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, hands: int = 1) -> float:
     """Choose among codecs of known prices; return the ratio of the one chosen, 0.0 for none."""
     ratio_by_codec = {Codec(Method.ZSTD, level, Transform(1296)): p for level, p in enumerate(PRICES, start=1)}
-    known = [Measured(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
+    known = [MeasuredCodec(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
     patch.setattr(choice, "measure", lambda *_: known)
     patch.setattr(choice, "_raw_us", lambda *_: raw_us)
     codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, hands)
@@ -88,7 +96,7 @@ def test_preferences_allow_more_and_more() -> None:
 
 def test_a_codec_that_hardly_shrinks_is_not_worth_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Then slices stay raw, and as fast as memory."""
-    poor = Measured(Codec(Method.LZ4, 0, Transform(1296)), 1.05, 0.1)
+    poor = MeasuredCodec(Codec(Method.LZ4, 0, Transform(1296)), 1.05, 0.1)
     monkeypatch.setattr(choice, "measure", lambda *_: [poor])
     assert choose(PortableCoder(), FRAME, WHOLE, noise(3), ANY_COST, 1).method is Method.STORED
 
@@ -157,7 +165,7 @@ def test_lanes_in_turn_are_not_neighbours() -> None:
             super().decode(sealed, numbers, out)
 
     coder = Watching()
-    one = Measured(Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), 2.0, 1.0)
+    one = MeasuredCodec(Codec(Method.ZSTD, 3, Transform(FRAME.nbytes)), 2.0, 1.0)
     measure_together(coder, [one], WHOLE, frames, lanes=7)
     assert set(asked) == {7}
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.experience.sealing.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
-from holdall.experience.window import Window
 from holdall.schema import Leaf
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform, candidates
+from holdall.storage.layout import Window
 from holdall.testing.strategies import dtypes
 
 

@@ -18,26 +18,22 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.experience import segment
-from holdall.experience.arena import Bytes, address
-from holdall.experience.budget import Budget
-from holdall.experience.crew import Crew
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.native import native_kernels
-from holdall.experience.part import Places
-from holdall.experience.sealing import seal
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.sealing.native_codec import NativeCoder
-from holdall.experience.sealing.portable_codec import PortableCoder
-from holdall.experience.sealing.seal import FrozenBlock, Sealer
-from holdall.experience.sealing.sealed import SealedSlices
-from holdall.experience.segment import Segments
-from holdall.experience.slices import KeptBlock, SliceBlock
-from holdall.experience.tier import Tiers
-from holdall.experience.window import Window
-from holdall.schema import Leaf
+from holdall.native.codec import NativeCoder
+from holdall.native.kernels import chosen_kernels, native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.schema import Bytes, Leaf
+from holdall.storage import sealer as seal
+from holdall.storage import segment
+from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, address
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.storage.layout import Window
+from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.segment import Segments
+from holdall.storage.slices import Places
+from holdall.storage.tiers import Budget, Tiers
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
+from holdall.threads import ThreadPool
 
 LEAF = Leaf("", (500,), np.dtype("u1"))
 PATIENCE_S = 20
@@ -426,7 +422,7 @@ def memory_with(coder: PortableCoder | None, patch: pytest.MonkeyPatch, capacity
     """Make a memory that compresses all; with a coder of ours, by the portable loops."""
     if coder is not None:
         patch.setenv("HOLDALL_KERNELS", "portable")
-        patch.setattr("holdall.experience.portable.PortableCoder", lambda: coder)
+        patch.setattr("holdall.native.numpy_kernels.PortableCoder", lambda: coder)
         patch.setattr(seal, "choose", lambda *_: Codec(Method.LZ4, 0, Transform(576)))
     return ReplayMemory(SPACE, spaces.Discrete(2), capacity, budget=None)
 
@@ -553,7 +549,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     def read(places: Places) -> bytes:
         obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-        kernels.gather(places, 0, obs, next_obs, Crew(hands=1))
+        kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
         assert next_obs[:-1].tobytes() == obs[1:].tobytes()
         return obs.tobytes()
 
@@ -608,7 +604,7 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
     places = loaded.places(np.arange(300), np.zeros(300, np.int64))
-    kernels.gather(places, 0, obs, next_obs, Crew(hands=1))
+    kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 
 
@@ -649,8 +645,8 @@ def test_a_block_that_is_sealed_while_it_is_pickled_is_pickled_whole() -> None:
 EXIT = """
 import threading, time
 import numpy as np
-from holdall.experience.sealing.codec import Codec, Method, Transform
-from holdall.experience.native import native_kernels
+from holdall.storage.codec import Codec, Method, Transform
+from holdall.native.kernels import native_kernels
 
 coder = native_kernels().coder
 slices = np.random.default_rng(0).integers(0, 40, (4, 1 << 21), np.uint8)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from holdall.experience.trajectory.landing import Landing
+from holdall.delivery.to_device import MinibatchDelivery
 from holdall.schema import Array, Leaf
 
 LEAVES = [
@@ -15,7 +15,7 @@ LEAVES = [
 ]
 
 
-def landed(landing: Landing, rows: int, value: int) -> list[torch.Tensor]:
+def landed(landing: MinibatchDelivery, rows: int, value: int) -> list[torch.Tensor]:
     def fill(first: int, end: int, out: Array) -> None:
         assert (first, end) == (0, rows)
         out[...] = value
@@ -24,7 +24,7 @@ def landed(landing: Landing, rows: int, value: int) -> list[torch.Tensor]:
 
 
 def test_fields_have_their_dtypes_and_shapes_and_begin_where_torchs_own_would() -> None:
-    tensors = landed(Landing("cpu", LEAVES), 7, 1)
+    tensors = landed(MinibatchDelivery("cpu", LEAVES), 7, 1)
     assert [tuple(tensor.shape) for tensor in tensors] == [(7, 3), (7,), (7, 5, 5)]
     assert [tensor.dtype for tensor in tensors] == [torch.float32, torch.bool, torch.uint8]
     assert all(tensor.data_ptr() % 64 == 0 for tensor in tensors)
@@ -32,20 +32,20 @@ def test_fields_have_their_dtypes_and_shapes_and_begin_where_torchs_own_would() 
 
 
 def test_a_minibatch_that_is_held_is_not_written_to() -> None:
-    landing = Landing("cpu", LEAVES)
+    landing = MinibatchDelivery("cpu", LEAVES)
     held = [landed(landing, 5_000, value) for value in range(8)]
     for value, tensors in enumerate(held):
         assert bool((tensors[2] == value).all())
 
 
 def test_memory_is_used_again_once_it_was_let_go() -> None:
-    landing = Landing("cpu", LEAVES)
+    landing = MinibatchDelivery("cpu", LEAVES)
     places = {landed(landing, 5_000, value)[0].data_ptr() for value in range(20)}
     assert len(places) <= 2
 
 
 def test_only_large_blocks_go_between_updates() -> None:
-    landing = Landing("cpu", LEAVES)
+    landing = MinibatchDelivery("cpu", LEAVES)
     landed(landing, 5_000, 1)
     kept = landing.nbytes
     landing.rest()
@@ -56,7 +56,7 @@ def test_only_large_blocks_go_between_updates() -> None:
 
 
 def test_without_a_device_arrays_are_handed_over() -> None:
-    landing = Landing(None, LEAVES)
+    landing = MinibatchDelivery(None, LEAVES)
 
     def fill(_first: int, _end: int, out: Array) -> None:
         out[...] = 0

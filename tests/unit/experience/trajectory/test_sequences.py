@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.experience.trajectory.sequences import Sequences
+from holdall.storage.rollout_rows import Sequences
 
 TICKS, LANES = 30, 3
 

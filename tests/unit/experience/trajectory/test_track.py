@@ -7,13 +7,13 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.experience.crew import Crew
-from holdall.experience.kernels import chosen_kernels
-from holdall.experience.trajectory.track import Track, Tracks
+from holdall.native.kernels import chosen_kernels
 from holdall.schema import Leaf
+from holdall.storage.rollout_frames import RolloutField, RolloutFields
+from holdall.threads import ThreadPool
 
 LANES = 2
-ALONE = Crew(1)
+ALONE = ThreadPool(1)
 
 
 def frames(ticks: int, seed: int = 0, size: int = 40) -> NDArray[np.uint8]:
@@ -26,11 +26,11 @@ def noise(ticks: int, seed: int = 0, size: int = 40) -> NDArray[np.uint8]:
     return np.random.default_rng(seed).integers(0, 256, (ticks, LANES, 4, size, size), np.uint8)
 
 
-def track_of(shape: tuple[int, ...], ticks: int = 64) -> Track:
-    return Track(Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), None)
+def track_of(shape: tuple[int, ...], ticks: int = 64) -> RolloutField:
+    return RolloutField(Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), None)
 
 
-def fill(track: Track, told: NDArray[np.uint8]) -> str:
+def fill(track: RolloutField, told: NDArray[np.uint8]) -> str:
     """Write a rollout, read it back, and return what was found about it."""
     track.reset()
     for tick, obs in enumerate(told):
@@ -105,7 +105,7 @@ def test_a_negative_place_gives_zeros() -> None:
 def test_compressed_rollouts_come_back_and_take_less(compress: str) -> None:
     """Frames of few colours, in reels that fill several times a rollout, rollout after rollout."""
     leaf = Leaf("", (4, 160, 160), np.dtype(np.uint8))
-    tracks = Tracks([leaf], 640, LANES, compress)
+    tracks = RolloutFields([leaf], 640, LANES, compress)
     for seed in range(2):
         numbers = np.arange(643 * LANES * 160 * 160, dtype=np.uint32).reshape(643, LANES, 160, 160)
         film = (numbers // 977 % 7 + seed).astype(np.uint8)
@@ -127,4 +127,4 @@ def test_compressed_rollouts_come_back_and_take_less(compress: str) -> None:
 
 def test_an_unknown_way_to_compress_is_refused() -> None:
     with pytest.raises(ArgumentError, match="compress"):
-        Tracks([], 1, 1, "tightly")
+        RolloutFields([], 1, 1, "tightly")

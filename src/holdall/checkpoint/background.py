@@ -1,0 +1,339 @@
+"""Handles: what `save` returns at once, while the checkpoint is still being written."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from holdall.checkpoint.manifest import Manifest, next_number
+from holdall.checkpoint.object_store import Objects, RemotePlace
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.storage.blocks import Extent, SegmentFile
+
+Progress = Callable[[str, int], None]
+"""Is told of what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was acknowledged."""
+
+    url: str
+    number: int
+    bytes_written: int  # by this save: what earlier checkpoints wrote is not written again
+    bytes_total: int  # of all files that the checkpoint names
+    transitions: int
+    seconds: float
+
+
+class SaveHandle:
+    """A save under way."""
+
+    def __init__(
+        self,
+        url: str,
+        interrupt: Callable[[], None],
+        wait_for_mirror: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        self.url = url
+        self._interrupt = interrupt
+        self._wait_for_mirror = wait_for_mirror
+        self._ended = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        if self._checkpoint is None:
+            raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
+        return self._checkpoint
+
+    def mirrored(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
+        if self._wait_for_mirror is None:
+            raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
+        began = time.monotonic()
+        checkpoint = self.result(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        self._wait_for_mirror(checkpoint.number, left)
+        return checkpoint
+
+    def cancel(self) -> None:
+        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
+        self._interrupt()
+
+    def succeed(self, checkpoint: Checkpoint) -> None:
+        """End well."""
+        self._checkpoint = checkpoint
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End badly."""
+        self._error = error
+        self._ended.set()
+
+
+_LOOK_S = 0.1
+"""How often it is looked whether something is to be written."""
+
+_LOG = logging.getLogger("holdall")
+
+
+class Owner(Protocol):
+    """What is saved."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition."""
+
+
+class SaveInterval(NamedTuple):
+    """When a checkpoint is due: whichever comes first, counted from the end of the last one."""
+
+    seconds: float | None
+    transitions: int | None
+
+    @property
+    def look_s(self) -> float:
+        """How long nothing needs to be looked at."""
+        return _LOOK_S if self.seconds is None else min(_LOOK_S, self.seconds)
+
+    def is_due(self, seconds: float, transitions: int) -> bool:
+        """Whether so many seconds, or transitions, are enough."""
+        by_time = self.seconds is not None and seconds >= self.seconds
+        return by_time or (self.transitions is not None and transitions >= self.transitions)
+
+
+class Autosave:
+    """Writes blocks as they are sealed, and makes a checkpoint at every turn, until it is stopped.
+
+    Args:
+        owner: What is saved; held weakly, so that a memory which is simply dropped ends its thread.
+        save: Begins a save of the owner.
+        write_ahead: Has the owner's blocks written that are full.
+    """
+
+    def __init__(
+        self,
+        owner: Owner,
+        save: Callable[[Owner], SaveHandle],
+        write_ahead: Callable[[Owner], None],
+        turn: SaveInterval,
+    ) -> None:
+        self._stopped = threading.Event()
+        arguments = (weakref.ref(owner), save, write_ahead, turn, owner.next_id, self._stopped)
+        self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, after the save that is under way."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run_autosave(
+    owner: weakref.ref[Owner],
+    save: Callable[[Owner], SaveHandle],
+    write_ahead: Callable[[Owner], None],
+    turn: SaveInterval,
+    first_id: int,
+    stopped: threading.Event,
+) -> None:
+    began, saved_id = time.monotonic(), first_id
+    while not stopped.wait(turn.look_s):
+        memory = owner()
+        if memory is None:
+            return
+        try:
+            next_id = memory.next_id
+            if not turn.is_due(time.monotonic() - began, next_id - saved_id):
+                write_ahead(memory)
+                continue
+            began, saved_id = time.monotonic(), next_id
+            handle = save(memory)
+            del memory
+            handle.result()
+            began = time.monotonic()
+        except RuntimeError:  # the memory was closed, or the program ends
+            return
+        except (HoldallError, OSError) as error:
+            _LOG.warning("a checkpoint could not be saved (%s); the next one is tried when it is due", error)
+        finally:
+            memory = None
+
+
+class _MirrorJob(NamedTuple):
+    manifest: Manifest
+    keep: int
+
+
+class CheckpointMirror:
+    """Sends the checkpoints of one local place to one prefix of an object store.
+
+    Checkpoints between the one that is being sent and the newest are passed over: who falls behind catches up.
+    """
+
+    def __init__(self, url: str, segments: Path) -> None:
+        self._url = url
+        self._segments = segments
+        self._objects = Objects(url)
+        self._place: RemotePlace | None = None
+        self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
+        self._jobs: deque[_MirrorJob] = deque()
+        self._at_work: _MirrorJob | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sent = 0
+        self._error: BaseException | None = None
+
+    def send(self, manifest: Manifest, keep: int) -> None:
+        """Have a checkpoint sent."""
+        with self._changed:
+            self._jobs.append(_MirrorJob(manifest, keep))
+            self._error = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdall-mirror")
+                self._thread.start()
+
+    def pinned(self) -> set[str]:
+        """Name the files that are still to be sent."""
+        with self._changed:
+            jobs = [*self._jobs, *([] if self._at_work is None else [self._at_work])]
+            return {name for job in jobs for name in job.manifest.files}
+
+    def wait(self, number: int, timeout: float | None) -> None:
+        """Wait until a checkpoint, or a newer one, stands in the store."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
+                raise TimeoutError(f"checkpoint {number} was not in {self._url} after {timeout} s; it goes on")
+            if self._sent < number and self._error is not None:
+                raise self._error
+
+    def interrupt(self) -> None:
+        """Give up waiting for the store."""
+        self._objects.stopped.set()
+
+    def close(self) -> None:
+        """Wait for all that is to be sent."""
+        with self._changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                self._at_work = self._jobs.pop()
+                self._jobs.clear()
+                job = self._at_work
+            error: BaseException | None = None
+            try:
+                self._copy(job)
+            except BaseException as caught:  # whoever waits is told; the local checkpoint stands
+                error = caught
+                _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
+            with self._changed:
+                self._at_work, self._error = None, error
+                self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
+                self._changed.notify_all()
+
+    def _copy(self, job: _MirrorJob) -> None:
+        if self._place is None:
+            self._place = RemotePlace(self._url, self._objects)
+            self._last = max(self._place.library.numbers(), default=0)
+        place, manifest = self._place, job.manifest
+        # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
+        number = max(manifest.number, next_number(place.library, self._last, manifest.epoch))
+        manifest = replace(manifest, number=number)
+        there = place.library.file_sizes()
+        for name, nbytes in manifest.files.items():
+            if there.get(name) != nbytes:
+                place.upload(name, self._segments / name)
+        place.commit(manifest)
+        self._last = number
+        try:
+            place.collect(job.keep, manifest.files)
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
+
+
+_AT_ONCE_BYTES = 4 * 2**20
+
+
+class _Run(NamedTuple):
+    file: weakref.ref[SegmentFile]  # a memory that drops its blocks needs them no more
+    start: int
+    nbytes: int
+
+
+class Arrival:
+    """Fetches the blocks of one memory.
+
+    Args:
+        extents: Where they lie, in the order in which they are wanted.
+        interrupt: Makes whoever waits for the store give up.
+    """
+
+    def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._stopped = threading.Event()
+        runs = [_Run(weakref.ref(e.file), e.start, e.nbytes) for e in extents if e.file.is_awaited]
+        self._thread: threading.Thread | None = None
+        if runs:
+            arguments = (runs, self._stopped)
+            self._thread = threading.Thread(target=_run, args=arguments, name="holdall-arrival", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all of it is here, or cannot be had; for measurements and tests."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """End it, and all waiting for the store."""
+        self._stopped.set()
+        self._interrupt()
+        self.wait()
+
+
+def _run(runs: list[_Run], stopped: threading.Event) -> None:
+    try:
+        for run in runs:
+            for first in range(0, run.nbytes, _AT_ONCE_BYTES):
+                file = run.file()
+                if stopped.is_set() or file is None:
+                    break
+                start = run.start + first
+                file.bring(np.array([start]), np.array([min(start + _AT_ONCE_BYTES, run.start + run.nbytes)]))
+                del file
+    except HoldallError as error:
+        if not stopped.is_set():
+            _LOG.warning("the rest of a loaded checkpoint is fetched when it is sampled from (%s)", error)
+        return
+    if stopped.is_set():
+        return
+    for run in runs:
+        if (arrived := run.file()) is not None:
+            arrived.is_awaited = False

@@ -1,0 +1,237 @@
+"""Actors: how shards and the roster are started. Ray's own types know little of actors, so this is where they end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+from holdall.cluster.block import dictionaries_of
+from holdall.cluster.learner import Drawing
+from holdall.cluster.members import POLICIES, Cluster
+from holdall.cluster.protocol import MOST_SHARDS, Ack
+from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
+from holdall.cluster.shard import GROUPS, Shard
+from holdall.cluster.writer import Writer
+from holdall.errors import ArgumentError, ShardError
+from holdall.sampling.draw import Sampler, Uniform, require_number
+from holdall.sampling.prioritized import Prioritized
+from holdall.storage.codec import COST_CAPS
+
+_TALKS = 16
+"""Questions that the roster hears at a time."""
+
+
+def start_roster(name: str, limit: RateLimit | None, survives: bool) -> Any:
+    """Start a memory's roster under a name by which shards find it."""
+    actor: Any = ray.remote(num_cpus=0, max_restarts=-1)(Roster)
+    return actor.options(name=name, namespace=NAMESPACE, max_concurrency=_TALKS).remote(name, limit, survives)
+
+
+def start_shard(options: dict[str, Any], *arguments: Any) -> Any:
+    """Start a shard. Ray restarts it after a loss; what changes it is never called again by Ray itself.
+
+    Args:
+        options: Where it is to be started.
+    """
+    remote: Any = ray.remote
+    actor = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
+    return actor.options(**options).remote(*arguments)
+
+
+DURABILITIES = ("memory", "segment")
+PLACEMENTS = {"spread": "SPREAD", "pack": "DEFAULT"}
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSettings:
+    """See `holdall.ray.ReplayMemory`."""
+
+    durability: str
+    url: str | os.PathLike[str] | None
+    on_shard_loss: str
+    prefer: str
+    device: str | None
+    patience_s: float
+    limit: RateLimit | None = None
+    placement: str = "spread"
+    resources: Mapping[str, float] | None = None
+
+    def __post_init__(self) -> None:
+        known = {
+            "durability": DURABILITIES,
+            "on_shard_loss": POLICIES,
+            "prefer": tuple(COST_CAPS),
+            "placement": tuple(PLACEMENTS),
+        }
+        for argument, values in known.items():
+            value = getattr(self, argument)
+            if value not in values:
+                raise ArgumentError(f"{argument} ({value!r}) must be one of {', '.join(values)}; pass one of these")
+        require_number("patience_s", self.patience_s, 0.1)
+        if (self.url is None) == (self.durability == "segment"):
+            raise ArgumentError(
+                f"url ({self.url!r}) does not go with durability={self.durability!r}; name where journals are kept for "
+                "durability='segment', and nothing for 'memory'"
+            )
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """What Ray is told of a shard's place."""
+        named = dict(self.resources or {})
+        own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
+        return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}
+
+
+def single(sampler: Sampler | None) -> Sampler:
+    """Return the sampler of a memory over shards: one that draws single transitions."""
+    chosen: Sampler = Uniform() if sampler is None else sampler
+    if type(chosen) not in (Uniform, Prioritized):
+        raise ArgumentError(
+            f"sampler ({type(chosen).__name__}) draws more than single transitions, and an episode may lie on several "
+            "shards; use Uniform() or Prioritized(), and make n-step returns where steps are added"
+        )
+    return chosen
+
+
+_PAUSE_S = 0.05
+_LOG = logging.getLogger("holdall")
+
+
+class Fleet:
+    """The actors of one memory.
+
+    Args:
+        name: Of the memory, under which its roster is found.
+        words: The memory's schema, as plain words.
+        shard_rows: Most rows of a shard.
+        url: Where journals are kept; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        words: dict[str, Any],
+        shard_rows: int,
+        sampler: Sampler,
+        seed: int | None,
+        url: str | None,
+        settings: ClusterSettings,
+    ) -> None:
+        self.shard_rows = shard_rows
+        self.roster = start_roster(name, settings.limit, survives=url is not None)
+        self.actors: dict[int, Any] = {}
+        self._next = 0
+        self._made_with = (words, shard_rows, sampler, seed, name, url)
+        self._options = settings.options
+        self._patience_s = settings.patience_s
+        self._has_journals = url is not None
+        self._lock = threading.RLock()
+
+    def start(self, number: int | None = None, saved: tuple[str, Any] | None = None) -> int:
+        """Start a shard and return its number.
+
+        Args:
+            saved: Where a checkpoint lies that it begins with, and what the manifest says of it.
+        """
+        with self._lock:
+            chosen = self._next if number is None else number
+            if chosen >= MOST_SHARDS:
+                raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
+            self._next = chosen + 1
+            self.actors[chosen] = start_shard(self._options, chosen, *self._made_with, saved)
+            ray.get(self.roster.admit.remote(self.actors))
+            return chosen
+
+    def drain(self, number: int, writer: Writer, drawing: Drawing, cluster: Cluster) -> None:
+        """Move what a shard holds to the others, and end it."""
+        with self._lock:
+            if number not in self.actors or len(self.actors) == 1:
+                raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
+            actor = self.actors[number]
+            ray.get(self.roster.admit.remote(self.actors))
+            ray.get(self.roster.retire.remote(number))
+            self._ask(actor, "close_to_writers")
+            writer.look_around()
+            while (oldest := self._ask(actor, "oldest"))[0]:
+                payload, rows, first_row, end = oldest
+                known = {name: drawing.learn(number, name) for name in dictionaries_of(payload)}
+                to, name, sequence = writer.next_of_others()
+                self._ask(actor, "give_up", first_row, end, to, name, sequence)
+                writer.pass_on(to, payload, known, rows)
+            self._ask(actor, "end_drain")
+            ray.get(self.roster.dismiss.remote(number))
+            del self.actors[number]
+            cluster.refresh()
+            writer.look_around()
+            ray.kill(actor)
+
+    def settle(self) -> None:
+        """Wait until the shards are up; have blocks that an earlier memory was moving be where they arrived.
+
+        An earlier memory may have had more shards: what these hold must not be left out unnoticed.
+        """
+        for number, actor in self.actors.items():
+            move = self._begun(number, actor)
+            if move is None:
+                continue
+            to, writer, sequence = move
+            arrived = to in self.actors and Ack.of(self._ask(self.actors[to], "expect", writer)).expected > sequence
+            self._ask(actor, "end_move", arrived)
+        if not self._has_journals:
+            return
+        left_out = sorted(set(self._ask(next(iter(self.actors.values())), "journals")) - set(self.actors))
+        if left_out:
+            self.end()
+            raise ArgumentError(
+                f"shards ({len(self.actors)}) leaves out {left_out}, whose journals are there, too, from an earlier "
+                f"memory; pass shards={left_out[-1] + 1}, drain what is too much then, or name another place"
+            )
+
+    def _begun(self, number: int, actor: Any) -> Any:
+        """Wait until a shard is up, if it has a journal to read; return what it says of a move."""
+        while True:
+            try:
+                return ray.get(actor.move.remote(), timeout=self._patience_s)
+            except ray.exceptions.ActorDiedError as error:
+                self.end()
+                raise ShardError(f"shard {number} could not be started: {_reason(error)}") from error
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+                if not self._has_journals:
+                    return None
+                _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
+
+    def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
+        """Call what may be called twice; a shard that is killed meanwhile is waited for."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return ray.get(getattr(actor, method).remote(*arguments), timeout=self._patience_s)
+            except ray.exceptions.ActorDiedError:
+                raise
+            except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
+                if time.monotonic() > until:
+                    raise ShardError(
+                        f"a shard has not answered {method} for {self._patience_s:g} s; nothing is lost: try again"
+                    ) from error
+                time.sleep(_PAUSE_S)
+
+    def readmit(self) -> None:
+        """Tell a roster that was restarted which shards there are."""
+        self.roster.admit.remote(self.actors)
+
+    def end(self) -> None:
+        """End all actors."""
+        for actor in (*self.actors.values(), self.roster):
+            ray.kill(actor)
+
+
+def _reason(error: ray.exceptions.ActorDiedError) -> str:
+    """Return what a constructor raised: the last line of what Ray made of it."""
+    return str(error).strip().splitlines()[-1]

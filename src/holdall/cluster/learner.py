@@ -1,0 +1,384 @@
+"""Routing: which shard each row of a batch is drawn from, and what a draw was worth.
+
+In:  what shards say of themselves with every answer.  Out: a shard for every row; importance weights.
+Invariant: a shard is drawn from in proportion to its mass as it is known here. Weights are made of the probability that
+was used, so a mass that was out of date costs variance and no bias; one that is lost or joins changes nothing for the
+others but their sum.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import ray
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer
+from holdall.cluster.block import unpack_dictionary
+from holdall.cluster.members import LOSSES, Cluster
+from holdall.cluster.protocol import ShardCounters, TravelLayout, ids_of, rows_of, shards_of
+from holdall.errors import ArgumentError, HoldallError, ShardError, TransitionIdError
+from holdall.sampling.draw import Sampler, as_ids
+from holdall.sampling.prioritized import Prioritized
+from holdall.schema import Array, as_array
+from holdall.storage.codec import Dictionary
+
+Ids = NDArray[np.int64]
+
+
+def assigned(masses: Mapping[int, float], count: int, generator: np.random.Generator) -> dict[int, Ids]:
+    """Draw a shard for each of `count` rows; return the positions of each shard's rows.
+
+    A memory of one shard draws nothing here, so that it goes on exactly as a local one.
+    """
+    shards = sorted(shard for shard, mass in masses.items() if mass > 0)
+    if len(shards) == 1:
+        return {shards[0]: np.arange(count)}
+    mass = np.array([masses[shard] for shard in shards])
+    drawn = generator.choice(len(shards), size=count, p=mass / mass.sum())
+    return {shard: rows for i, shard in enumerate(shards) if (rows := np.flatnonzero(drawn == i)).size}
+
+
+def weights_of(
+    answers: Sequence[Answer], where: Sequence[Ids], masses: Sequence[float], beta: float
+) -> NDArray[np.float32]:
+    """Return the weights of a batch: the lowest probability in it over each row's own, to the power of beta.
+
+    Args:
+        masses: What each answer's shard was taken to hold when its rows were assigned.
+    """
+    count = sum(map(len, where))
+    chance = np.empty(count, np.float64)
+    for answer, rows, mass in zip(answers, where, masses, strict=True):
+        # Of one shard alone its mass says nothing; of several, what was believed over what was true.
+        belief = 1.0 if len(answers) == 1 else mass / answer.standing.mass
+        chance[rows] = belief * answer.scaled
+    shares = (chance.min(initial=np.inf) / chance).astype(np.float32)
+    return np.asarray(shares ** np.float32(beta), np.float32)
+
+
+_LOOK_S = 0.05
+"""How long an answer is waited for before it is asked whether the shard is there at all."""
+
+
+@dataclass(slots=True)
+class Call:
+    """A question to one shard; its answer may hold rows of several batches."""
+
+    reference: Any
+    is_heard: bool = False
+    answer: Answer | None = None  # None also where the shard was lost, or holds nothing any more
+
+
+@dataclass(slots=True)
+class Asked:
+    """Rows of a batch that one shard was asked for."""
+
+    shard: int
+    rows: Ids  # positions in the batch
+    mass: float  # what the shard was taken to hold
+    call: Call
+    first: int  # the first of them in the answer
+
+
+@dataclass(slots=True)
+class Request:
+    """A batch that was asked for."""
+
+    count: int
+    asked: list[Asked] = field(default_factory=list)
+
+
+class Drawing:
+    """Draws batches.
+
+    Args:
+        policy: What is done while a shard does not answer, see `ReplayMemory`.
+        patience_s: Seconds after which a shard that says nothing counts as lost.
+    """
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        layout: TravelLayout,
+        deliverer: Deliverer,
+        sampler: Sampler,
+        generator: np.random.Generator,
+        policy: str,
+        patience_s: float,
+    ) -> None:
+        self._cluster = cluster
+        self._reader = AnswerReader(layout)
+        self._deliverer = deliverer
+        self._sampler = sampler
+        self.generator = generator
+        self._policy = policy
+        self._patience_s = patience_s
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._lock = threading.Lock()
+
+    def start(self, count: int, batches: int = 1) -> list[Request]:
+        """Draw a shard for every row of some batches, and ask every shard once for all of them."""
+        requests = [Request(count) for _ in range(batches)]
+        with self._lock:
+            self._ask([(request, np.arange(count)) for request in requests], self._reachable(count))
+        return requests
+
+    def finish(self, request: Request) -> Batch:
+        """Wait for the rows, draw those anew whose shard was lost, and make the batch."""
+        answers: list[Answer] = []
+        asked: list[Asked] = []
+        ids = np.empty(request.count, np.int64)
+        while request.asked:
+            oldest = request.asked.pop(0)
+            answer = self._heard(oldest)
+            if answer is None:
+                with self._lock:
+                    self._ask([(request, oldest.rows)], self._reachable(1))
+                continue
+            ids[oldest.rows] = ids_of(oldest.shard, answer.rows)
+            answers.append(answer)
+            asked.append(oldest)
+        beta = self._sampler.beta if isinstance(self._sampler, Prioritized) else 1.0
+        where = [each.rows for each in asked]
+        weights = weights_of(answers, where, [each.mass for each in asked], beta)
+        return self._deliverer.batch(answers, where, ids, weights)
+
+    def answer(self, shard: int, payload: bytes) -> Answer:
+        """Read a shard's answer, and fetch the dictionaries that it names."""
+        answer = self._reader.read(payload, lambda name: self.learn(shard, name))
+        self._cluster.note(shard, answer.standing)
+        return answer
+
+    def learn(self, shard: int, name: str) -> Dictionary:
+        """Return a dictionary that a shard's blocks name."""
+        if name not in self._dictionaries:
+            record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
+            self._dictionaries[name] = unpack_dictionary(record)
+        return self._dictionaries[name]
+
+    def _heard(self, asked: Asked) -> Answer | None:
+        """Wait for a shard's answer, and cut out the rows; None if it is lost, or holds nothing any more."""
+        call = asked.call
+        if not call.is_heard:
+            call.answer = self._answered(asked.shard, call)
+        return None if call.answer is None else call.answer.part(asked.first, asked.first + len(asked.rows))
+
+    def _answered(self, shard: int, call: Call) -> Answer | None:
+        try:
+            payload = self._payload(shard, call)
+            call.is_heard = True
+            if len(payload) == ShardCounters.NBYTES:
+                self._cluster.note(shard, ShardCounters.of(payload))
+                return None
+            return self.answer(shard, payload)
+        except LOSSES as error:
+            call.is_heard = True  # so that it is lost once
+            self._cluster.lose(shard)
+            if self._policy == "raise":
+                raise ShardError(
+                    f"shard {shard} does not answer ({type(error).__name__}); wait, or use "
+                    "on_shard_loss='degrade' to draw from the others meanwhile"
+                ) from error
+            return None
+
+    def _payload(self, shard: int, call: Call) -> bytes:
+        """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
+        until = time.monotonic() + self._patience_s
+        while True:
+            left = until - time.monotonic()
+            try:
+                return received(call.reference, min(_LOOK_S, max(0.0, left)))
+            except ray.exceptions.GetTimeoutError:
+                if left <= 0 or self._cluster.is_away(shard):
+                    raise
+
+    def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
+        """Ask shards for some rows of batches, each batch's drawn for itself."""
+        by_shard: dict[int, list[tuple[Request, Ids]]] = {}
+        for request, rows in wanted:
+            for shard, positions in assigned(masses, len(rows), self.generator).items():
+                by_shard.setdefault(shard, []).append((request, rows[positions]))
+        for shard in sorted(by_shard):
+            parts = by_shard[shard]
+            counts = [len(rows) for _, rows in parts]
+            call, first = Call(self._cluster.call(shard, "sample", counts)), 0
+            for (request, rows), count in zip(parts, counts, strict=True):
+                request.asked.append(Asked(shard, rows, masses[shard], call, first))
+                first += count
+        self._cluster.ask_again([shard for shard in masses if shard not in by_shard])
+
+    def _reachable(self, count: int) -> dict[int, float]:
+        """Return the masses of the shards that answer; refuse a batch of more than they hold."""
+        masses = self._cluster.masses()
+        lost = self._cluster.lost
+        if lost and self._policy == "raise":
+            raise ShardError(
+                f"shards {lost} do not answer; wait, or use on_shard_loss='degrade' to draw from the others meanwhile"
+            )
+        if lost and self._policy == "block":
+            for shard in lost:
+                self._cluster.wait_for(shard)
+            masses = self._cluster.masses()
+        if not masses:
+            self._cluster.wait_for_any()
+        if self._cluster.transitions < count:
+            self._cluster.refresh()
+            held = self._cluster.transitions
+            if held < count:
+                raise ArgumentError(
+                    f"batch_size ({count}) is more than the {held} transitions held; add more first, or draw a smaller "
+                    "batch"
+                )
+        return self._cluster.masses()
+
+
+def received(call: Any, patience_s: float) -> bytes:
+    """Wait for a call's result; an error of holdall's own is raised as it was there."""
+    try:
+        result: bytes = ray.get(call, timeout=patience_s)
+    except ray.exceptions.RayTaskError as error:
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, HoldallError):
+            raise cause from None
+        raise
+    return result
+
+
+def gathered(
+    wanted: NDArray[np.int64], cluster: Cluster, drawing: Drawing, deliverer: Deliverer, patience_s: float
+) -> Batch:
+    """Return the transitions `wanted`, in that order."""
+    numbers = set(cluster.numbers)
+    shards = shards_of(wanted)
+    unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
+    if unknown.size:
+        raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
+    calls = []
+    for shard in np.unique(shards).tolist() or [min(numbers)]:
+        rows = np.flatnonzero(shards == shard)
+        calls.append((shard, rows, cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
+    answers, where = [], []
+    for shard, rows, call in calls:
+        try:
+            answers.append(drawing.answer(shard, received(call, patience_s)))
+        except LOSSES as error:
+            raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        where.append(rows)
+    return deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+
+
+Draw = Callable[[int], list[Request]]
+"""Draws so many batches."""
+
+
+def together(prefetch: int, shards: int) -> int:
+    """Return how many batches are drawn at once, of `prefetch` that may be.
+
+    With that many a shard's answer holds about half a batch. From one or two shards it does so anyway; of one shard
+    batches are drawn exactly when a local memory draws them.
+    """
+    return max(1, min(prefetch, shards // 2))
+
+
+class BatchesAhead:
+    """Starts one batch after another, and draws some at once when there is none left."""
+
+    def __init__(self, drawing: Drawing, draw: Draw, batches: int) -> None:
+        self._drawing = drawing
+        self._draw = draw
+        self._batches = batches
+        self._drawn: deque[Request] = deque()
+
+    def __call__(self) -> ClusterJob:
+        """Start the next batch."""
+        if not self._drawn:
+            self._drawn.extend(self._draw(self._batches))
+        return ClusterJob(self._drawing, self._drawn.popleft())
+
+
+class ClusterJob:
+    """A batch that was asked for and is put together in the background."""
+
+    is_quick = False
+
+    def __init__(self, drawing: Drawing, request: Request) -> None:
+        self._drawing = drawing
+        self._request = request
+        self._batch: Batch | None = None
+
+    def work(self) -> None:
+        """Wait for the answers, and decode them."""
+        self._batch = self._drawing.finish(self._request)
+
+    def receive(self) -> Batch:
+        """Return the batch."""
+        if self._batch is None:
+            self.work()
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise ShardError("a batch was received before it was made; report this")
+        return batch
+
+
+_MOST_UNDER_WAY = 16
+
+
+class Priorities:
+    """Tells shards what a learner found out about their rows."""
+
+    def __init__(self, cluster: Cluster, patience_s: float) -> None:
+        self._cluster = cluster
+        self._patience_s = patience_s
+        self._under_way: deque[tuple[int, Any]] = deque()
+        self._lock = threading.Lock()
+
+    def tell(self, wanted: Ids, told: Array) -> None:
+        """Send priorities on their way; rows of shards that do not answer are passed over."""
+        shards = shards_of(wanted)
+        reachable = set(self._cluster.numbers) - set(self._cluster.lost)
+        for shard in np.unique(shards).tolist():
+            if shard in reachable:
+                rows = np.flatnonzero(shards == shard)
+                sent = (rows_of(wanted[rows]).tobytes(), told[rows].tobytes(), told.dtype.str)
+                with self._lock:
+                    self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
+        self.hear()
+
+    def hear(self) -> None:
+        """Look at what became of updates, and wait if too many are under way."""
+        while True:
+            with self._lock:
+                if not self._under_way:
+                    return
+                crowded = len(self._under_way) > _MOST_UNDER_WAY
+                shard, call = self._under_way[0]
+                ready, _ = ray.wait([call], timeout=self._patience_s if crowded else 0)
+                if not ready and not crowded:
+                    return
+                self._under_way.popleft()
+            try:
+                self._cluster.note(shard, ShardCounters.of(received(call, self._patience_s)))
+            except LOSSES:
+                self._cluster.lose(shard)
+
+
+def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
+    """Return ids and priorities as arrays of one length, or say why they are none."""
+    told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+    wanted = as_ids(ids)
+    if told.shape != wanted.shape or told.dtype.kind not in "iuf":
+        raise ArgumentError(
+            f"priorities has shape {told.shape} and dtype {told.dtype} for ids of shape {wanted.shape}; pass one "
+            "number for every row drawn"
+        )
+    if told.size and not (np.isfinite(told).all() and told.min() >= 0):
+        raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
+    return wanted, told

@@ -1,0 +1,444 @@
+"""ReplayMemory over shards: the local memory's calls, for more actors or transitions than one machine takes.
+
+The flow, one stage a file:
+
+    add    -> writer -> encode -> block -> stream -> shard -> shelf
+    sample -> router -> shard -> shelf -> answer -> deliver (decode) -> batch
+
+Invariant: what comes back is bit for bit what was added, whichever shard held it. A memory of one shard gives the
+batches of a local memory with the same seed.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import ray
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.checkpoint.background import SaveHandle
+from holdall.checkpoint.source import place_of
+from holdall.cluster.answer import Deliverer
+from holdall.cluster.checkpoint import newest_manifest, save
+from holdall.cluster.fleet import ClusterSettings, Fleet, single
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, together
+from holdall.cluster.members import Cluster, added_up
+from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.roster import LearnerMetrics, RateLimit
+from holdall.cluster.security import require_safe_cluster
+from holdall.cluster.status import ShardStatus, status_of
+from holdall.cluster.writer import Address, Writer
+from holdall.delivery.loader import Loader
+from holdall.errors import ArgumentError, ClosedError
+from holdall.json_state import generator_state, restored_generator, schema_of, schema_words
+from holdall.native.kernels import chosen_kernels
+from holdall.report import MemoryReport
+from holdall.sampling.draw import Sampler, as_ids
+from holdall.sampling.prioritized import Prioritized
+from holdall.schema import Schema
+from holdall.units import generator_of, require_count
+
+_ASK_AGAIN_S = 0.005
+_MOST_TOLD = 16
+"""Updates of priorities under way, before one is waited for."""
+
+Ids = NDArray[np.int64]
+
+
+class ReplayMemory:
+    """Replay memory over shards, each an actor of Ray's.
+
+    Args:
+        observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed and
+            extras.
+        capacity: Transitions over all shards; each holds its share.
+        shards: Actors that hold transitions.
+        durability: "memory": what a shard held is lost with it. "segment": an acknowledged transition was written to
+            `url` first, and a restarted shard goes on with it.
+        on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
+            "raise" raises `ShardError`.
+        url: Where journals are kept: a path that every machine sees, or a prefix of an object store.
+        sampler: `Uniform()` or `Prioritized(...)`.
+        limit: How many rows are drawn for every transition added; writers and learners then wait for each other.
+        placement: Where shards are started: "spread" over machines as far as there are any, or "pack" on few.
+        resources: What Ray reserves for each, by name: {"memory": 2**34}, or one of your own that machines for shards
+            have once each.
+        patience_s: Seconds after which a shard that says nothing counts as lost.
+
+    All methods may be called from any thread.
+    """
+
+    def __init__(
+        self,
+        observation_space: spaces.Space[Any],
+        action_space: spaces.Space[Any],
+        capacity: int = 1_000_000,
+        num_envs: int = 1,
+        *,
+        shards: int = 8,
+        durability: str = "memory",
+        url: str | os.PathLike[str] | None = None,
+        on_shard_loss: str = "degrade",
+        prefer: str = "balanced",
+        device: str | None = None,
+        seed: int | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None,
+        sampler: Sampler | None = None,
+        limit: RateLimit | None = None,
+        placement: str = "spread",
+        resources: Mapping[str, float] | None = None,
+        patience_s: float = 10.0,
+    ) -> None:
+        require_count("num_envs", num_envs, 1)
+        require_count("shards", shards, 1)
+        require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
+        self._sampler = single(sampler)
+        schema = Schema.of(observation_space, action_space, extras, num_envs)
+        rows = capacity // num_envs // shards * num_envs
+        settings = ClusterSettings(
+            durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
+        )
+        self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
+
+    def _set_up(
+        self,
+        schema: Schema,
+        shard_rows: int,
+        settings: ClusterSettings,
+        seed: int | None,
+        generator: np.random.Generator,
+        shards: Iterable[int],
+        saved: tuple[str, Mapping[str, Any]] | None = None,
+    ) -> None:
+        require_safe_cluster()
+        self._lanes = schema.num_envs
+        self._layout = TravelLayout.of(schema)
+        self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
+        self._words = schema_words(schema)
+        self._lock = threading.RLock()
+        self._own_writer: Writer | None = None
+        self._closed = False
+        self._name = f"holdall-{secrets.token_hex(8)}"
+        self._metrics = LearnerMetrics(self._name)
+        url = None if settings.url is None else place_of(settings.url)
+        self._fleet = Fleet(self._name, self._words, shard_rows, self._sampler, seed, url, settings)
+        self._roster = self._fleet.roster
+        patience = settings.patience_s
+        self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
+        self._cluster = Cluster(self._address)
+        self._drawing = Drawing(
+            self._cluster,
+            self._layout,
+            self._deliverer,
+            self._sampler,
+            generator,
+            settings.on_shard_loss,
+            patience,
+        )
+        self._priorities = Priorities(self._cluster, patience)
+        for number in shards:
+            self._fleet.start(number, None if saved is None else (saved[0], saved[1][str(number)]))
+        self._fleet.settle()
+        self._cluster.refresh()
+
+    def add_shard(self) -> int:
+        """Start one more shard and return its number; new blocks go there, too."""
+        self._open()
+        return self._fleet.start()
+
+    def drain_shard(self, number: int) -> None:
+        """Move what a shard holds to the others, and end it; draws and writers go on meanwhile.
+
+        Transitions that were moved have new ids, and the priority of new ones. If it ends with `ShardError`, call it
+        again; with journals every transition is there once, whatever is killed meanwhile.
+        """
+        self.flush()
+        with self._lock:
+            self._fleet.drain(number, self._own(), self._drawing, self._cluster)
+
+    def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
+        """Return a handle that feeds the memory from any process; it can be pickled.
+
+        Args:
+            num_envs: Its lanes, if not as many as the memory's.
+            spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
+        """
+        self._open()
+        lanes = self._lanes if num_envs is None else num_envs
+        require_count("num_envs", lanes, 1)
+        if spread is not None:
+            require_count("spread", spread, 1)
+        return Writer(self._address, lanes, spread)
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add one transition per lane, see `holdall.ReplayMemory.add`."""
+        with self._lock:
+            self._own().add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def add_as_is(self, *_: Any) -> bool:
+        """Say that there is no short way to add; for adapters."""
+        return False
+
+    def extend(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
+        with self._lock:
+            self._own().extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+
+    def flush(self) -> None:
+        """Return when the shards have acknowledged all that `add` was given."""
+        with self._lock:
+            self._open()
+            if self._own_writer is not None:
+                self._own_writer.flush()
+                for shard, standing in self._own_writer.standings.items():
+                    self._cluster.note(shard, standing)
+
+    def sample(self, batch_size: int) -> Batch:
+        """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
+        require_count("batch_size", batch_size, 1)
+        return self._drawing.finish(self._start(batch_size)[0])
+
+    def loader(self, batch_size: int, prefetch: int = 2) -> Loader:
+        """Return an endless iterator over batches asked for ahead of time, see `holdall.ReplayMemory.loader`.
+
+        From four shards on some batches are drawn at once, so that fewer calls are made: each is then drawn at most,
+        and no longer exactly, `prefetch` batches before it is handed out. With a limiter each is drawn alone.
+        """
+        require_count("batch_size", batch_size, 1)
+        require_count("prefetch", prefetch, 0)
+        self._open()
+        self._deliverer.keep(prefetch + 2)
+        batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
+        ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
+        return Loader(ahead, max(0, prefetch - batches + 1))
+
+    def gather(self, ids: Any) -> Batch:
+        """Return the transitions `ids`, in that order."""
+        wanted = as_ids(ids)
+        self.flush()
+        return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
+
+    def update_priorities(self, ids: Any, priorities: Any) -> None:
+        """Tell how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
+
+        It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
+        call.
+        """
+        self._open()
+        if not isinstance(self._sampler, Prioritized):
+            raise ArgumentError(
+                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
+                "priorities; construct the memory with sampler=Prioritized(...)"
+            )
+        told = checked(ids, priorities)
+        self.flush()
+        self._priorities.tell(*told)
+
+    def __len__(self) -> int:
+        """Count the transitions that can be sampled, over the shards that answer."""
+        self.flush()
+        return sum(standing.transitions for standing in self._cluster.refresh().values())
+
+    @property
+    def capacity(self) -> int:
+        """Most transitions that are held, over all shards."""
+        return self._fleet.shard_rows * len(self._cluster.numbers)
+
+    @property
+    def num_envs(self) -> int:
+        """Lanes of `add`."""
+        return self._lanes
+
+    @property
+    def num_shards(self) -> int:
+        """Shards, those that do not answer now among them."""
+        return len(self._cluster.numbers)
+
+    @property
+    def sampler(self) -> Sampler:
+        """How `sample` draws; its beta may be set anew."""
+        return self._sampler
+
+    @property
+    def schema(self) -> Schema:
+        """What a transition consists of."""
+        return self._layout.schema
+
+    @property
+    def first_id(self) -> int:
+        """Lowest transition id that is still held; of a memory of one shard."""
+        return self._only_standing().first_row
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition; of a memory of one shard."""
+        return self._only_standing().next_row
+
+    def shards(self) -> list[ShardStatus]:
+        """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
+        self._open()
+        return [status_of(number, actor, self._address.patience_s) for number, actor in self._fleet.actors.items()]
+
+    def report(self) -> MemoryReport:
+        """Account for the bytes that all shards hold, field by field."""
+        self.flush()
+        standings = self._cluster.refresh()
+        reports = ray.get(
+            [self._cluster.handle(shard).report.remote() for shard in standings], timeout=self._address.patience_s
+        )
+        transitions = sum(standing.transitions for standing in standings.values())
+        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(standings))
+
+    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
+        """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
+
+        Every shard writes what is new of its own, as it stands when its turn comes.
+        """
+        require_count("keep", keep, 1)
+        self.flush()
+        words = {
+            "schema": self._words,
+            "shard_rows": self._fleet.shard_rows,
+            "generator": generator_state(self._drawing.generator),
+            "sampler": type(self._sampler).__name__,
+        }
+        return save(place_of(url), self._fleet.actors, words, int(keep))
+
+    @classmethod
+    def load(
+        cls,
+        url: str | os.PathLike[str],
+        device: str | None = None,
+        sampler: Sampler | None = None,
+        *,
+        durability: str = "memory",
+        journal_url: str | os.PathLike[str] | None = None,
+        on_shard_loss: str = "degrade",
+        prefer: str = "balanced",
+        limit: RateLimit | None = None,
+        patience_s: float = 10.0,
+    ) -> Self:
+        """Load the newest checkpoint, on as many shards as it was saved from; draws go on where they were.
+
+        Args:
+            sampler: One with the settings of the saved memory's; None: `Uniform()`.
+            journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
+                already go before the checkpoint's.
+        """
+        place = place_of(url)
+        manifest = newest_manifest(place)
+        memory = cls.__new__(cls)
+        memory._sampler = single(sampler)
+        if sampler is None and manifest["sampler"] != "Uniform":
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
+                f"sampler={manifest['sampler']}(...) with its settings, or another one to start anew"
+            )
+        settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
+        numbers = sorted(int(number) for number in manifest["shards"])
+        memory._set_up(
+            schema_of(manifest["schema"]),
+            int(manifest["shard_rows"]),
+            settings,
+            None,
+            restored_generator(manifest["generator"]),
+            numbers,
+            (place, manifest["shards"]),
+        )
+        return memory
+
+    def close(self) -> None:
+        """End the shards; batches that were handed out stay as they are."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._fleet.end()
+            self._deliverer.dismiss()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _own(self) -> Writer:
+        self._open()
+        if self._own_writer is None:
+            self._own_writer = self.writer()
+        return self._own_writer
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ClosedError("the memory was closed; make a new ReplayMemory")
+
+    def _only_standing(self) -> ShardCounters:
+        self.flush()
+        standings = self._cluster.refresh()
+        if list(standings) != [0]:
+            raise ArgumentError(
+                "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
+                "the ids of a batch"
+            )
+        return standings[0]
+
+    def _start(self, count: int, batches: int = 1) -> list[Request]:
+        """Ask for some batches, once what this process added and told has reached the shards."""
+        self.flush()
+        self._priorities.hear()
+        self._wait_for_grant(count)
+        if self._metrics.is_due:
+            self._tell_metrics()
+        return self._drawing.start(count, batches)
+
+    def _tell_metrics(self) -> None:
+        writer, shards = self._own_writer, max(1, self.num_shards)
+        self._metrics.tell(
+            coverage=1 - len(self._cluster.lost) / shards,
+            losses=self._cluster.losses,
+            unacknowledged_bytes=0 if writer is None else writer.unacknowledged_bytes,
+            credit_wait_seconds=0.0 if writer is None else writer.waited_s,
+        )
+
+    def _wait_for_grant(self, count: int) -> None:
+        """Wait until the limiter grants a draw, if there is one."""
+        limit = self._address.limit
+        if self._cluster.roster_was_lost:
+            self._cluster.roster_was_lost = False
+            self._fleet.readmit()
+        if limit is None:
+            return
+        limit.require("batch", count)
+        while not self._cluster.ask_roster("take_samples", count):
+            time.sleep(_ASK_AGAIN_S)

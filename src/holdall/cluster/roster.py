@@ -1,0 +1,375 @@
+"""The rate limiter: samples per insert, kept within bounds over all writers and learners.
+
+In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
+Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time
+and whoever dies with a grant: an insert under way counts against the upper bound as if it were done, and against the
+lower as if it never would be. Grants end by themselves, so nobody waits for the dead.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util import metrics
+
+from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.errors import ArgumentError
+from holdall.sampling.draw import require_count, require_number
+
+_LEASE_S = 30.0
+"""How long a grant lasts that is neither used nor given back."""
+
+
+@dataclass(frozen=True, slots=True)
+class RateLimit:
+    """How often a transition is to be drawn before it is replaced, about.
+
+    Args:
+        samples_per_insert: Rows drawn for every transition added, in the long run.
+        min_size: Transitions added before anything is drawn.
+        tolerance: How many rows too many or too few may be drawn; at least a few batches, and a few blocks of 128
+            transitions times samples_per_insert.
+    """
+
+    samples_per_insert: float
+    min_size: int
+    tolerance: float
+
+    def __post_init__(self) -> None:
+        require_number("samples_per_insert", self.samples_per_insert, 1e-6)
+        require_count("min_size", self.min_size, 1)
+        require_number("tolerance", self.tolerance, 0.0)
+
+    @property
+    def lowest(self) -> float:
+        """Lower bound of the error."""
+        return self.min_size * self.samples_per_insert - self.tolerance
+
+    @property
+    def highest(self) -> float:
+        """Upper bound of the error."""
+        return self.min_size * self.samples_per_insert + self.tolerance
+
+    def require(self, what: str, rows: float) -> None:
+        """Refuse what could never be granted."""
+        if rows > self.tolerance:
+            raise ArgumentError(
+                f"tolerance ({self.tolerance:g}) is less than what one {what} moves ({rows:g}), so that writers and "
+                "learners could wait for each other; raise it"
+            )
+
+
+@dataclass(slots=True)
+class Limiter:
+    """Grants inserts and samples. Not locked: whoever owns it is."""
+
+    limit: RateLimit
+    inserted: int = 0  # what the shards took, as they last said
+    sampled: int = 0
+    _inserts: dict[int, tuple[int, float]] = field(default_factory=dict)  # lease: rows, and when it ends
+    _next: int = 0
+
+    @property
+    def error(self) -> float:
+        """How far samples are behind inserts."""
+        return self.inserted * self.limit.samples_per_insert - self.sampled
+
+    def words(self) -> dict[str, float]:
+        """Say how it stands, as plain numbers."""
+        bounds = {"lowest": self.limit.lowest, "highest": self.limit.highest}
+        return {"inserted": self.inserted, "sampled": self.sampled, "error": self.error, **bounds}
+
+    def observe(self, inserted: int) -> None:
+        """Take over what the shards have taken; it only grows."""
+        self.inserted = max(self.inserted, inserted)
+
+    def lease_insert(self, rows: int, now: float) -> int | None:
+        """Grant the insert of some rows; None if it would lead out of bounds."""
+        self._inserts = {lease: (n, end) for lease, (n, end) in self._inserts.items() if end > now}
+        under_way = sum(n for n, _ in self._inserts.values())
+        then = (self.inserted + under_way + rows) * self.limit.samples_per_insert - self.sampled
+        if then > self.limit.highest:
+            return None
+        lease, self._next = self._next, self._next + 1
+        self._inserts[lease] = (rows, now + _LEASE_S)
+        return lease
+
+    def end_insert(self, lease: int) -> None:
+        """Forget a grant whose rows a shard has acknowledged, so that they are in `inserted` at the next look."""
+        self._inserts.pop(lease, None)
+
+    def take_samples(self, rows: int) -> bool:
+        """Grant the draw of some rows, and count them; False if it would lead out of bounds."""
+        if self.inserted < self.limit.min_size or self.error - rows < self.limit.lowest:
+            return False
+        self.sampled += rows
+        return True
+
+    def recentre(self, inserted: int) -> None:
+        """Begin anew with shards that hold something already: as if as much had been drawn as should be."""
+        self.inserted = inserted
+        behind = max(0, inserted - self.limit.min_size)
+        self.sampled = int(behind * self.limit.samples_per_insert)
+
+
+_SHARD = {
+    "transitions": "Transitions that can be drawn",
+    "inserted": "Transitions ever accepted",
+    "mass": "What draws are in proportion to",
+    "backlog": "Bytes that wait to be made durable",
+    "epoch": "Another one after every restart",
+    "held_bytes": "Bytes of transitions, as they are held",
+    "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
+    "anonymous_bytes": "Memory of the shard's process that no file backs",
+}
+_LEARNER = {
+    "coverage": "Share of the shards that answer",
+    "losses": "How often a shard did not answer",
+    "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
+    "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
+}
+_LIMITER = {
+    "error": "Rows that samples are behind inserts",
+    "lowest": "Lower bound of the error",
+    "highest": "Upper bound of the error",
+    "inserted": "Transitions that the shards took, as the limiter counts them",
+    "sampled": "Rows that were granted to be drawn",
+}
+_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
+_PAUSE_S = 1.0
+
+
+class _Gauges:
+    """Gauges of one kind."""
+
+    def __init__(self, prefix: str, described: dict[str, str], tags: dict[str, str]) -> None:
+        self._gauges: dict[str, Any] = {}
+        for name, text in described.items():
+            gauge = metrics.Gauge(f"holdall_{prefix}_{name}", description=text, tag_keys=tuple(tags))
+            gauge.set_default_tags(tags)
+            self._gauges[name] = gauge
+
+    def tell(self, **values: float) -> None:
+        """Set gauges."""
+        for name, value in values.items():
+            self._gauges[name].set(float(value))
+
+
+class _AskedFor(_Gauges):
+    """Gauges that are told once a second at most, by whoever is called anyway."""
+
+    def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
+        super().__init__(prefix, described, {"memory": memory})
+        self._told_at = -_PAUSE_S
+        self._lock = threading.Lock()
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to tell again; who is told so has to."""
+        with self._lock:
+            now = time.monotonic()
+            if now - self._told_at < _PAUSE_S:
+                return False
+            self._told_at = now
+            return True
+
+
+class LearnerMetrics(_AskedFor):
+    """What one learner tells."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("learner", _LEARNER, memory)
+
+
+class LimiterMetrics(_AskedFor):
+    """What the limiter of a memory tells."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("limiter", _LIMITER, memory)
+
+
+class ShardMetrics(_Gauges):
+    """What one shard tells."""
+
+    def __init__(self, memory: str, shard: int) -> None:
+        tags = {"memory": memory, "shard": str(shard)}
+        super().__init__("shard", _SHARD, tags)
+        self._seconds: Any = metrics.Histogram(
+            "holdall_shard_call_seconds",
+            description="How long calls took",
+            boundaries=_BOUNDARIES,
+            tag_keys=("memory", "shard", "call"),
+        )
+        self._seconds.set_default_tags(tags)
+
+    @contextmanager
+    def timed(self, call: str) -> Iterator[None]:
+        """Time a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.observe(time.perf_counter() - began, tags={"call": call})
+
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell what a shard says of its process, see status.py, every second from now on."""
+        threading.Thread(target=self._tell, args=(figures,), name="holdall-metrics", daemon=True).start()
+
+    def _tell(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        while True:
+            told = figures()
+            standing = ShardCounters.of(told["standing"])
+            values = {name: getattr(standing, name) for name in _SHARD if hasattr(standing, name)}
+            self.tell(**values, **{name: told[name] for name in _SHARD if name in told})
+            time.sleep(_PAUSE_S)
+
+
+NAMESPACE = "holdall"
+"""Where rosters have their names."""
+_LOOK_AGAIN_S = 0.05
+_CHOOSING_S = 60.0
+"""How long a writer may take to choose a codec before another is asked to."""
+
+
+class Roster:
+    """What is agreed on."""
+
+    def __init__(self, memory: str, limit: RateLimit | None, survives: bool) -> None:
+        self._lock = threading.Lock()
+        self._version = 0
+        self._limiter = None if limit is None else Limiter(limit)
+        self._metrics = None if limit is None else LimiterMetrics(memory)
+        self._survives = survives
+        self._inserted: dict[tuple[int, int], int] = {}
+        self._looked_at = 0.0
+        # A roster that was restarted does not know which lives there were; it begins where there were none yet.
+        self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
+        self._recentres = _is_restarted()
+        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new blocks
+        self._lives: dict[int, int] = {}
+        self._codecs: dict[str, bytes] = {}
+        self._choosing: dict[str, float] = {}
+
+    def begin_life(self, shard: int, first: int) -> int:
+        """Count a shard's lives, from `first` on."""
+        with self._lock:
+            life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
+            return life
+
+    def admit(self, handles: dict[int, Any]) -> int:
+        """Add shards to the list; it is told all there are, since it may have been restarted and know none."""
+        with self._lock:
+            self._shards = {shard: (handle, True) for shard, handle in handles.items()} | self._shards
+            self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
+            return self._version
+
+    def retire(self, shard: int) -> int:
+        """Have no new blocks sent to a shard."""
+        with self._lock:
+            handle, _ = self._shards[shard]
+            self._shards[shard] = (handle, False)
+            self._version = max(self._version + 1, time.time_ns())
+            return self._version
+
+    def dismiss(self, shard: int) -> int:
+        """Take a shard off the list."""
+        with self._lock:
+            self._shards.pop(shard, None)
+            self._version = max(self._version + 1, time.time_ns())
+            return self._version
+
+    def shards(self, known: int) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
+        """Return the list and its version; no list if the version is known."""
+        with self._lock:
+            return self._version, None if known == self._version else dict(self._shards)
+
+    def codec(self, key: str) -> tuple[str, bytes]:
+        """Say which codec a field's slices get: "chosen" and the codec, "choose" it, or "wait"."""
+        with self._lock:
+            if key in self._codecs:
+                return "chosen", self._codecs[key]
+            now = time.monotonic()
+            if now < self._choosing.get(key, 0.0):
+                return "wait", b""
+            self._choosing[key] = now + _CHOOSING_S
+            return "choose", b""
+
+    def chose(self, key: str, codec: bytes) -> tuple[str, bytes]:
+        """Take over a choice, unless another was quicker; return the one that stands."""
+        with self._lock:
+            return "chosen", self._codecs.setdefault(key, codec)
+
+    def lease_insert(self, rows: int) -> int | None:
+        """Grant the insert of some rows; None: not yet."""
+        self._look_at_shards()
+        with self._lock:
+            return -1 if self._limiter is None else self._limiter.lease_insert(rows, time.monotonic())
+
+    def end_insert(self, lease: int, shard: int, standing: bytes) -> None:
+        """Hear that rows that were granted have arrived."""
+        with self._lock:
+            if self._limiter is not None:
+                self._note(shard, ShardCounters.of(standing))
+                self._limiter.end_insert(lease)
+
+    def take_samples(self, rows: int) -> bool:
+        """Grant the draw of some rows; False: not yet."""
+        self._look_at_shards()
+        with self._lock:
+            return self._limiter is None or self._limiter.take_samples(rows)
+
+    def limiter(self) -> dict[str, float]:
+        """Say how the limiter stands."""
+        self._look_at_shards()
+        with self._lock:
+            if self._limiter is None:
+                return {}
+            return self._limiter.words()
+
+    def _look_at_shards(self) -> None:
+        """Ask the shards what they took, now and then."""
+        with self._lock:
+            now = time.monotonic()
+            if self._limiter is None or now - self._looked_at < _LOOK_AGAIN_S:
+                return
+            self._looked_at = now
+            asked = {shard: handle.standing.remote() for shard, (handle, _) in self._shards.items()}
+        ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
+        for shard, call in asked.items():
+            if call in ready:
+                try:
+                    told = ShardCounters.of(ray.get(call))
+                except ray.exceptions.RayError:  # it counts with what it took before
+                    continue
+                with self._lock:
+                    self._note(shard, told)
+        if self._metrics is not None and self._metrics.is_due:
+            with self._lock:
+                words = self._limiter.words()
+            self._metrics.tell(**words)
+
+    def _note(self, shard: int, standing: ShardCounters) -> None:
+        """Add up what was ever taken; a shard that began anew counts from 0 again."""
+        life = 0 if self._survives else standing.epoch
+        self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), standing.inserted)
+        if self._limiter is None:
+            return
+        total = sum(self._inserted.values())
+        if self._recentres:
+            self._limiter.recentre(total)
+            self._recentres = len(self._inserted) < len(self._shards)
+        self._limiter.observe(total)
+
+
+def _is_restarted() -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # Ray warns of a name that it uses itself
+        return ray.is_initialized() and bool(ray.get_runtime_context().was_current_actor_reconstructed)

@@ -1,0 +1,330 @@
+"""Writers: handles that actors feed a memory with, from any process.
+
+In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded blocks on the shards.
+Invariant: what `flush` returned for was acknowledged by the shards. The bytes that wait are bounded: `add` waits when
+the shards do. A block goes to the less filled of two shards; it needs none of the blocks before it, wherever they are.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from holdall.cluster.block import dictionaries_of, pack_block, pack_dictionary
+from holdall.cluster.encode import Encoder, SharedCodecs
+from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.roster import NAMESPACE, RateLimit
+from holdall.cluster.stream import BlockStream, GoneError, ShardClosedError
+from holdall.errors import ClosedError, ShardError
+from holdall.json_state import schema_of
+from holdall.native.kernels import chosen_kernels
+from holdall.schema import Schema
+from holdall.storage.codec import Dictionary
+from holdall.storage.records import dictionary_name
+from holdall.storage.snapshot import Tick
+
+_ROWS_OF_A_BLOCK = 128
+_ASK_AGAIN_S = 0.01
+_LOOK_AGAIN_S = 2.0
+"""How often the roster is asked for new shards."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a memory is, for writers and learners in other processes."""
+
+    words: dict[str, Any]  # of the schema
+    name: str  # of the roster; a handle in its place could not be had again by an actor that is restarted
+    survives: bool  # whether shards hold after a restart what they acknowledged
+    prefer: str
+    patience_s: float
+    limit: RateLimit | None = None
+
+    def roster(self) -> Any:
+        """Find the roster."""
+        try:
+            return ray.get_actor(self.name, NAMESPACE)
+        except ValueError as error:
+            raise ShardError(f"the memory {self.name} is not there; was it closed?") from error
+
+
+class Writer:
+    """Feeds a memory; picklable while nothing waits in it, without any right over the memory's life.
+
+    Args:
+        num_envs: Lanes of this writer.
+        spread: Shards that it sends to, chosen at random; None: all of them.
+    """
+
+    def __init__(self, address: Address, num_envs: int, spread: int | None = None) -> None:
+        self._address = address
+        self._lanes = num_envs
+        self._spread = spread
+        self._begin()
+
+    def _begin(self) -> None:
+        schema = schema_of(self._address.words)
+        self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
+        self._layout = TravelLayout.of(self._schema)
+        self._name = secrets.token_bytes(16)
+        self._roster = self._address.roster()
+        self._kernels = chosen_kernels()
+        ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
+        self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
+        self._habits = SharedCodecs(
+            self._roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
+        )
+        self._dictionaries: dict[str, Dictionary] = {}
+        self._generator = np.random.default_rng()
+        self._streams: dict[int, BlockStream] = {}
+        self._open_to: list[int] = []  # shards that take new blocks
+        self._version = -1
+        self._looked_at = 0.0
+        self._grants: list[int] = []
+        self.limited_s = 0.0  # waited for the limiter, all in all
+        self._closed = False
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self._encoder.rows or any(stream.unacknowledged_bytes for stream in self._streams.values()):
+            raise ShardError("a writer was pickled while transitions waited in it; call flush() first")
+        return {"address": self._address, "lanes": self._lanes, "spread": self._spread}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self._address, self._lanes, self._spread = state["address"], state["lanes"], state["spread"]
+        self._begin()
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """The memory's schema, as plain words."""
+        return self._address.words
+
+    @property
+    def waiting_rows(self) -> int:
+        """Rows that were not sent yet."""
+        return self._encoder.rows
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes that were sent and not acknowledged yet."""
+        return sum(stream.unacknowledged_bytes for stream in self._streams.values())
+
+    @property
+    def standings(self) -> dict[int, ShardCounters]:
+        """What shards said of themselves last."""
+        return {n: stream.standing for n, stream in self._streams.items() if stream.standing is not None}
+
+    @property
+    def waited_s(self) -> float:
+        """Seconds that `add` waited for the shards, all in all."""
+        return sum(stream.waited_s for stream in self._streams.values())
+
+    def add(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
+        self._write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+
+    def extend(
+        self,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None = None,
+        valid: Any = None,
+    ) -> None:
+        """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
+        count = len(reward)
+        steps = self._fit(
+            (count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid
+        )  # fmt: skip
+        self._require_open()
+        taken = 0
+        while taken < count:
+            if self._encoder.is_full:
+                self._send()
+            taken += self._encoder.extend(steps, taken)
+            if self._encoder.is_full:
+                self._send()
+
+    def flush(self) -> None:
+        """Send what waits, and return when the shards have acknowledged everything."""
+        if self._encoder.rows:
+            self._send()
+        for stream in list(self._streams.values()):
+            self._through(stream, None)
+
+    def close(self) -> None:
+        """Flush, and take no more."""
+        if not self._closed:
+            self.flush()
+        self._closed = True
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the writer was closed; make a new one with memory.writer()")
+
+    def _write(self, tick: Tick) -> None:
+        self._require_open()
+        if self._encoder.is_full:
+            self._send()
+        self._encoder.add(tick)
+        if self._encoder.is_full:
+            self._send()
+
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
+        return Tick.fitted(self._schema, leading, self._encoder.reward_dtype, *arguments)
+
+    def _send(self) -> None:
+        """Close the block and send it on its way; what could fail before that comes first, so that none is lost."""
+        self._wait_for_grant(self._encoder.rows)
+        stream = self._stream()
+        for i, field in enumerate(self._encoder.fields):
+            self._habits.look(i, field.window, field.raw)
+        codecs = self._habits.codecs([field.window for field in self._encoder.fields])
+        for codec in codecs.values():
+            if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
+                self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
+        block = self._encoder.close(codecs)
+        self._through(stream, pack_block(block), block.rows)
+
+    def _wait_for_grant(self, rows: int) -> None:
+        """Wait until the memory's limiter grants an insert, if there is one."""
+        limit = self._address.limit
+        if limit is None:
+            return
+        limit.require("block", rows * limit.samples_per_insert)
+        start = time.monotonic()
+        while (lease := self._leased(rows)) is None:
+            time.sleep(_ASK_AGAIN_S)
+            for stream in self._streams.values():
+                stream.hear()  # what has arrived does not count as under way any more
+        self._grants.append(lease)
+        self.limited_s += time.monotonic() - start
+
+    def _leased(self, rows: int) -> int | None:
+        """Ask the limiter; None: not yet, or it is being restarted."""
+        try:
+            lease: int | None = ray.get(self._roster.lease_insert.remote(rows), timeout=self._address.patience_s)
+        except ray.exceptions.ActorDiedError as error:
+            raise ShardError("the memory was closed while a writer waited to add to it") from error
+        except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
+            return None
+        return lease
+
+    def _through(self, stream: BlockStream, payload: bytes | None, rows: int = 0) -> None:
+        """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
+        try:
+            if payload is None:
+                stream.flush()
+            else:
+                stream.send(payload, rows)
+                self._end_grants(stream)
+        except GoneError as error:
+            if self._address.survives and not isinstance(error, ShardClosedError) and self._is_listed(stream.number):
+                raise
+            left = stream.take_back()
+            if payload is not None and (not left or left[-1][0] is not payload):
+                left.append((payload, rows))
+            self._streams.pop(stream.number, None)
+            self._version = -1
+            for block in left:
+                self._through(self._stream(excluded=stream.number), *block)
+            if payload is None:
+                self.flush()
+
+    def next_of_others(self) -> tuple[int, bytes, int]:
+        """Say to which shard `pass_on` will send a block, under which writer's name, and as which of its blocks."""
+        self.flush()
+        stream = self._stream()
+        return stream.number, self._name, stream.next_sequence
+
+    def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
+        """Send a block that another shard held; it is acknowledged when this returns."""
+        self._dictionaries |= dictionaries
+        self._through(self._streams[to], payload, rows)
+        self.flush()
+
+    def _is_listed(self, shard: int) -> bool:
+        """Whether a shard is still one of the memory's."""
+        _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
+        return shards is None or shard in shards
+
+    def _end_grants(self, stream: BlockStream) -> None:
+        """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
+        for lease in self._grants:
+            stream.grant(lease, self._roster)
+        self._grants.clear()
+
+    def _stream(self, excluded: int = -1) -> BlockStream:
+        """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
+        self._look_around()
+        choices = [number for number in self._open_to if number != excluded]
+        if not choices:
+            raise ShardError("no shard takes transitions; add one with memory.add_shard()")
+        pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
+        return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
+
+    def look_around(self) -> None:
+        """Ask at once which shards there are."""
+        self._looked_at = 0.0
+        self._look_around()
+
+    def _look_around(self) -> None:
+        """Ask which shards there are, from time to time."""
+        now = time.monotonic()
+        if self._version >= 0 and self._looked_at and now - self._looked_at < _LOOK_AGAIN_S:
+            return
+        self._looked_at = now
+        version, shards = self._listed()
+        if shards is None or version < self._version:  # one that was restarted knows less, until it is told again
+            return
+        self._version = version
+        for number, (handle, _) in shards.items():
+            if number not in self._streams:
+                self._streams[number] = BlockStream(
+                    handle, number, self._name, self._needed, self._address.survives, self._address.patience_s
+                )
+        taking = sorted(number for number, (_, takes) in shards.items() if takes)
+        if self._spread is not None and self._spread < len(taking):
+            kept = [number for number in self._open_to if number in taking]
+            others = [number for number in taking if number not in kept]
+            missing = max(0, self._spread - len(kept))
+            taking = (kept + self._generator.permutation(others).tolist()[:missing])[: self._spread]
+        self._open_to = taking
+
+    def _listed(self) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
+        """Return the roster's list; who knows no shard yet waits for a roster that is restarted, and for its list."""
+        until = time.monotonic() + self._address.patience_s
+        while True:
+            missing = "lists no shards"
+            try:
+                version, shards = ray.get(self._roster.shards.remote(self._version), timeout=self._address.patience_s)
+                if shards or self._version >= 0:
+                    return version, shards
+            except ray.exceptions.RayError as error:
+                if self._version >= 0:
+                    return self._version, None
+                missing = f"does not answer ({type(error).__name__})"
+            if time.monotonic() > until:
+                raise ShardError(f"the memory's roster {missing}; is the memory closed?")
+            time.sleep(_ASK_AGAIN_S)
+
+    def _needed(self, payload: bytes) -> list[bytes]:
+        return [pack_dictionary(self._dictionaries[name]) for name in dictionaries_of(payload)]

@@ -1,0 +1,176 @@
+"""A loader: batches ahead of time, in order.
+
+In:  a way to start a batch.  Out: batches, for ever.
+Invariant: what a batch holds depends on the calls of the consumer alone, never on how quick a thread is:
+it is drawn and looked up by the consumer's own call, and only put together in the background: by a thread, or by the
+device alone where there is nothing to do for the host.
+A batch is drawn `prefetch` batches before it is handed out; with `prefetch=0` when it is.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+
+from holdall.batch import Batch, Draw, Goals
+from holdall.delivery.host import BatchJob
+from holdall.errors import ClosedError, DamageError, TransitionIdError
+from holdall.sampling.draw import Held
+
+
+class Loader:
+    """An endless iterator over batches; also a context manager.
+
+    Args:
+        start: Draws a batch, and looks up where its rows are.
+        prefetch: Batches that are under way besides the one that is asked for.
+        finish: Called when the loader is closed and nothing is under way any more.
+    """
+
+    def __init__(self, start: Callable[[], BatchJob], prefetch: int, finish: Callable[[], None] | None = None) -> None:
+        self._start = start
+        self._finish = finish
+        self._prefetch = prefetch
+        self._under_way: deque[tuple[BatchJob, Future[None]]] = deque()
+        self._worker: ThreadPoolExecutor | None = None
+        if prefetch:
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdall-loader")
+        self._closed = False
+
+    def __iter__(self) -> Self:
+        return self
+
+    def __next__(self) -> Batch:
+        """Return the next batch; an error of the worker's is raised here, in the batch's turn."""
+        if self._closed:
+            raise ClosedError("the loader was closed; make a new one with memory.loader(...)")
+        if self._worker is None:
+            job = self._start()
+            job.work()
+            return job.receive()
+        while len(self._under_way) <= self._prefetch:
+            job = self._start()
+            self._under_way.append((job, _done(job) if job.is_quick else self._worker.submit(job.work)))
+        job, done = self._under_way.popleft()
+        done.result()
+        return job.receive()
+
+    @property
+    def under_way(self) -> int:
+        """Batches that were drawn, and not handed out yet."""
+        return len(self._under_way)
+
+    def close(self) -> None:
+        """Stop; batches under way are given up, batches handed out stay as they are."""
+        self._closed = True
+        for _, future in self._under_way:
+            future.cancel()
+        if self._worker is not None:
+            self._worker.shutdown(wait=True)
+        self._under_way.clear()
+        if self._finish is not None:
+            self._finish()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def _done(job: BatchJob) -> Future[None]:
+    """Do a job at once; what it raises is raised in its turn."""
+    future: Future[None] = Future()
+    try:
+        job.work()
+        future.set_result(None)
+    except Exception as error:
+        future.set_exception(error)
+    return future
+
+
+_ARRAYS = {"ids": "i8", "weights": "f4", "last_ids": "i8", "reward": None, "discount": "f4", "mask": "b1"}
+
+
+class Prefetched:
+    """What the loaders of one memory have under way."""
+
+    def __init__(self) -> None:
+        self._loaders: list[tuple[weakref.ref[Loader], deque[Draw]]] = []
+        self._saved: deque[deque[Draw]] = deque()  # by loader of the memory that was saved
+
+    def watch(self, loader: Loader, drawn: deque[Draw]) -> None:
+        """Remember a loader, and the recipes that it is given."""
+        self._loaders = [(ref, draws) for ref, draws in self._loaders if ref() is not None]
+        self._loaders.append((weakref.ref(loader), drawn))
+
+    def saved(self, batch_size: int) -> deque[Draw]:
+        """Return what the next loader begins with."""
+        draws = self._saved.popleft() if self._saved else deque()
+        return draws if all(len(draw.ids) == batch_size for draw in draws) else deque()
+
+    @staticmethod
+    def next_of(draws: deque[Draw], held: Held) -> Draw | None:
+        """Take the next of some recipes, if all that it names is held still."""
+        try:
+            draw = draws.popleft()
+            held.require_drawn(draw)
+        except (IndexError, TransitionIdError):
+            return None
+        return draw
+
+    def state(self) -> list[Any]:
+        """Describe what is under way, loader by loader."""
+        found = []
+        for ref, draws in self._loaders:
+            loader = ref()
+            if loader is not None and loader.under_way:
+                found.append([_words(draw) for draw in list(draws)[-loader.under_way :]])
+        return found
+
+    def restore(self, state: Any, reward_fn: Any) -> None:
+        """Take over what `state` returned elsewhere."""
+        self._saved = deque(deque(_draw(words, reward_fn) for words in loader) for loader in state)
+
+
+def _words(draw: Draw) -> dict[str, Any]:
+    words: dict[str, Any] = {name: getattr(draw, name) for name in _ARRAYS}
+    goals = draw.goals
+    if goals is not None:
+        words["goals"] = {"rows": goals.rows, "ids": goals.ids, "keys": [goals.achieved_key, goals.desired_key]}
+    return words
+
+
+def _draw(words: Mapping[str, Any], reward_fn: Any) -> Draw:
+    arrays = {name: words[name] for name in _ARRAYS}
+    for name, dtype in _ARRAYS.items():
+        array = arrays[name]
+        if array is None and name not in {"ids", "weights"}:
+            continue
+        if not isinstance(array, np.ndarray) or (dtype is not None and array.dtype != np.dtype(dtype)):
+            raise DamageError(f"the {name} of a prefetched batch are no array of {dtype}")
+        if array.ndim < 1 or len(array) != len(arrays["ids"]):
+            raise DamageError(f"the {name} of a prefetched batch have shape {array.shape}, not a row an id")
+    goals = words.get("goals")
+    if goals is None:
+        return Draw(**arrays)
+    rows, ids = np.asarray(goals["rows"], np.int64), np.asarray(goals["ids"], np.int64)
+    if (
+        rows.shape != ids.shape
+        or rows.ndim != 1
+        or (rows.size and not 0 <= rows.min() <= rows.max() < len(arrays["ids"]))
+    ):
+        raise DamageError("the goals of a prefetched batch are not of its rows")
+    achieved, desired = (str(key) for key in goals["keys"])
+    return Draw(**arrays, goals=Goals(rows, ids, achieved, desired, reward_fn))

@@ -1,1 +1,0 @@
-"""Sealing: how slices are compressed in the background, and which codec a field gets."""

@@ -1,1 +1,0 @@
-"""Rollouts: frames stored once, advantages in place, minibatches without a flattened copy."""

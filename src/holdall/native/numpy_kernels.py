@@ -1,0 +1,230 @@
+"""The same loops in NumPy, for machines where the compiled library was not built.
+
+In:  contiguous arrays.  Out: parts and batches, byte for byte those of native.py.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.native.numpy_codec import PortableCoder
+from holdall.native.slice_names import SliceNamer
+from holdall.schema import Array, Bytes, as_bytes
+from holdall.storage.blocks import Coder, SealedSlices, SliceBlock, release_tail
+from holdall.storage.layout import Window
+from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
+from holdall.threads import ThreadPool
+
+
+class PortableKernels:
+    """Makes parts and fills batches with NumPy."""
+
+    name = "portable"
+
+    def __init__(self) -> None:
+        self.coder: Coder = PortableCoder()
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block in `arena`."""
+        return PortableBlock(slice_bytes, arena)
+
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
+        """Make an empty part that writes to `block`."""
+        return PortablePart(window, lanes, block, arena_bytes)
+
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _crew: ThreadPool) -> None:
+        """See `Kernels.gather`."""
+        obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
+        cursors = places.cursors[field]
+        sealed = places.sealed_slices(field)
+        for number in np.unique(places.segment).tolist():
+            rows = np.flatnonzero(places.segment == number)
+            if not 0 <= number < len(places.records[field]):
+                raise _outside(rows)
+            record = dict(zip(RECORD_FIELDS, places.records[field][number].tolist(), strict=True))
+            lane = places.lane[rows]
+            row_bytes = record["outer"] * record["run_bytes"] * record["window"]
+            if lane.min() < 0 or lane.max() >= places.lanes or row_bytes != obs_bytes:
+                raise _outside(rows)
+            start = (cursors[rows] & ~NEXT_IS_WHOLE).astype(np.int64)
+            whole = (cursors[rows] & NEXT_IS_WHOLE) != 0
+            after = start + np.where(whole, record["window"], record["shift"])
+            wanted = [(out, first) for out, first in ((obs, start), (next_obs, after)) if out is not None]
+            numbers = np.stack([_numbers(record, first, lane, places.lanes, rows) for _, first in wanted])
+            # What an observation and the next one share is decoded once.
+            windows = _windows(record, numbers, sealed.get(record["sealed"]))
+            for (out, _), copied in zip(wanted, windows, strict=True):
+                out[rows] = copied
+
+    def namer(self) -> SliceNamer | None:
+        """See `Kernels.namer`."""
+        return None
+
+
+class PortableBlock(SliceBlock):
+    """Unique slices behind a dict from hash to number; a hit is compared byte for byte."""
+
+    def __init__(self, slice_bytes: int, arena: Bytes) -> None:
+        super().__init__(slice_bytes, arena)
+        self._slices = arena[: self.capacity * slice_bytes].reshape(self.capacity, slice_bytes)
+        self._number_by_hash: dict[int, int] = {}
+        self._used = 0
+
+    @property
+    def used(self) -> int:
+        """Slices held."""
+        return self._used
+
+    def clear(self) -> None:
+        """Forget every slice and keep the memory."""
+        self._number_by_hash.clear()
+        self._used = 0
+
+    def freeze(self) -> None:
+        """Drop the index: nothing more will be added."""
+        self._number_by_hash = {}
+        self._slices = self._slices[:0].copy()  # a view would keep the arena from being freed
+        release_tail(self.arena, self.used_bytes)
+
+    def intern(self, slices: Bytes) -> NDArray[np.uint32]:
+        """Number each row of `slices`, keeping those not seen before."""
+        numbers = np.empty(len(slices), np.uint32)
+        for i, row in enumerate(slices):
+            key = xxhash.xxh3_64_intdigest(row)
+            number = self._number_by_hash.get(key)
+            if number is None or not np.array_equal(self._slices[number], row):
+                number = self._used
+                self._slices[number] = row
+                self._number_by_hash.setdefault(key, number)
+                self._used += 1
+            numbers[i] = number
+        return numbers
+
+
+class PortablePart(OpenPart):
+    """A part whose ticks are written lane group by lane group."""
+
+    def __init__(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> None:
+        super().__init__(window, lanes, block, arena_bytes)
+        self._last: Bytes = np.empty((lanes, self.obs_bytes), np.uint8)
+        self._end = np.zeros(lanes, np.int64)
+        self._steps = self._broken_steps = self._pushed = 0
+
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """See `OpenPart.append`."""
+        self._require_tick(obs, next_obs, cursors)
+        self._append_rows(as_bytes(obs, self.lanes), as_bytes(next_obs, self.lanes), cursors)
+
+    def clear(self) -> None:
+        """See `OpenPart.clear`."""
+        if isinstance(self.block, PortableBlock):
+            self.block.clear()
+        self._end.fill(0)
+        self._steps = self._broken_steps = self._pushed = 0
+        self._used_before = 0
+
+    def _append_rows(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
+        window = self.window
+        self._make_log_room()
+        if not self.has_room():
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+        known = (obs == self._last).all(axis=1) & (self._steps > 0)
+        self._push(obs, np.flatnonzero(~known), window.count)
+        cursors[:] = self._end - window.count
+        stretches = (self.lanes, window.outer, window.count * window.run_bytes)
+        skipped = window.shift * window.run_bytes
+        old = obs.reshape(stretches)[:, :, skipped:]
+        new = next_obs.reshape(stretches)[:, :, : stretches[2] - skipped]
+        shifts = (old == new).all(axis=(1, 2))
+        breaking = np.flatnonzero(~shifts)
+        self._push(next_obs, np.flatnonzero(shifts), window.shift)
+        self._push(next_obs, breaking, window.count)
+        cursors[breaking] |= NEXT_IS_WHOLE
+        self._last[:] = next_obs
+        self._steps += self.lanes
+        self._broken_steps += breaking.size
+
+    @property
+    def longest(self) -> int:
+        """See `OpenPart.longest`."""
+        return int(self._end.max())
+
+    @property
+    def steps(self) -> int:
+        """See `OpenPart.steps`."""
+        return self._steps
+
+    @property
+    def broken_steps(self) -> int:
+        """See `OpenPart.broken_steps`."""
+        return self._broken_steps
+
+    @property
+    def pushed(self) -> int:
+        """See `OpenPart.pushed`."""
+        return self._pushed
+
+    def _push(self, obs: Bytes, lanes: NDArray[np.int64], count: int) -> None:
+        """Append the newest `count` slices of the given lanes' observations to their logs."""
+        if lanes.size == 0:
+            return
+        cut = self.window.newest(obs[lanes], count)
+        position = self._end[lanes][:, None] + np.arange(count)
+        if self.log is not None and isinstance(self.block, PortableBlock):
+            numbers = self.block.intern(cut.reshape(-1, self.window.slice_bytes))
+            self.log[position, lanes[:, None]] = numbers.reshape(position.shape)
+        else:
+            entries = self.slices.reshape(-1, self.lanes, self.window.slice_bytes)
+            entries[position, lanes[:, None]] = cut
+        self._end[lanes] += count
+        self._pushed += count * lanes.size
+
+
+def _numbers(
+    record: dict[str, int],
+    start: NDArray[np.int64],
+    lane: NDArray[np.int32],
+    lanes: int,
+    rows: NDArray[np.int64],
+) -> NDArray[np.int64]:
+    """Return the slices of the observations that begin at `start` of their lanes' logs, (rows, window)."""
+    if start.min() < 0 or start.max() + record["window"] > record["log_rows"]:
+        raise _outside(rows)
+    number: NDArray[np.int64] = (start[:, None] + np.arange(record["window"])) * lanes + lane[:, None]
+    if record["log"]:
+        log = _memory(record["log"], record["log_rows"] * lanes * record["log_width"])
+        number = log.view(f"u{record['log_width']}")[number].astype(np.int64)
+    if number.max() >= record["slice_count"]:
+        raise _outside(rows)
+    return number
+
+
+def _windows(record: dict[str, int], numbers: NDArray[np.int64], sealed: SealedSlices | None) -> Bytes:
+    """Copy observations of given slices, (sides, rows, window), as (sides, rows, bytes)."""
+    outer, run_bytes = record["outer"], record["run_bytes"]
+    if sealed is None:
+        slices = _memory(record["slices"], record["slice_count"] * outer * run_bytes)
+    else:
+        wanted, inverse = np.unique(numbers, return_inverse=True)
+        slices = np.empty((len(wanted), outer * run_bytes), np.uint8)
+        PortableCoder().decode(sealed, wanted, slices)
+        numbers = inverse.reshape(numbers.shape)
+    cut = slices.reshape(-1, outer, run_bytes)[numbers]  # (sides, rows, window, outer, run_bytes)
+    return np.asarray(cut.transpose(0, 1, 3, 2, 4).reshape(*numbers.shape[:2], -1), np.uint8)
+
+
+def _memory(start: int, nbytes: int) -> Bytes:
+    """See `nbytes` bytes from an address on as an array; the places keep them alive."""
+    return np.ctypeslib.as_array(ctypes.cast(start, ctypes.POINTER(ctypes.c_uint8)), (nbytes,))
+
+
+def _outside(rows: NDArray[np.int64]) -> DamageError:
+    return DamageError(
+        f"a row of the batch ({rows[0]} or later) points outside its segment; nothing of the batch "
+        "is returned. Load the last checkpoint, and report this"
+    )

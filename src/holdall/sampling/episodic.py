@@ -1,0 +1,307 @@
+"""Samplers that make something of single transitions, and who chooses these.
+
+In:  what `by` was given.  Out: Uniform or Prioritized; priorities and state pass through to it.
+Invariant: whatever else is composed is refused when it is constructed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.batch import Draw, Goals, RewardFunction
+from holdall.errors import ArgumentError
+from holdall.sampling.draw import Flags, Held, Ids, State, Uniform, require_count, require_number
+from holdall.sampling.prioritized import Prioritized
+
+
+class Chosen(ABC):
+    """A sampler whose transitions are drawn `by` another one; Uniform if it is None."""
+
+    def __init__(self, by: Uniform | Prioritized | None) -> None:
+        if not isinstance(by, Uniform | Prioritized | None):
+            raise ArgumentError(
+                f"by ({type(by).__name__}) must be a sampler of single transitions; pass Uniform() or Prioritized(...)"
+            )
+        self.by = Uniform() if by is None else by
+
+    @abstractmethod
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        """Draw `count` rows, with replacement."""
+
+    def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
+        """Hand priorities on to the sampler of the transitions."""
+        if not isinstance(self.by, Prioritized):
+            raise ArgumentError(
+                f"update_priorities was called, but the memory's {type(self).__name__} draws by Uniform(), which has "
+                f"no priorities; construct it as {type(self).__name__}(..., by=Prioritized(...))"
+            )
+        self.by.update_priorities(held, ids, priorities)
+
+    def state(self) -> State:
+        """Return the state of the sampler of the transitions: there is no other."""
+        return self.by.state()
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Hand it back to it."""
+        self.by.restore(state)
+
+
+_LANE = np.int64(1) << 40
+"""A place is lane * _LANE + tick: sorted by lane, then by tick. A trillion ticks are enough."""
+_AT_ONCE = 1 << 20
+
+
+class Episodes:
+    """The last steps of all episodes held, sorted by lane and tick."""
+
+    def __init__(self) -> None:
+        self._ends: NDArray[np.int64] = np.empty(0, np.int64)  # places
+        self._next_id = 0
+        self._flags_changed = 0
+
+    def bounds(self, held: Held, ids: Ids) -> tuple[Ids, Ids]:
+        """Return the ids of the first and last held step of the episode of each of `ids`.
+
+        An episode that goes on ends, so far, with the newest step of its lane.
+        """
+        self._catch_up(held)
+        tick, lane = np.divmod(ids, held.lanes)
+        place = lane * _LANE + tick
+        behind = np.searchsorted(self._ends, place)
+        first_tick, next_tick = held.first_id // held.lanes, held.next_id // held.lanes
+        end, before = self._at(behind, lane), self._at(behind - 1, lane)
+        last = np.where(end < 0, next_tick - 1, end)
+        first = np.maximum(before + 1, first_tick)
+        return first * held.lanes + lane, last * held.lanes + lane
+
+    def _at(self, index: NDArray[np.int64], lane: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the ticks of the ends at `index`, -1 where they are none of the lane's."""
+        if self._ends.size == 0:
+            return np.full(len(index), -1)
+        inside = (index >= 0) & (index < len(self._ends))
+        end = self._ends[np.where(inside, index, 0)]
+        return np.where(inside & (end // _LANE == lane), end % _LANE, -1)
+
+    def _catch_up(self, held: Held) -> None:
+        if held.fields.flags_changed != self._flags_changed:
+            self._flags_changed = held.fields.flags_changed
+            self._ends, self._next_id = self._ends[:0], 0
+        first = max(self._next_id, held.first_id)
+        for begin in range(first, held.next_id, _AT_ONCE):
+            ids = np.arange(begin, min(begin + _AT_ONCE, held.next_id))
+            # A lane that made no transition stands alone: an episode ends before it and one begins after it.
+            missing = ids[~held.fields.are_valid(ids)]
+            before = missing[missing >= held.lanes] - held.lanes
+            borders = np.concatenate([ids[held.fields.are_ends(ids)], missing, before])
+            tick, lane = np.divmod(borders, held.lanes)
+            new = np.sort(lane * _LANE + tick)
+            self._ends = np.insert(self._ends, np.searchsorted(self._ends, new), new)
+        self._next_id = held.next_id
+        stale = self._ends % _LANE < held.first_id // held.lanes - 1
+        if 2 * np.count_nonzero(stale) > len(stale):
+            self._ends = self._ends[~stale]
+
+
+def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
+    """Return `ids` and the `count` - 1 steps after each, (batch, count), and which are real.
+
+    Args:
+        crossing: Go on past the ends of episodes.
+    """
+    steps = ids[:, None] + held.lanes * np.arange(count)
+    real = steps < held.next_id
+    inside = np.where(real, steps, ids[:, None])
+    if not held.fields.all_valid:
+        real &= held.fields.are_valid(inside)
+    if not crossing:
+        real[:, 1:] &= ~held.fields.are_ends(inside[:, :-1])
+        real = np.logical_and.accumulate(real, axis=1)
+    return inside, real
+
+
+def steps_before(held: Held, ids: Ids, count: int, crossing: bool = False) -> tuple[Ids, Flags]:
+    """Return the `count` steps before each of `ids`, oldest first, and which are real."""
+    steps = ids[:, None] - held.lanes * np.arange(count, 0, -1)
+    real = steps >= held.first_id
+    inside = np.where(real, steps, ids[:, None])
+    if not held.fields.all_valid:
+        real &= held.fields.are_valid(inside)
+    if not crossing:
+        real &= ~held.fields.are_ends(inside)
+        real = np.logical_and.accumulate(real[:, ::-1], axis=1)[:, ::-1]
+    return inside, real
+
+
+def filled_up(steps: Ids, real: Flags) -> Ids:
+    """Let what is not real repeat the last real step before it, or else the first one after it."""
+    position = np.where(real, np.arange(steps.shape[1]), -1)
+    nearest = np.maximum.accumulate(position, axis=1)
+    nearest = np.where(nearest < 0, real.argmax(axis=1)[:, None], nearest)
+    return np.take_along_axis(steps, nearest, axis=1)
+
+
+class NStep(Chosen):
+    """Draw transitions with the discounted rewards of `n` steps.
+
+    In the batch, `obs`, `action` and `extras` are the first step's; `next_obs`, `terminated` and
+    `truncated` the last one's; `reward` is the sum of gamma ** k times the k-th reward, added up
+    from the first on, in the rewards' dtype but at least float32; `discount` is gamma to the
+    number of steps. The target is `reward + discount * ~terminated * value(next_obs)`.
+
+    Args:
+        n: Most steps of a return.
+        gamma: What a reward is worth a step later.
+        by: How the first steps are drawn: `Uniform()` or `Prioritized(...)`.
+    """
+
+    def __init__(self, n: int, gamma: float, by: Uniform | Prioritized | None = None) -> None:
+        super().__init__(by)
+        self.n = require_count("n", n, 1)
+        self.gamma = require_number("gamma", gamma, 0.0, 1.0)
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        """Draw first steps, and go on from each as far as its episode does."""
+        drawn = self.by.draw(held, count, generator)
+        steps, real = steps_after(held, drawn.ids, self.n)
+        used = np.count_nonzero(real, axis=1)
+        powers = [self.gamma**k for k in range(self.n + 1)]
+        return Draw(
+            drawn.ids,
+            drawn.weights,
+            last_ids=drawn.ids + (used - 1) * held.lanes,
+            reward=_discounted_sum(held.fields.rewards(steps), real, powers),
+            discount=np.array(powers, np.float32)[used],
+        )
+
+
+def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list[float]) -> NDArray[Any]:
+    """Add up the real ones of (batch, n) rewards, from the first on."""
+    dtype = np.result_type(rewards.dtype, np.float32)
+    # A reward of another episode must not count, be it infinite; -0.0 changes no sum, not even that of zeros.
+    counted = np.where(real, rewards.astype(dtype), dtype.type(-0.0))
+    with np.errstate(invalid="ignore", over="ignore"):  # what an environment pays is not ours to warn of
+        terms = counted * np.array(powers[:-1], dtype)
+        total: NDArray[Any] = terms[:, 0].copy()
+        for k in range(1, terms.shape[1]):
+            total += terms[:, k]
+    return total
+
+
+class Sequence(Chosen):
+    """Draw runs of `length` steps, and the `burn_in` steps before them.
+
+    `mask` tells real steps from those that only fill up: behind an episode's last step, which
+    they repeat, and before its first one among the burn-in. The loss is taken over
+    `mask[:, burn_in:]`. `weights`, and the priorities given to `update_priorities(batch.ids, ...)`,
+    are one a sequence.
+
+    Args:
+        length: Steps to learn from.
+        burn_in: Steps before them, to warm a recurrent state up with.
+        stride: Sequences begin with the first step of an episode, or at every `stride`-th tick.
+        crossing: Go on past the ends of episodes; `terminated` and `truncated` tell where they are.
+        by: How the first steps are drawn: `Uniform()` or `Prioritized(...)`.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        burn_in: int = 0,
+        stride: int = 1,
+        *,
+        crossing: bool = False,
+        by: Uniform | Prioritized | None = None,
+    ) -> None:
+        super().__init__(by)
+        self.length = require_count("length", length, 1)
+        self.burn_in = require_count("burn_in", burn_in, 0)
+        self.stride = require_count("stride", stride, 1)
+        self.crossing = bool(crossing)
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        """Draw first steps, and collect what lies before and behind them."""
+        drawn = self.by.draw(self._starts(held), count, generator)
+        before = steps_before(held, drawn.ids, self.burn_in, self.crossing)
+        after = steps_after(held, drawn.ids, self.length, self.crossing)
+        steps, real = (np.concatenate(both, axis=1) for both in zip(before, after, strict=True))
+        return Draw(filled_up(steps, real), drawn.weights, mask=real)
+
+    def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
+        """Hand one priority a sequence on; `ids` as in the batch, or those of the first steps alone."""
+        first = ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
+        super().update_priorities(self._starts(held), first, priorities)
+
+    def _starts(self, held: Held) -> Held:
+        return held if self.stride == 1 else held.limited(self._are_starts)
+
+    def _are_starts(self, held: Held, ids: Ids) -> Flags:
+        """Tell the steps with which a sequence may begin."""
+        on_stride = ids // held.lanes % self.stride == 0
+        before = ids - held.lanes
+        known = before >= held.first_id
+        before = np.where(known, before, ids)
+        first = known & (held.fields.are_ends(before) | ~held.fields.are_valid(before))
+        return np.asarray(on_stride | first)
+
+
+Strategy = Literal["future", "final", "episode"]
+
+
+class Hindsight(Chosen):
+    """Draw transitions, `k` told anew for every one left as it was.
+
+    The first rows of a batch are the ones told anew: a share of k / (k + 1), rounded down.
+    Their rewards are `reward_fn(achieved_goal, desired_goal, extras)`, arrays over the rows, cast
+    to the dtype of the stored ones; flags stay as they were.
+
+    Args:
+        strategy: The goal is the outcome of a step of the same episode: "future", this one or a
+            later one; "final", the last one; "episode", any. Of an episode that is still going on,
+            what is known so far counts.
+        k: Rows told anew for every other.
+        reward_fn: As Gymnasium's `compute_reward`.
+        by: How transitions are drawn: `Uniform()` or `Prioritized(...)`.
+        achieved_key: Key of the observation that tells what was achieved.
+        desired_key: Key that tells the goal.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        k: float,
+        reward_fn: RewardFunction,
+        *,
+        by: Uniform | Prioritized | None = None,
+        achieved_key: str = "achieved_goal",
+        desired_key: str = "desired_goal",
+    ) -> None:
+        super().__init__(by)
+        if strategy not in get_args(Strategy):
+            raise ArgumentError(f"strategy ({strategy!r}) must be one of {list(get_args(Strategy))}; pass one of these")
+        if not callable(reward_fn):
+            raise ArgumentError(f"reward_fn ({reward_fn!r}) must be callable; pass the environment's compute_reward")
+        self.strategy = strategy
+        self.k = require_number("k", k, 0.0)
+        self._reward_fn = reward_fn
+        self._keys = (achieved_key, desired_key)
+        self._episodes = Episodes()
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        """Draw transitions, and for most of them a step of the same episode."""
+        drawn = self.by.draw(held, count, generator)
+        rows = np.arange(int(self.k / (self.k + 1) * count))
+        goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self._reward_fn)
+        return Draw(drawn.ids, drawn.weights, goals=goals)
+
+    def _outcomes(self, held: Held, ids: Ids, generator: np.random.Generator) -> Ids:
+        first, last = self._episodes.bounds(held, ids)
+        if self.strategy == "final":
+            return last
+        begin = ids if self.strategy == "future" else first
+        steps = (last - begin) // held.lanes + 1
+        return np.asarray(begin + generator.integers(0, steps) * held.lanes)

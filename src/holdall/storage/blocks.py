@@ -1,0 +1,406 @@
+"""Blocks: where the unique slices of a field lie: raw in an arena, compressed in memory, or in a file.
+
+In:  slices as bytes.  Out: their numbers in a block, and the bytes behind a number.
+Invariant: a block only grows. A slice that was numbered never moves and never changes, so it can be read without a
+lock for as long as the block is referred to. Files are read by position and never mapped.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+import sys
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError, HoldallError
+from holdall.schema import Bytes
+from holdall.storage.codec import Codec
+
+_MAP_NORESERVE = 0x4000
+"""Linux's flag; the mmap module names it from Python 3.13 on."""
+
+_HUGE_PAGES_FROM = 4 * 2**20
+"""From this size on, as NumPy does, ask for large pages: random reads then miss fewer entries
+of the address cache. A page is still taken only when it is first written to."""
+
+
+def reserve(nbytes: int) -> Bytes:
+    """Reserve zeroed memory whose pages cost nothing until they are written to.
+
+    It is mapped on its own, not taken from the heap, so that freeing it gives it back to the
+    operating system at once, whatever else was allocated in between.
+    """
+    size = max(nbytes, 1)
+    if sys.platform == "win32":
+        block = mmap.mmap(-1, size)
+    else:
+        # Without NORESERVE a kernel that does not overcommit counts pages never written to.
+        lazily = _MAP_NORESERVE if sys.platform == "linux" else 0
+        block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | lazily)
+    if size >= _HUGE_PAGES_FROM and hasattr(mmap, "MADV_HUGEPAGE"):
+        block.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(block, np.uint8)[:nbytes]
+
+
+def address(array: NDArray[Any]) -> int:
+    """Return where a contiguous array's first byte lies; the caller keeps the array alive."""
+    try:
+        # A third of the cost of array.ctypes.
+        buffer: Any = array
+        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    except (TypeError, ValueError):  # read-only or empty
+        return int(array.ctypes.data)
+
+
+class ArenaPool:
+    """Arenas that were given up and can be written to again, without the cost of fresh pages.
+
+    An arena may still be read by a batch that is being built: it is handed out only when nothing
+    else refers to it.
+    """
+
+    def __init__(self, most: int = 1) -> None:
+        self._most = most
+        self._spare: list[Bytes] = []
+
+    def take(self, nbytes: int) -> Bytes:
+        """Return an arena of `nbytes`, used before or new."""
+        for position in range(len(self._spare)):
+            spare = self._spare[position].nbytes == nbytes
+            # NumPy lets every view refer to the array that owns the memory: that one's references
+            # are those of all views. The list's array is one, the call the other.
+            unread = sys.getrefcount(self._spare[position]) <= 2 and sys.getrefcount(self._spare[position].base) <= 2
+            if spare and unread:
+                return self._spare.pop(position)
+        return reserve(nbytes)
+
+    def give_up(self, arena: Bytes) -> None:
+        """Keep an arena that its owner no longer needs, if there is room for it."""
+        if arena.nbytes:
+            self._spare = [*self._spare, arena][-self._most :]
+
+    @property
+    def spare(self) -> list[Bytes]:
+        """Arenas kept."""
+        return list(self._spare)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept, whether their pages were touched or not."""
+        return sum(arena.nbytes for arena in self._spare)
+
+
+def release_tail(array: Bytes, used_bytes: int) -> None:
+    """Give back the pages of a reserved array behind its first `used_bytes`, where that can be done.
+
+    A large page is taken whole when its first byte is written; this returns the rest of it.
+    """
+    owner: Any = array
+    while isinstance(owner, np.ndarray):
+        owner = owner.base
+    if isinstance(owner, memoryview):
+        owner = owner.obj
+    start = -(-used_bytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    if isinstance(owner, mmap.mmap) and hasattr(mmap, "MADV_DONTNEED") and start < len(owner):
+        owner.madvise(mmap.MADV_DONTNEED, start, len(owner) - start)
+
+
+_SEEKING = threading.Lock()
+
+
+class SegmentFile:
+    """A file that is open for reading.
+
+    Args:
+        descriptor: Open, and closed by this object when nobody refers to it any more.
+        is_temporary: Whether it is deleted then, too.
+    """
+
+    def __init__(self, path: Path, descriptor: int, *, is_temporary: bool) -> None:
+        self.path = path
+        self.descriptor = descriptor
+        self.is_growing = False  # whether records are still added to it
+        self.is_awaited = False  # whether parts of it may have to be brought here before C reads them
+        weakref.finalize(self, _close, descriptor, path if is_temporary else None, os.getpid())
+
+    def read(self, start: int, nbytes: int) -> bytes:
+        """Read from a position; shorter at the file's end."""
+        pieces = []
+        while nbytes > 0 and (piece := _pread(self.descriptor, nbytes, start)):
+            pieces.append(piece)
+            start, nbytes = start + len(piece), nbytes - len(piece)
+        return b"".join(pieces)
+
+    def bring(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
+        """See to it that ranges can be read soon: the disk is told of all of them at once."""
+        if hasattr(os, "posix_fadvise"):
+            for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
+                os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """Where the units of a sealed block lie in a file, and what they must sum up to."""
+
+    file: SegmentFile
+    start: int
+    nbytes: int
+    checks: NDArray[np.uint32]  # per unit
+    record_start: int = -1  # of the record that they are part of, if they are
+
+    def bring(self) -> None:
+        """See to it that all units can be read."""
+        self.file.bring(np.array([self.start]), np.array([self.start + self.nbytes]))
+
+    def read(self, first: int, end: int) -> bytes:
+        """Read bytes [first, end) of the units."""
+        try:
+            content = self.file.read(self.start + first, end - first)
+        except HoldallError:
+            raise
+        except OSError as error:
+            raise DamageError(
+                f"{self.file.path} cannot be read ({error.strerror}); nothing of it is returned"
+            ) from error
+        if len(content) != end - first:
+            raise DamageError(f"{self.file.path} was cut short; nothing of it is returned")
+        return content
+
+
+def _pread(descriptor: int, nbytes: int, start: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, nbytes, start)
+    # Windows has no positioned reads; there a second descriptor would not help either: they share one position.
+    with _SEEKING:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.read(descriptor, nbytes)
+
+
+def write_at(descriptor: int, data: memoryview, start: int) -> int:
+    """Write some of `data` from a position on; return how many bytes it was."""
+    if hasattr(os, "pwrite"):
+        return os.pwrite(descriptor, data, start)
+    with _SEEKING:
+        os.lseek(descriptor, start, os.SEEK_SET)
+        return os.write(descriptor, data)
+
+
+def _close(descriptor: int, doomed: Path | None, process: int) -> None:
+    os.close(descriptor)
+    # A fork's child has the descriptor, not the file.
+    if doomed is not None and process == os.getpid():
+        doomed.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Coded:
+    """What a block became: all that is needed to read it."""
+
+    codec: Codec
+    count: int  # slices
+    offsets: NDArray[np.uint32]  # (units + 1,)
+    palette: Bytes  # 256 words, or nothing
+    data: Bytes | Extent
+
+    def __post_init__(self) -> None:
+        form, group = self.codec.transform, self.codec.group
+        units = -(-self.count // group) if self.codec.is_cut_soundly() else -1
+        checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
+        fits = self.count >= 0 and len(self.offsets) == units + 1 and self.palette.size == 256 * form.word_bytes
+        if not (form.is_sound() and fits and checked):
+            raise DamageError(
+                f"a block of {self.count} slices claims to be coded by {form} in groups of {group} with a palette of "
+                f"{self.palette.size} bytes and {len(self.offsets)} offsets, which do not go together; nothing of it "
+                "is returned"
+            )
+
+    def unit(self, number: int) -> bytes:
+        """Return the compressed bytes of one unit."""
+        start, end = int(self.offsets[number]), int(self.offsets[number + 1])
+        if not start <= end <= self.data.nbytes:
+            raise DamageError(f"unit {number} is damaged; nothing of it is returned")
+        if not isinstance(self.data, Extent):
+            return self.data[start:end].tobytes()
+        content = self.data.read(start, end)
+        if xxhash.xxh64_intdigest(content) & 0xFFFFFFFF != self.data.checks[number]:
+            raise DamageError(f"unit {number} in {self.data.file.path} is damaged; nothing of it is returned")
+        return content
+
+
+class SealedSlices(ABC):
+    """Compressed slices that a coder can read."""
+
+    def __init__(self, coded: Coded) -> None:
+        self.coded = coded
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        coded = self.coded
+        data = coded.data
+        if isinstance(data, Extent):
+            data.bring()
+            units = b"".join(coded.unit(number) for number in range(len(coded.offsets) - 1))
+            data = np.frombuffer(units, np.uint8)
+        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, data)
+
+    @property
+    @abstractmethod
+    def address(self) -> int:
+        """The number under which records name these slices."""
+
+    @property
+    def codec(self) -> Codec:
+        """How they are coded."""
+        return self.coded.codec
+
+    @property
+    def count(self) -> int:
+        """Slices held."""
+        return self.coded.count
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where they lie in a file, if they do."""
+        return self.coded.data if isinstance(self.coded.data, Extent) else None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory; a dictionary belongs to many blocks."""
+        coded = self.coded
+        data = coded.data.checks if isinstance(coded.data, Extent) else coded.data
+        return data.nbytes + coded.offsets.nbytes + coded.palette.nbytes
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays in memory."""
+        coded = self.coded
+        return [coded.data.checks if isinstance(coded.data, Extent) else coded.data, coded.offsets, coded.palette]
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes in a file."""
+        return 0 if self.extent is None else self.extent.nbytes
+
+
+class CarriedSlices(SealedSlices):
+    """Sealed slices on their way from one process to another; a coder has to adopt them."""
+
+    @property
+    def address(self) -> int:
+        """Refuse: nobody can read them yet."""
+        raise DamageError("sealed slices were read before a coder adopted them; report this")
+
+
+def _carry(codec: Codec, count: int, offsets: NDArray[np.uint32], palette: Bytes, data: Bytes) -> CarriedSlices:
+    return CarriedSlices(Coded(codec, count, offsets, palette, data))
+
+
+class Coder(Protocol):
+    """Seals blocks of slices and reads them."""
+
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """Make slices readable that were sealed elsewhere, or moved to a file."""
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """Code all rows of `slices`; None if a palette does not hold their words."""
+
+    def keeping(self) -> Coder:
+        """Return a coder for many small blocks, of one thread: making a compressor anew would cost as much as each."""
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """Sum every unit of sealed slices up, for when it is read from a file."""
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """Decode slices into the rows of `out`."""
+
+    def chill(self, block: Bytes) -> None:
+        """Push a block out of the caches, if that can be done, before its reading is timed."""
+
+
+class SliceBlock(ABC):
+    """An arena of equally long slices; how they are found by their bytes is the kernels' affair."""
+
+    def __init__(self, slice_bytes: int, arena: Bytes) -> None:
+        self.slice_bytes = slice_bytes
+        self.capacity = arena.size // slice_bytes
+        self.arena = arena
+        self.steps_before = 0  # transitions of the closed parts that name slices of the block
+        self.sealed: SealedSlices | None = None
+
+    def replace_by(self, sealed: SealedSlices) -> None:
+        """Keep the slices in their sealed form alone; readers of the raw form hold on to it."""
+        self.sealed = sealed
+        self.arena = np.empty(0, np.uint8)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        arena = self.arena  # looked at first: once it is empty, the sealed form is there
+        content = self.sealed or arena[: self.used * self.slice_bytes]
+        return KeptBlock, (self.slice_bytes, self.used, content)
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether the slices lie in a file."""
+        return self.extent is not None
+
+    @property
+    def extent(self) -> Extent | None:
+        """Where the slices lie in a file, if they do."""
+        return None if self.sealed is None else self.sealed.extent
+
+    @property
+    def raw(self) -> Bytes:
+        """The slices as rows, while they are raw."""
+        return self.arena[: self.used * self.slice_bytes].reshape(self.used, self.slice_bytes)
+
+    @property
+    def held(self) -> object:
+        """Return what a record of this block points into."""
+        return self.arena if self.sealed is None else self.sealed
+
+    def arrays(self) -> list[NDArray[Any]]:
+        """Return the arrays that the slices lie in."""
+        return [self.arena] if self.sealed is None else self.sealed.arrays()
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Slices held."""
+
+    @abstractmethod
+    def freeze(self) -> None:
+        """Drop the index: nothing more will be added."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes that the slices held take in memory."""
+        return self.used * self.slice_bytes if self.sealed is None else self.sealed.nbytes
+
+
+class KeptBlock(SliceBlock):
+    """A block that was filled elsewhere and takes no more slices."""
+
+    def __init__(self, slice_bytes: int, used: int, content: Bytes | SealedSlices) -> None:
+        self.slice_bytes = slice_bytes
+        self.capacity = used
+        self.arena = np.empty(0, np.uint8)
+        self.sealed = None
+        if isinstance(content, SealedSlices):
+            self.sealed = content
+        else:
+            self.arena = content
+
+    @property
+    def used(self) -> int:
+        """Slices held."""
+        return self.capacity
+
+    def freeze(self) -> None:
+        """Do nothing: there is no index."""

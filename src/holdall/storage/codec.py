@@ -1,0 +1,339 @@
+"""Codecs: what may be done to the slices of a field so that they take less room, and which of it pays.
+
+In:  a field's dtype, its slices, and how much slower sampling may get.  Out: the codec that shrinks them most.
+Invariant: every codec is lossless by construction. A palette holds the very bits of the words it numbers; predictors
+are differences modulo 256; what does not shrink is stored as it is. A choice only moves bytes and time.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from holdall.schema import Bytes, Leaf
+from holdall.storage.layout import Window
+
+if TYPE_CHECKING:
+    from holdall.storage.blocks import Coder
+
+
+_WIDEST_CHANNELS = 4
+_SMALLEST_IMAGE = 8
+_DICTIONARY_UP_TO = 32 * 1024
+"""Slices beyond this fill a compressor's window by themselves: a dictionary adds nothing."""
+
+_MOST_IN_A_UNIT = 64
+
+
+class Method(IntEnum):
+    """How bytes are compressed; the numbers are those of codec.h."""
+
+    STORED = 0
+    LZ4 = 1
+    ZSTD = 2
+
+
+class Predictor(IntEnum):
+    """What a byte is told by; the numbers are those of codec.h."""
+
+    NOTHING = 0
+    LEFT = 1
+    UP = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Transform:
+    """What is done to a slice before it is compressed, in this order; see codec.h."""
+
+    slice_bytes: int
+    word_bytes: int = 0
+    predictor: Predictor = Predictor.NOTHING
+    planes: int = 0
+    rows: int = 0
+    columns: int = 0
+    interleaved: bool = False
+    green: bool = False
+    shuffle: int = 0
+
+    @property
+    def coded_bytes(self) -> int:
+        """Bytes of a slice that reach the compressor."""
+        return self.slice_bytes // self.word_bytes if self.word_bytes else self.slice_bytes
+
+    def is_sound(self) -> bool:
+        """Whether the numbers agree with each other: they may come from a file. See codec.c."""
+        whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
+        if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
+            return False
+        if self.predictor == Predictor.NOTHING:
+            return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
+        image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
+        return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
+
+
+@dataclass(frozen=True, eq=False)
+class Dictionary:
+    """Bytes that slices of one field have in common; compared by identity."""
+
+    content: bytes
+
+    @functools.cached_property
+    def name(self) -> str:
+        """Name it by its content."""
+        return hashlib.sha256(self.content).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Codec:
+    """One way of coding slices."""
+
+    method: Method
+    level: int
+    transform: Transform
+    dictionary: Dictionary | None = None
+    group: int = 1  # neighbours that are compressed together
+
+    @property
+    def wants_dictionary(self) -> bool:
+        """Whether a dictionary could help."""
+        transform = self.transform
+        plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
+        alone = self.method is Method.ZSTD and self.group == 1
+        return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
+
+    def is_cut_soundly(self) -> bool:
+        """Whether units are of a size that readers make room for: it may come from a file. See codec.c."""
+        return 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
+
+    def hurried(self) -> Codec:
+        """Return the same code at the compressor's fastest useful level, for when time is short."""
+        return replace(self, level=min(self.level, 3 if self.method is Method.LZ4 else 1))
+
+    def describe(self) -> str:
+        """Say what is done, for people."""
+        if self.method is Method.STORED:
+            return "raw"
+        steps = []
+        if self.transform.word_bytes:
+            steps.append("palette")
+        if self.transform.green:
+            steps.append("green")
+        if self.transform.predictor:
+            steps.append(self.transform.predictor.name.lower())
+        if self.transform.shuffle:
+            steps.append("shuffle")
+        name = {Method.LZ4: "lz4" if self.level == 0 else "lz4hc", Method.ZSTD: "zstd"}[self.method]
+        steps.append(f"{name}{self.level or ''}")
+        together = f", {self.group} together" if self.group > 1 else ""
+        return "+".join(steps) + (" with dictionary" if self.dictionary else "") + together
+
+
+def candidates(leaf: Leaf, window: Window) -> list[Codec]:
+    """Name the codecs worth measuring on slices of `leaf` cut by `window`."""
+    whole = Transform(window.slice_bytes)
+    transforms = [whole]
+    itemsize = leaf.dtype.itemsize
+    if itemsize == 1:
+        transforms += _predictions(whole, leaf, window)
+    elif itemsize in {2, 4, 8}:
+        numbered = replace(whole, word_bytes=itemsize)
+        transforms += [replace(whole, shuffle=itemsize), numbered]
+        transforms += _predictions(numbered, leaf, window)
+    methods = ((Method.LZ4, 0), (Method.LZ4, 5), (Method.ZSTD, 3))
+    return [Codec(method, level, form) for form in transforms for method, level in methods]
+
+
+def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]:
+    """Predict each byte by its neighbour, where slices look like images."""
+    shape = list(leaf.shape)
+    if window.count > 1:
+        shape[window.axis] = window.unit
+    while shape and shape[0] == 1:
+        shape = shape[1:]
+    if shape and shape[-1] == 1:
+        shape = shape[:-1]
+    if len(shape) == 2:
+        planes, (rows, columns), interleaved = 1, shape, False
+    elif len(shape) == 3 and shape[-1] <= _WIDEST_CHANNELS:
+        rows, columns, planes = shape
+        interleaved = True
+    elif len(shape) == 3:
+        planes, rows, columns = shape
+        interleaved = False
+    else:
+        return []
+    if rows < _SMALLEST_IMAGE or columns < _SMALLEST_IMAGE:
+        return []
+    image = replace(
+        base,
+        planes=planes,
+        rows=rows,
+        columns=columns,
+        interleaved=interleaved,
+        green=planes == 3,
+    )
+    return [replace(image, predictor=which) for which in (Predictor.LEFT, Predictor.UP)]
+
+
+COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
+"""How dear sampling compressed slices may be, over a raw gather, by preference."""
+
+_SAMPLED_SLICES = 256
+"""Slices that are measured: they chose right in 27 of 29 recorded environments."""
+_TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
+    (4 * 1024, {}),
+    (32 * 1024, {}),
+    (32 * 1024, {"k": 1024, "d": 8}),
+    (64 * 1024, {"k": 2048, "d": 8}),
+)
+"""Sizes of dictionaries, and how the trainer is told to cut its samples."""
+_GROUPS = (4, 8, 16)
+"""How many neighbours are tried together: a transition of a stack of 4 needs 5 of them."""
+_TOGETHER_PAYS = 1.25
+"""Neighbours together must shrink this much more than the best codec for one: each is decoded with the others. And they
+must keep the cap on one core: right after a trainer's own step its idle threads still spin on the others."""
+_LEADING = 3
+"""Codecs for single slices that are also tried on groups."""
+_MOST_UNIT_BYTES = 4 * 2**20
+_WORTHWHILE = 1.3
+"""Less than this ratio is not worth coding and decoding: floats of a sensor or a market come to 1.0 to 1.3."""
+_WORTHWHILE_FOR_MEMORY = 1.1
+"""The same for those who prefer memory to time."""
+_LARGE_MEMORY = 1.9
+"""A gather from a large memory also misses the address caches: measured on Atari and camera
+memories of 0.4 GB, against cold copies of single slices."""
+_RAW_SPEED_UP = 1.3
+"""What a second core adds to a raw gather, which waits for memory; decoding scales with cores."""
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCodec:
+    """A codec, how much it shrank the samples, and how long it takes to decode one."""
+
+    codec: Codec
+    ratio: float
+    decode_us: float
+
+
+def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, hands: int, lanes: int = 1) -> Codec:
+    """Measure every candidate on samples of `slices` and return the best one within the cap.
+
+    Args:
+        slices: A block, in the order in which lanes that advance together brought it.
+    """
+    picked = np.linspace(0, len(slices) - 1, min(_SAMPLED_SLICES, len(slices))).astype(np.int64)
+    samples = np.ascontiguousarray(slices[picked])
+    raw_us = _raw_us(coder, samples)
+    allowed_us = cap * raw_us * (hands if hands == 1 else hands / _RAW_SPEED_UP)
+    measured = [m for m in measure(coder, leaf, window, samples) if m.decode_us <= allowed_us]
+    leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
+    together = [
+        m
+        for m in measure_together(coder, leading, window, slices, lanes)
+        if m.decode_us <= cap * raw_us and m.ratio >= _TOGETHER_PAYS * leading[-1].ratio
+    ]
+    best = max(leading[-1:] + together, key=lambda m: m.ratio, default=None)
+    if best is None or best.ratio < (_WORTHWHILE_FOR_MEMORY if cap >= COST_CAPS["memory"] else _WORTHWHILE):
+        return Codec(Method.STORED, 0, Transform(window.slice_bytes))
+    if best.codec.dictionary is not None:
+        return replace(best.codec, dictionary=train(coder, replace(best.codec, group=1), slices))
+    return best.codec
+
+
+def measure_together(
+    coder: Coder, leading: list[MeasuredCodec], window: Window, slices: Bytes, lanes: int
+) -> list[MeasuredCodec]:
+    """Seal neighbours together, and decode them as a batch does: the slices of one transition at a time."""
+    reach = (window.count + window.shift - 1) * lanes + 1  # of a transition, in the block
+    length = max(reach, 2 * max(_GROUPS))
+    stretches = max(1, min(_SAMPLED_SLICES // length, len(slices) // length))
+    if len(slices) < length:
+        return []
+    first = np.linspace(0, len(slices) - length, stretches).astype(np.int64)
+    samples = np.ascontiguousarray(slices[(first[:, None] + np.arange(length)).reshape(-1)])
+    starts = np.random.default_rng(0).integers(0, length - reach + 1, (8, stretches)) + length * np.arange(stretches)
+    order = (starts.reshape(-1, 1) + lanes * np.arange(window.count + window.shift)).reshape(-1).astype(np.int64)
+    groups = [group for group in _GROUPS if group * window.slice_bytes <= _MOST_UNIT_BYTES]
+    together = [replace(one.codec, group=group) for one in leading for group in groups]
+    results = [_measure_one(coder, codec, samples, order) for codec in together]
+    return [result for result in results if result is not None]
+
+
+def measure(coder: Coder, leaf: Leaf, window: Window, samples: Bytes) -> list[MeasuredCodec]:
+    """Seal and decode the samples with every candidate."""
+    results = []
+    odd = np.ascontiguousarray(samples[1::2]) if len(samples) > 1 else samples
+    dictionary = None
+    for codec in candidates(leaf, window):
+        results.append(_measure_one(coder, codec, odd))
+        if codec.wants_dictionary and len(samples) >= 32:
+            # Trained on the even samples and measured on the odd: a dictionary must not know them.
+            dictionary = dictionary or train(coder, codec, samples[::2])
+            if dictionary is not None:
+                results.append(_measure_one(coder, replace(codec, dictionary=dictionary), odd))
+    return [result for result in results if result is not None]
+
+
+def train(coder: Coder, codec: Codec, slices: Bytes) -> Dictionary | None:
+    """Train dictionaries in several ways and return the best; None if there is nothing in common.
+
+    Which segment length suits a game is not to be known beforehand: measured on Atari frames,
+    the trainer's own choice ranges from a ratio of 23 to 40 with the dictionary's size.
+    """
+    picked = np.linspace(0, len(slices) - 1, min(2 * _SAMPLED_SLICES, len(slices))).astype(np.int64)
+    learnt = [slices[i].tobytes() for i in picked[::2]]
+    unseen = np.ascontiguousarray(slices[picked[1::2]])
+    best, best_bytes = None, unseen.nbytes
+    for size, arguments in _TRAININGS:
+        if size * 4 > sum(map(len, learnt)):
+            continue
+        try:
+            content = zstandard.train_dictionary(size, learnt, level=codec.level, **arguments)
+        except zstandard.ZstdError:
+            continue
+        dictionary = Dictionary(content.as_bytes())
+        sealed = coder.seal(unseen, replace(codec, dictionary=dictionary))
+        if sealed is not None and sealed.nbytes < best_bytes:
+            best, best_bytes = dictionary, sealed.nbytes
+    return best
+
+
+def _measure_one(
+    coder: Coder, codec: Codec, samples: Bytes, order: NDArray[np.int64] | None = None
+) -> MeasuredCodec | None:
+    sealed = coder.seal(samples, codec)
+    if sealed is None:
+        return None
+    if order is None:
+        order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
+    wanted = order
+    out = np.empty((len(wanted), samples.shape[1]), np.uint8)
+    decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3))
+    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us / len(wanted))
+
+
+def _raw_us(coder: Coder, samples: Bytes) -> float:
+    """Time copying slices that no cache holds, as those of a large memory are, in us each."""
+    out = np.empty_like(samples)
+    order = np.random.default_rng(0).permutation(len(samples))
+    times = []
+    for _ in range(5):
+        coder.chill(samples)
+        coder.chill(out)
+        times.append(_timed_us(lambda: samples.take(order, axis=0, out=out, mode="clip")))
+    return _LARGE_MEMORY * float(np.median(times)) / len(samples)
+
+
+def _timed_us(act: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    act()
+    return (time.perf_counter() - start) * 1e6

@@ -1,0 +1,454 @@
+"""Records: the one format in which data leaves memory, for the disk tier, for checkpoints and for the network.
+
+A file is a sequence of records, each of which describes itself:
+
+    preamble (32 bytes) | head (JSON) | parts, one after another
+
+Invariant: nothing that was read is trusted. The preamble and the head have checksums, every size is held against the
+file's before anything is allocated, and a part is handed out only if its own checksum fits.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from math import prod
+from typing import Any
+
+import numpy as np
+import zstandard
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.json_state import decode_state, dtype_name, dtype_of, encode_state
+from holdall.schema import Array, Leaf
+from holdall.storage.blocks import Coded, Extent, SegmentFile
+from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.layout import Window
+from holdall.storage.slices import ClosedPart
+from holdall.storage.snapshot import RowChunk
+
+MAGIC = b"holdall\x01"
+"""Seven letters and the version of the format."""
+PREAMBLE = struct.Struct("<8sIIQII")
+"""Magic, bytes of the head, crc32 of the head, bytes of all parts, crc32 of what stands before, zero."""
+MOST_HEAD_BYTES = 16 * 2**20
+
+Buffer = bytes | memoryview
+Read = Callable[[int, int], bytes]
+"""Reads (offset, bytes) of a file; shorter at its end."""
+
+
+@dataclass(frozen=True, slots=True)
+class RecordPart:
+    """One piece of a record's body."""
+
+    start: int  # from the file's first byte on
+    nbytes: int
+    crc32: int | None  # None: its content has checksums of its own
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What a head says, and where its parts lie."""
+
+    start: int
+    nbytes: int
+    head: dict[str, Any]
+    parts: dict[str, RecordPart]
+
+    @property
+    def kind(self) -> str:
+        """What the record holds."""
+        return str(self.head["kind"])
+
+    def part(self, name: str, read: Read) -> bytes:
+        """Read one part whole, and check it."""
+        part = self.parts.get(name)
+        if part is None:
+            raise DamageError(
+                f"the {self.kind} record at byte {self.start} has no part {name!r}; nothing of it is used"
+            )
+        content = read(part.start, part.nbytes)
+        if len(content) != part.nbytes or (part.crc32 is not None and zlib.crc32(content) != part.crc32):
+            raise DamageError(
+                f"part {name!r} of the {self.kind} record at byte {self.start} is damaged; nothing of it is used"
+            )
+        return content
+
+
+def pack(kind: str, fields: Mapping[str, Any], parts: Mapping[str, Buffer], unchecked: frozenset[str]) -> list[Buffer]:
+    """Return a record as buffers to write one after another.
+
+    Args:
+        fields: What else the head says; JSON's own types only.
+        unchecked: Parts whose content has checksums of its own.
+    """
+    sized = []
+    for name, content in parts.items():
+        described: dict[str, Any] = {"name": name, "bytes": memoryview(content).nbytes}
+        if name not in unchecked:
+            described["crc32"] = zlib.crc32(content)
+        sized.append(described)
+    words = {**fields, "kind": kind, "parts": sized}
+    head = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    body = sum(part["bytes"] for part in sized)
+    start = PREAMBLE.pack(MAGIC, len(head), zlib.crc32(head), body, 0, 0)[:24]
+    return [start + struct.pack("<II", zlib.crc32(start), 0), head, *parts.values()]
+
+
+def unpack(read: Read, start: int, file_bytes: int) -> Record:
+    """Read a record's preamble and head; its parts are read when they are asked for."""
+    raw = read(start, PREAMBLE.size)
+    if len(raw) != PREAMBLE.size:
+        raise DamageError(f"the file ends within the record at byte {start}; it was cut short")
+    magic, head_bytes, head_crc, body_bytes, own_crc, _zero = PREAMBLE.unpack(raw)
+    if magic[:-1] != MAGIC[:-1] or zlib.crc32(raw[:24]) != own_crc:
+        raise DamageError(f"there is no record at byte {start}; the file is damaged, or none of holdall's")
+    if magic != MAGIC:
+        raise DamageError(
+            f"the record at byte {start} has format version {magic[-1]}, and this holdall reads {MAGIC[-1]}; upgrade it"
+        )
+    whole = PREAMBLE.size + head_bytes + body_bytes
+    if head_bytes > MOST_HEAD_BYTES or start + whole > file_bytes:
+        raise DamageError(f"the record at byte {start} claims {whole} bytes, more than the file has; it was cut short")
+    raw = read(start + PREAMBLE.size, head_bytes)
+    if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
+        raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
+    try:
+        head = json.loads(raw)
+        return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DamageError(f"the head of the record at byte {start} makes no sense ({error})") from error
+
+
+def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
+    """Lay the parts out as the head says, which must fill the body."""
+    parts: dict[str, RecordPart] = {}
+    end = start + body_bytes
+    if not isinstance(head["kind"], str):
+        raise TypeError("its kind is no text")
+    for described in head["parts"]:
+        name, nbytes, crc = described["name"], described["bytes"], described.get("crc32")
+        if not isinstance(name, str) or type(nbytes) is not int or nbytes < 0 or start + nbytes > end or name in parts:
+            raise ValueError(f"part {name!r} of {nbytes} bytes does not fit")
+        parts[name] = RecordPart(start, nbytes, crc)
+        start += nbytes
+    if start != end:
+        raise ValueError(f"its parts leave {end - start} bytes over")
+    return parts
+
+
+def numbers(content: bytes, dtype: str) -> NDArray[Any]:
+    """See a part's bytes as an array of its own, in this machine's byte order."""
+    wanted = np.dtype(dtype).newbyteorder("<")
+    if len(content) % wanted.itemsize:
+        raise DamageError(f"{len(content)} bytes are no array of {dtype}; nothing of it is used")
+    return np.frombuffer(content, wanted).astype(np.dtype(dtype))
+
+
+SLICES, DICTIONARY = "slices", "dictionary"
+_MOST_DICTIONARY_BYTES = 16 * 2**20
+_OF_TRANSFORM = tuple(field.name for field in fields(Transform))
+
+
+def dictionary_name(dictionary: Dictionary) -> str:
+    """Name a dictionary by its content."""
+    return dictionary.name
+
+
+def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:
+    """Return a dictionary as a record."""
+    return pack(DICTIONARY, {"name": dictionary_name(dictionary)}, {"content": dictionary.content}, frozenset())
+
+
+def unpack_dictionary(record: Record, file: SegmentFile) -> Dictionary:
+    """Read a dictionary back."""
+    if record.parts.get("content") is not None and record.parts["content"].nbytes > _MOST_DICTIONARY_BYTES:
+        raise DamageError(f"the dictionary at byte {record.start} of {file.path} is larger than any; it is not used")
+    dictionary = Dictionary(record.part("content", file.read))
+    if dictionary_name(dictionary) != record.head.get("name"):
+        raise DamageError(f"the dictionary at byte {record.start} of {file.path} is not what its name says")
+    return dictionary
+
+
+def pack_slices(coded: Coded, checks: NDArray[np.uint32]) -> list[Buffer]:
+    """Return a block as a record, its units last."""
+    if isinstance(coded.data, Extent):
+        raise TypeError("the block lies in a file already")
+    head = {"count": coded.count} | codec_words(coded.codec)
+    parts: dict[str, Buffer] = {
+        "palette": coded.palette.data,
+        "offsets": coded.offsets.astype("<u4").data,
+        "checks": checks.astype("<u4").data,
+        "units": coded.data.data,
+    }
+    return pack(SLICES, head, parts, frozenset({"units"}))
+
+
+def unpack_slices(
+    record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary], read: Read | None = None
+) -> Coded:
+    """Read all of a block but its units; `read` may know some of the file's bytes already."""
+    try:
+        codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
+    palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
+    units = record.parts.get("units")
+    if units is None:
+        raise DamageError(f"the block at byte {record.start} of {file.path} has no units")
+    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"), record.start)
+    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
+
+
+def codec_words(codec: Codec) -> dict[str, Any]:
+    """Describe a codec; its dictionary by name."""
+    return {
+        "method": int(codec.method),
+        "level": codec.level,
+        "group": codec.group,
+        "transform": {name: int(getattr(codec.transform, name)) for name in _OF_TRANSFORM},
+        "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
+    }
+
+
+def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
+    """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
+    claimed = {name: _whole(head["transform"][name]) for name in _OF_TRANSFORM}
+    predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
+    transform = Transform(
+        **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
+    )  # fmt: skip
+    name = head["dictionary"]
+    dictionary = None if name is None else dictionaries[name]
+    method, level, group = Method(_whole(head["method"])), _whole(head["level"]), _whole(head["group"])
+    return Codec(method, level, transform, dictionary, group)
+
+
+def _whole(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**32:
+        raise ValueError(f"{value!r} is no count")
+    return value
+
+
+ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
+PIECE_BYTES = 4 * 2**20
+_WORTH_IT = 0.9
+_MOST_BYTES = 2**31
+"""Of one part as it was before it was compressed; none of holdall's comes near."""
+
+Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
+
+
+class _Parts:
+    """The parts of a record to be written, each compressed if that pays."""
+
+    def __init__(self) -> None:
+        self.content: dict[str, Buffer] = {}
+        self.coded: list[str] = []
+
+    def put(self, name: str, array: NDArray[Any]) -> None:
+        """Add an array, in little-endian order."""
+        little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
+        raw = little.reshape(-1).view(np.uint8).data
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if raw.nbytes else b""
+        if len(small) < _WORTH_IT * raw.nbytes:
+            self.content[name] = small
+            self.coded.append(name)
+        else:
+            self.content[name] = raw
+
+    def packed(self, kind: str, head: Mapping[str, Any]) -> list[Buffer]:
+        return pack(kind, {**head, "coded": self.coded}, self.content, frozenset())
+
+
+def _array(record: Record, name: str, read: Read, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
+    """Read a part as an array whose shape and dtype are known."""
+    nbytes = prod(shape) * dtype.itemsize
+    if nbytes > _MOST_BYTES:
+        raise DamageError(f"the {record.kind} record at byte {record.start} claims {nbytes} bytes in one part")
+    raw = record.part(name, read)
+    if name in record.head["coded"]:
+        raw = _inflated(raw, nbytes, record)
+    if len(raw) != nbytes:
+        raise DamageError(
+            f"part {name!r} of the {record.kind} record at byte {record.start} has {len(raw)} bytes, not {nbytes}"
+        )
+    little = np.frombuffer(raw, dtype.newbyteorder("<")).reshape(shape)
+    return little.astype(dtype, copy=False)
+
+
+def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
+    try:
+        # Looked at before anything is allocated: a few bytes may claim any size.
+        if zstandard.frame_content_size(raw) != nbytes:
+            raise DamageError(
+                f"the {record.kind} record at byte {record.start} claims another size than it should have"
+            )
+        return zstandard.ZstdDecompressor().decompress(raw, max_output_size=nbytes)
+    except zstandard.ZstdError as error:
+        raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
+
+
+def _require_kind(record: Record, kind: str) -> None:
+    if record.kind != kind or not isinstance(record.head.get("coded", []), list):
+        raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
+
+
+def pack_rows(chunk: RowChunk) -> list[Buffer]:
+    """Return a chunk of rows as a record."""
+    parts = _Parts()
+    for name, column in chunk.columns.items():
+        parts.put(name, column)
+    for name, (ids, rows) in chunk.apart.items():
+        parts.put(f"{name}/ids", ids)
+        parts.put(f"{name}/apart", rows)
+    columns = [[name, dtype_name(array.dtype), list(array.shape[1:])] for name, array in chunk.columns.items()]
+    apart = {name: len(ids) for name, (ids, _) in chunk.apart.items()}
+    head = {"first_tick": chunk.first_tick, "ticks": chunk.ticks, "columns": columns, "apart": apart}
+    return parts.packed(ROWS, head)
+
+
+def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
+    """Read a chunk of rows whose ticks and columns are known."""
+    _require_kind(record, ROWS)
+    head = record.head
+    columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
+    if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
+        raise DamageError(f"the rows at byte {record.start} are of other ticks or columns than the manifest says")
+    found = {name: _array(record, name, read, dtype, (ticks, *shape)) for name, (shape, dtype) in like.items()}
+    apart = {}
+    for name, count in head["apart"].items():
+        (lanes, *shape), dtype = like[name]
+        if type(count) is not int or not 0 <= count <= ticks * lanes:
+            raise DamageError(f"the rows at byte {record.start} keep {count!r} apart, of {ticks * lanes}")
+        ids = _array(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
+        ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
+        if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
+            raise DamageError(f"the rows at byte {record.start} keep ids apart that are not in order")
+        apart[name] = ids, _array(record, f"{name}/apart", read, dtype, (count, *shape))
+    return RowChunk(first_tick, ticks, found, apart)
+
+
+def pack_logs(parts: Sequence[ClosedPart]) -> list[Buffer]:
+    """Return the logs of a segment as a record."""
+    written = _Parts()
+    fields = []
+    for number, part in enumerate(parts):
+        if part.log is not None:
+            written.put(f"log.{number}", part.log)
+        fields.append(
+            {
+                "window": window_words(part.window),
+                "log": None if part.log is None else dtype_name(part.log.dtype),
+                "log_rows": part.log_rows,
+                "slices": part.slice_count,
+                "steps": part.steps,
+                "new_slices": part.new_slices,
+            }
+        )
+    return written.packed(LOGS, {"fields": fields})
+
+
+def unpack_logs(
+    record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
+) -> list[ClosedPart]:
+    """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
+    _require_kind(record, LOGS)
+    fields = record.head["fields"]
+    if len(fields) != len(leaves) or len(blocks) != len(leaves):
+        raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
+    parts = []
+    for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
+        window = window_of(words["window"], leaf)
+        rows, count, steps, new = (_count(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        if block.slice_bytes != window.slice_bytes or count > block.used:
+            raise DamageError(f"the logs at byte {record.start} name another block than their own")
+        log: Any = None
+        if words["log"] is not None:
+            dtype = dtype_of(words["log"])
+            if dtype not in (np.uint16, np.uint32):
+                raise DamageError(f"the logs at byte {record.start} are numbers of {dtype}")
+            log = _array(record, f"log.{number}", read, dtype, (rows, lanes))
+        elif rows * lanes != count or block.sealed is not None:
+            raise DamageError(f"the logs at byte {record.start} count {rows} rows and {count} slices")
+        parts.append(ClosedPart(window, log, rows, block, count, steps, new))
+    return parts
+
+
+def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[Buffer]:
+    """Return some slices of a block that is still being filled as a record."""
+    parts = _Parts()
+    parts.put("slices", slices)
+    return parts.packed(PIECE, {"slice_bytes": slice_bytes, "first": first, "count": slices.size // slice_bytes})
+
+
+def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
+    """Read some slices of a block, from number `first` on."""
+    _require_kind(record, PIECE)
+    count = _count(record.head["count"])
+    if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
+        raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
+    found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
+    return found
+
+
+def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
+    """Return a tree of numbers, text and arrays as a record."""
+    arrays: list[NDArray[Any]] = []
+    words = encode_state(state, arrays, "the memory's state")
+    parts = _Parts()
+    for number, array in enumerate(arrays):
+        parts.put(str(number), array)
+    text = json.dumps(words, sort_keys=True, allow_nan=False).encode()
+    parts.content["tree"] = text
+    return parts.packed(STATE, {"sizes": [array.nbytes for array in arrays]})
+
+
+def unpack_state(record: Record, read: Read) -> dict[str, Any]:
+    """Read a tree back."""
+    _require_kind(record, STATE)
+    arrays = {
+        number: _array(record, str(number), read, np.dtype(np.uint8), (_count(nbytes),)).tobytes()
+        for number, nbytes in enumerate(record.head["sizes"])
+    }
+    tree = decode_state(json.loads(record.part("tree", read)), arrays)
+    if not isinstance(tree, dict):
+        raise DamageError(f"the state at byte {record.start} is no tree")
+    return tree
+
+
+def pack_file(content: bytes) -> list[Buffer]:
+    """Return a piece of a trainer's own file as a record."""
+    return pack(FILE, {}, {"content": content}, frozenset())
+
+
+def unpack_file(record: Record, read: Read) -> bytes:
+    """Read a piece of a trainer's own file."""
+    _require_kind(record, FILE)
+    return record.part("content", read)
+
+
+def window_words(window: Window) -> list[int] | None:
+    """Say along which axis a window slides and by how many elements; None if it does not."""
+    return None if window.count == 1 else [window.axis, window.shift * window.unit]
+
+
+def window_of(words: Any, leaf: Leaf) -> Window:
+    """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
+    if words is None:
+        return Window.whole(leaf)
+    axis, step = (_count(word) for word in words)
+    if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
+        raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
+    return Window.along(leaf, axis, step)
+
+
+def _count(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**40:
+        raise DamageError(f"a record counts {value!r}, which is no count")
+    return value

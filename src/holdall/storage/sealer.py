@@ -1,0 +1,264 @@
+"""Sealing: full blocks are compressed, and moved to files, by one worker outside the training thread.
+
+In:  blocks that take no more slices.  Out: the same slices, sealed or on disk; readers change over when they next look
+a place up.
+Invariant: a block stays as it is until its next form is complete; whatever goes wrong, it stays as it is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from dataclasses import field as attribute
+from typing import NamedTuple
+
+from holdall.schema import Bytes, Leaf
+from holdall.storage.blocks import Coder, SealedSlices, SliceBlock
+from holdall.storage.codec import Codec, Method, Transform, choose
+from holdall.storage.layout import Window
+from holdall.storage.spill import SpillFolder
+
+_WAIT_FROM = 1
+"""Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
+one being sealed and the open one."""
+_WAIT_WHILE_CHOOSING_FROM = 4
+"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still."""
+_DRIFT = 0.85
+"""A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
+_REST = 8
+"""Blocks of a field between two choices, so that data that defies compression costs little."""
+_LOOK_AGAIN_S = 1.0
+"""How often who waits for the worker looks whether there is one."""
+
+_LOG = logging.getLogger("holdall")
+
+Keep = Callable[[SliceBlock, SealedSlices | None], None]
+"""Takes a block and the form that it has from now on; None if it stays as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBlock:
+    """A block that takes no more slices, and what it holds."""
+
+    field: int
+    leaf: Leaf
+    window: Window
+    block: SliceBlock
+    lanes: int = 1  # that brought slices in turn
+
+
+class _SealJob(NamedTuple):
+    frozen: FrozenBlock
+    spill: bool  # move it to a file, instead of sealing it
+
+
+@dataclass(slots=True)
+class _ChosenCodec:
+    """What was chosen for a field's slices, and how well it did then."""
+
+    codec: Codec
+    ratio: float
+    age: int = 0  # blocks since
+
+
+@dataclass(slots=True)
+class _Queue:
+    """What the worker and the memory share."""
+
+    jobs: deque[_SealJob] = attribute(default_factory=deque)
+    changed: threading.Condition = attribute(default_factory=threading.Condition)
+    at_work: int = 0
+    stopped: bool = False
+    failure: str = ""
+
+
+class Sealer:
+    """Seals and spills blocks in the order in which they come, one at a time.
+
+    Args:
+        cap: How dear sampling may become, over a raw gather.
+        hands: Threads that share out the decoding of a batch.
+        keep: Is told of every block when its turn is over; a bound method, held weakly, so that a memory
+            which is simply dropped ends its worker too.
+        folder: Where blocks go that leave memory, if they may.
+    """
+
+    def __init__(self, coder: Coder, cap: float, hands: int, keep: Keep, folder: SpillFolder | None = None) -> None:
+        self._queue = _Queue()
+        self._work = _Work(coder, cap, hands, folder)
+        self._keep = weakref.WeakMethod(keep)
+        self._thread: threading.Thread | None = None
+        weakref.finalize(self, _stop, self._queue)
+
+    def submit(self, frozen: FrozenBlock) -> None:
+        """Have a block sealed."""
+        self._enqueue(_SealJob(frozen, spill=False))
+
+    def spill(self, frozen: FrozenBlock) -> None:
+        """Have a block moved to a file."""
+        self._enqueue(_SealJob(frozen, spill=True))
+
+    def withdraw(self, evicted: set[int]) -> None:
+        """Forget the blocks with these identities, unless their turn has come."""
+        with self._queue.changed:
+            left = [job for job in self._queue.jobs if id(job.frozen.block) not in evicted]
+            self._queue.jobs = deque(left)
+            self._queue.changed.notify_all()
+
+    @property
+    def backlog(self) -> int:
+        """Blocks that wait or are being worked at."""
+        return len(self._queue.jobs) + self._queue.at_work
+
+    @property
+    def failure(self) -> str:
+        """What went wrong last, if anything."""
+        return self._queue.failure
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether so many blocks are queued that no more should come."""
+        most = _WAIT_WHILE_CHOOSING_FROM if self._work.is_choosing else _WAIT_FROM
+        return len(self._queue.jobs) >= most
+
+    def wait_for_room(self) -> None:
+        """Wait while too many blocks are queued; not to be called under the memory's lock."""
+        if self.is_crowded:
+            self._wait_until(lambda: not self.is_crowded)
+
+    def drain(self) -> None:
+        """Wait until everything submitted is sealed or spilled."""
+        self._wait_until(lambda: self.backlog == 0)
+
+    def stop(self) -> None:
+        """End the worker after the block that it is at."""
+        _stop(self._queue)
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        self._thread = None
+
+    def _enqueue(self, job: _SealJob) -> None:
+        with self._queue.changed:
+            self._queue.jobs.append(job)
+            self._queue.changed.notify_all()
+        self._see_to_worker()
+
+    def _wait_until(self, condition: Callable[[], bool]) -> None:
+        while not condition() and not self._queue.stopped:
+            self._see_to_worker()
+            with self._queue.changed:
+                self._queue.changed.wait_for(lambda: condition() or self._queue.stopped, timeout=_LOOK_AGAIN_S)
+
+    def _see_to_worker(self) -> None:
+        """Start the worker if there is none: at first, after a fork, and should it have died."""
+        if self._queue.stopped or (self._thread is not None and self._thread.is_alive()):
+            return
+        with self._queue.changed:
+            self._queue.at_work = 0
+        self._thread = threading.Thread(
+            target=_run_worker, args=(self._queue, self._work, self._keep), name="holdall-sealer", daemon=True
+        )
+        self._thread.start()
+
+
+class _Work:
+    """Chooses codecs, seals and spills; used by the worker alone."""
+
+    def __init__(self, coder: Coder, cap: float, hands: int, folder: SpillFolder | None) -> None:
+        self._coder = coder
+        self._folder = folder
+        self._cap = cap
+        self._hands = hands
+        self._habits: dict[tuple[int, Window], _ChosenCodec] = {}
+        self.is_choosing = False
+
+    def do(self, job: _SealJob, hurry: bool) -> SealedSlices | None:
+        """Give a block its next form; None if it stays as it is."""
+        return self.spill(job.frozen) if job.spill else self.seal(job.frozen, hurry)
+
+    def spill(self, frozen: FrozenBlock) -> SealedSlices | None:
+        """Move one block to a file, as it is: what did not shrink is written raw."""
+        if self._folder is None:
+            return None
+        sealed = frozen.block.sealed
+        if sealed is None:
+            stored = Codec(Method.STORED, 0, Transform(frozen.block.slice_bytes))
+            sealed = self._coder.seal(frozen.block.raw, stored)
+        return None if sealed is None else self._folder.write(sealed)
+
+    def seal(self, frozen: FrozenBlock, hurry: bool) -> SealedSlices | None:
+        """Seal one block; None if nothing pays."""
+        slices = frozen.block.raw
+        key = (frozen.field, frozen.window)
+        habit = self._habits.get(key)
+        if habit is None:
+            habit = self._habits[key] = _ChosenCodec(self._choose(frozen, slices), 0.0)
+        habit.age += 1
+        if habit.codec.method is Method.STORED:
+            if habit.age > _REST:
+                del self._habits[key]
+            return None
+        sealed = self._coder.seal(slices, habit.codec.hurried() if hurry else habit.codec)
+        ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
+        habit.ratio = habit.ratio or ratio
+        if ratio < _DRIFT * habit.ratio and habit.age > _REST and not hurry:
+            codec = self._choose(frozen, slices)
+            self._habits[key] = habit = _ChosenCodec(codec, 0.0)
+            sealed = None if codec.method is Method.STORED else self._coder.seal(slices, codec)
+            habit.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
+        return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
+
+    def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
+        self.is_choosing = True
+        try:
+            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+        finally:
+            self.is_choosing = False
+
+
+def _run_worker(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
+    hurry = False
+    while True:
+        with queue.changed:
+            queue.changed.wait_for(lambda: queue.jobs or queue.stopped)
+            if queue.stopped:
+                return
+            job = queue.jobs.popleft()
+            queue.at_work = 1
+            queue.changed.notify_all()
+        try:
+            _do(job, hurry, work, keep)
+            queue.failure = "" if job.spill else queue.failure
+        except Exception as error:  # the block stays as it is, and training goes on
+            failure = f"{type(error).__name__}: {error}"
+            if failure != queue.failure:
+                _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
+                _LOG.debug("the reason", exc_info=error)
+            queue.failure = failure
+        finally:
+            del job
+            with queue.changed:
+                queue.at_work = 0
+                hurry = bool(queue.jobs)  # one that is there already: the worker falls behind
+                queue.changed.notify_all()
+
+
+def _do(job: _SealJob, hurry: bool, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
+    """Have a job done, and say so to whoever is there to hear it: also if it failed."""
+    result: SealedSlices | None = None
+    try:
+        result = work.do(job, hurry)
+    finally:
+        take = keep()
+        if take is not None:
+            take(job.frozen.block, result)
+
+
+def _stop(queue: _Queue) -> None:
+    with queue.changed:
+        queue.stopped = True
+        queue.changed.notify_all()

@@ -1,0 +1,302 @@
+"""Parts: what one segment holds of one large field.
+
+In:  observations and next observations of all lanes, as rows of bytes, tick by tick.
+Out: a cursor per transition, and a record from which kernels read the observations back.
+Invariant: an observation is a range of its lane's log. It continues the last one only where
+the bytes say so; where they do not, it is written whole. A closed part never changes.
+"""
+
+from __future__ import annotations
+
+import os
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.schema import Array, Bytes
+from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.layout import Window
+from holdall.threads import ThreadPool
+
+if TYPE_CHECKING:
+    from holdall.native.slice_names import SliceNamer
+
+
+Log = NDArray[np.uint16] | NDArray[np.uint32]
+Cursors = NDArray[np.uint32]
+Held = tuple[object, ...]
+"""What the addresses of a record point into; referring to it keeps it from being freed."""
+
+NEXT_IS_WHOLE = np.uint32(1 << 31)
+"""Set in a cursor whose next observation does not continue the window but follows it."""
+
+RECORD_FIELDS = (
+    "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
+    "sealed",
+)  # fmt: skip
+"""Columns of a table of records, in the order of `part` in kernels.c."""
+_SEALED = RECORD_FIELDS.index("sealed")
+_WINDOW = RECORD_FIELDS.index("window")
+
+_DIRECT_BYTES = 32
+"""Slices up to this size lie in the log itself: a number would cost as much."""
+_REUSE_THAT_PAYS = 0.25
+"""Share of known slices from which on the next segment goes on in the same block."""
+_FIRST_LOG_ROWS = 64
+
+
+def lies_direct(window: Window) -> bool:
+    """Whether slices are kept in the order of the log, without numbers."""
+    return window.count > 1 and window.slice_bytes <= _DIRECT_BYTES
+
+
+class OpenPart(ABC):
+    """One field in the open segment; how a tick is written is the kernels' affair.
+
+    Args:
+        block: Where unique slices go; None if they lie in the log itself.
+        arena_bytes: Room for the slices that lie in the log itself.
+    """
+
+    def __init__(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> None:
+        self.window = window
+        self.lanes = lanes
+        self.block = block
+        self.obs_bytes = window.slice_bytes * window.count
+        self.log: NDArray[np.uint32] | None = None
+        if block is None:
+            rows = arena_bytes // (lanes * window.slice_bytes)
+            self.slices = reserve(rows * lanes * window.slice_bytes)
+            self._used_before = 0
+        else:
+            rows = max(_FIRST_LOG_ROWS, 2 * window.count)
+            self.slices = block.arena
+            self.log = np.zeros((rows, lanes), np.uint32)
+            self._used_before = block.used
+        self.log_rows = rows
+
+    @abstractmethod
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """Write one tick, of any dtype and layout with a leading lane axis, and the cursors to it."""
+
+    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """Write ticks one after another: all three have a leading time axis. The log has room, or is made to."""
+        for now, after, places in zip(obs, next_obs, cursors, strict=True):
+            self.append(now, after, places)
+
+    @abstractmethod
+    def clear(self) -> None:
+        """Forget every tick, and every slice of the block, and keep the memory; nobody may be reading it."""
+
+    @property
+    @abstractmethod
+    def longest(self) -> int:
+        """Log entries of the lane that has most."""
+
+    @property
+    @abstractmethod
+    def steps(self) -> int:
+        """Transitions written."""
+
+    @property
+    @abstractmethod
+    def broken_steps(self) -> int:
+        """Transitions whose next observation did not shift as the window says."""
+
+    @property
+    @abstractmethod
+    def pushed(self) -> int:
+        """Slices handed in, known or new."""
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of slices that stand in the part's block or log."""
+        if self.block is not None:
+            return self.block.used_bytes
+        return self.longest * self.lanes * self.window.slice_bytes
+
+    @property
+    def new_slices(self) -> int:
+        """Slices that this part brought."""
+        return self.pushed if self.block is None else self.block.used - self._used_before
+
+    @property
+    def added_bytes(self) -> int:
+        """Bytes of slices that this part added; a block that it went on in held others before."""
+        return self.used_bytes - self._used_before * self.window.slice_bytes
+
+    def has_room(self) -> bool:
+        """Whether one more tick fits, even if nothing of it is known."""
+        return self.ticks_that_fit() > 0
+
+    def ticks_that_fit(self) -> int:
+        """Count the ticks that fit whatever they bring."""
+        most = 2 * self.window.count
+        if self.block is not None:
+            return (self.block.capacity - self.block.used) // (most * self.lanes)
+        return (self.log_rows - self.longest) // most
+
+    def block_to_go_on_in(self) -> SliceBlock | None:
+        """Return the block if the next segment would otherwise repeat much of it."""
+        if self.block is None or self.pushed == 0 or not self.has_room():
+            return None
+        known = self.pushed - self.new_slices
+        context = self.lanes * self.window.count
+        pays = (known + context) / self.pushed >= _REUSE_THAT_PAYS
+        return self.block if pays else None
+
+    def closed(self) -> ClosedPart:
+        """Return the part as it stands, with a log as narrow as its numbers."""
+        rows = self.longest
+        if self.log is None or self.block is None:
+            used = rows * self.lanes
+            block = self.block or KeptBlock(self.window.slice_bytes, used, self.slices)
+            return ClosedPart(self.window, None, rows, block, used, self.steps, self.new_slices)
+        count = self.block.used
+        log = self.log[:rows].astype(np.uint16) if count <= 1 << 16 else self.log[:rows].copy()
+        return ClosedPart(self.window, log, rows, self.block, count, self.steps, self.new_slices)
+
+    def record(self) -> list[int]:
+        """Describe the part to the kernels by the bounds of its memory, which rarely change."""
+        count = self.slices.size // self.window.slice_bytes
+        return _record(self.window, self.log, self.log_rows, self.slices.ctypes.data, count, 0)
+
+    @property
+    def held(self) -> Held:
+        """Return what the record points into."""
+        return (self.log, self.slices)
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log entries in use."""
+        return 0 if self.log is None else self.longest * self.lanes * self.log.itemsize
+
+    def _require_tick(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """Refuse a tick of other lanes or bytes: the loops go by the part's own."""
+        lanes, tick_bytes = self.lanes, self.lanes * self.obs_bytes
+        if not (obs.nbytes == next_obs.nbytes == tick_bytes and len(obs) == len(next_obs) == len(cursors) == lanes):
+            raise DamageError(
+                f"a tick of {obs.nbytes} and {next_obs.nbytes} bytes in {len(obs)} lanes came to a part of "
+                f"{tick_bytes} in {lanes}; report this"
+            )
+
+    def _make_log_room(self, ticks: int = 1) -> None:
+        """Grow the log into a new array: readers go on with the old one, which stays right."""
+        needed = self.longest + 2 * ticks * self.window.count
+        if self.log is None or needed <= self.log_rows:
+            return
+        longer = np.zeros((max(2 * self.log_rows + 2 * self.window.count, needed), self.lanes), np.uint32)
+        longer[: self.log_rows] = self.log
+        self.log = longer
+        self.log_rows = len(longer)
+
+
+@dataclass(frozen=True, slots=True)
+class ClosedPart:
+    """One field in a closed segment."""
+
+    window: Window
+    log: Log | None
+    log_rows: int
+    block: SliceBlock
+    slice_count: int  # slices that stood in the block when the part was closed
+    steps: int
+    new_slices: int  # slices that this part brought to its block
+
+    @property
+    def held(self) -> Held:
+        """Return what the record points into."""
+        return (self.log, self.block.held)
+
+    @property
+    def log_bytes(self) -> int:
+        """Bytes of the log."""
+        return 0 if self.log is None else self.log.nbytes
+
+    @property
+    def overhead_bytes(self) -> int:
+        """Bytes that no tier can take away: the log, or the slices that lie in its place."""
+        return self.block.used_bytes if self.log is None else self.log.nbytes
+
+    def record(self) -> list[int]:
+        """Describe the part to the kernels."""
+        sealed = 0 if self.block.sealed is None else self.block.sealed.address
+        start = self.block.arena.ctypes.data
+        return _record(self.window, self.log, self.log_rows, start, self.slice_count, sealed)
+
+
+def _record(window: Window, log: Log | None, log_rows: int, slices: int, slice_count: int, sealed: int) -> list[int]:
+    start, width = (0, 0) if log is None else (log.ctypes.data, log.itemsize)
+    return [
+        start, log_rows, width, slices, slice_count,
+        window.outer, window.run_bytes, window.count, window.shift, sealed,
+    ]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Places:
+    """Where the observations of a batch lie; holding it keeps them from being freed."""
+
+    records: list[NDArray[np.int64]]  # per field: (segments, len(RECORD_FIELDS))
+    segment: NDArray[np.int32]  # (batch,)
+    cursors: list[Cursors]  # per field: (batch,)
+    lane: NDArray[np.int32]  # (batch,)
+    lanes: int
+    held: tuple[tuple[Held, ...], ...]  # per field and segment
+    reads_files: bool = False
+    awaits_files: bool = False  # some of them lie elsewhere, and what is read has to be brought here first
+
+    def window(self, field: int, segment: int) -> int:
+        """Return how many slices make an observation of a field in a segment."""
+        return int(self.records[field][segment, _WINDOW])
+
+    def sealed_slices(self, field: int) -> dict[int, SealedSlices]:
+        """Return the sealed slices that the records of a field name, by address."""
+        contents = (content for held in self.held[field] for content in held)
+        return {content.address: content for content in contents if isinstance(content, SealedSlices)}
+
+    def damage(self, field: int, row: int, error: int) -> DamageError:
+        """Say what is wrong with the block that holds a row.
+
+        Args:
+            error: What the system said when it read a file, or 0.
+        """
+        segment = int(self.segment[row])
+        sealed = int(self.records[field][segment, _SEALED]) if 0 <= segment < len(self.records[field]) else 0
+        named = self.sealed_slices(field).get(sealed)
+        extent = None if named is None else named.extent
+        if extent is None:
+            return DamageError(
+                f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch "
+                "is returned. Load the last checkpoint, and report this"
+            )
+        why = f"cannot be read ({os.strerror(error)})" if error else "is damaged or was cut short"
+        return DamageError(
+            f"{extent.file.path} {why}: row {row} of the batch lies in it, and nothing of the batch is returned. Check "
+            "the disk, and load the last checkpoint"
+        )
+
+
+class Kernels(Protocol):
+    """Batches in, batches out; the caller never handles a row alone."""
+
+    name: str
+    coder: Coder
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block of unique slices in `arena`."""
+
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
+        """Make an empty part that writes to `block`."""
+
+    def gather(
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: ThreadPool, /
+    ) -> None:
+        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
+
+    def namer(self) -> SliceNamer | None:
+        """Return what names the slices of a batch, each once; None where that is not compiled."""

@@ -1,0 +1,273 @@
+"""A tick: what one `add` was given, checked; or several, as one `extend` was.
+
+In:  a user's arguments.  Out: arrays, leaf by leaf, each of the shape and dtype that the schema says.
+Invariant: what does not fit is refused here, before anything is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.schema import Array, Bytes, Schema, fit_flags, fit_reward
+from holdall.storage.blocks import SliceBlock
+from holdall.storage.layout import Window
+from holdall.storage.slices import ClosedPart, OpenPart
+
+if TYPE_CHECKING:
+    from holdall.storage.segment import Segment
+
+
+class Tick(NamedTuple):
+    """One vectorised step, leaf by leaf; every array has a leading lane axis. Several have a time axis before it."""
+
+    obs: list[Array]
+    action: list[Array]
+    reward: Array
+    next_obs: list[Array]
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+    valid: Array | None
+
+    @classmethod
+    def fitted(
+        cls,
+        schema: Schema,
+        leading: tuple[int, ...],
+        reward_dtype: np.dtype[Any] | None,
+        obs: Any,
+        action: Any,
+        reward: Any,
+        next_obs: Any,
+        terminated: Any,
+        truncated: Any,
+        extras: Mapping[str, Any] | None,
+        valid: Any,
+    ) -> Tick:
+        """Check every argument of an `add`, or of an `extend` with one more leading axis."""
+        return cls(
+            reward=fit_reward(reward, leading, reward_dtype),
+            obs=schema.observation.flatten(obs, leading, "obs"),
+            action=schema.action.flatten(action, leading, "action"),
+            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
+            terminated=fit_flags(terminated, leading, "terminated"),
+            truncated=fit_flags(truncated, leading, "truncated"),
+            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
+            valid=None if valid is None else fit_flags(valid, leading, "valid"),
+        )
+
+    def cut(self, where: int | slice) -> Tick:
+        """Return one tick of several, or some of them; nothing is copied."""
+        return Tick(
+            obs=[array[where] for array in self.obs],
+            action=[array[where] for array in self.action],
+            reward=self.reward[where],
+            next_obs=[array[where] for array in self.next_obs],
+            terminated=self.terminated[where],
+            truncated=self.truncated[where],
+            extras=[array[where] for array in self.extras],
+            valid=None if self.valid is None else self.valid[where],
+        )
+
+
+_CHUNK_BYTES = 2**19
+_MOST_CHUNK_TICKS = 2**16
+SETTLED_TICKS = 65
+"""A window found late rewrites the cursors of at most 64 past ticks, and a tick is only complete when the next one
+stands: rows older than this are written over by new flags alone."""
+
+
+def chunk_ticks_of(tick_bytes: int) -> int:
+    """Return how many ticks are written as one chunk: a power of two, so that chunks of two saves are the same."""
+    fitting = max(1, _CHUNK_BYTES // max(1, tick_bytes))
+    return int(min(1 << (fitting.bit_length() - 1), _MOST_CHUNK_TICKS))
+
+
+@dataclass(frozen=True, slots=True)
+class RowChunk:
+    """The rows of a run of ticks, by column."""
+
+    first_tick: int
+    ticks: int
+    columns: dict[str, Array]  # (ticks, lanes, ...)
+    apart: dict[str, tuple[NDArray[np.int64], Array]]  # ids and next observations that no later row shows
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Next observations that are kept apart, at the moment of a snapshot; what is appended later lies behind `end`."""
+
+    ids: NDArray[np.int64]
+    rows: Array
+    first: int
+    end: int
+
+    def between(self, first_id: int, end_id: int) -> tuple[NDArray[np.int64], Array]:
+        """Return those of a range of ids."""
+        ids = self.ids[self.first : self.end]
+        start, stop = np.searchsorted(ids, [first_id, end_id]) + self.first
+        return self.ids[start:stop], self.rows[start:stop]
+
+
+class FrozenRows:
+    """The rows of all ticks held at one moment. Every method is called under the memory's lock.
+
+    Args:
+        columns: Rings by name, (ring ticks, lanes, ...).
+        saved: Chunks, by number, of which a copy is not needed.
+    """
+
+    def __init__(
+        self,
+        columns: Mapping[str, Array],
+        apart: Mapping[str, Apart],
+        first_tick: int,
+        next_tick: int,
+        lanes: int,
+        chunk_ticks: int,
+        saved: Iterable[int],
+    ) -> None:
+        self.first_tick, self.next_tick = first_tick, next_tick
+        self.chunk_ticks = chunk_ticks
+        self._columns = dict(columns)
+        self._apart = dict(apart)
+        self._lanes = lanes
+        known = set(saved)
+        numbers = range(first_tick // chunk_ticks, -(-next_tick // chunk_ticks))
+        self.wanted = [number for number in numbers if number not in known]
+        self._pending = set(self.wanted)
+        self._copies: dict[int, RowChunk] = {}
+        for number in self.wanted:
+            if not is_settled(number, chunk_ticks, next_tick):
+                self._rescue(number)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether rows are still to be read from rings that go on being written to."""
+        return bool(self._pending)
+
+    def before_tick(self, tick: int) -> None:
+        """Copy what the rows of a new tick are about to be written over."""
+        self._rescue((tick + 1 - len(next(iter(self._columns.values())))) // self.chunk_ticks)
+
+    def before_flags(self, ticks: NDArray[np.int64]) -> None:
+        """Copy what new flags are about to be written over."""
+        for number in np.unique(ticks // self.chunk_ticks).tolist():
+            self._rescue(number)
+
+    def take(self, number: int) -> RowChunk:
+        """Return a chunk that is wanted; once only."""
+        self._rescue(number)
+        return self._copies.pop(number)
+
+    def drop(self) -> None:
+        """Give up all that was not taken."""
+        self._pending.clear()
+        self._copies.clear()
+
+    def _rescue(self, number: int) -> None:
+        if number not in self._pending:
+            return
+        self._pending.discard(number)
+        first = max(number * self.chunk_ticks, self.first_tick)
+        end = min((number + 1) * self.chunk_ticks, self.next_tick)
+        self._copies[number] = RowChunk(
+            first,
+            end - first,
+            {name: rows_of(ring, first, end) for name, ring in self._columns.items()},
+            {name: apart.between(first * self._lanes, end * self._lanes) for name, apart in self._apart.items()},
+        )
+
+
+def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
+    """Whether nothing but new flags can still change a chunk."""
+    return (number + 1) * chunk_ticks + SETTLED_TICKS <= next_tick
+
+
+def rows_of(ring: Array, first: int, end: int) -> Array:
+    """Copy the rows of ticks [first, end) out of a ring."""
+    start, stop = first % len(ring), (end - 1) % len(ring) + 1
+    if end == first or start < stop:
+        return np.array(ring[start : start + end - first])
+    return np.concatenate([ring[start:], ring[:stop]])
+
+
+def put_rows(ring: Array, first: int, rows: Array) -> None:
+    """Write rows of ticks from `first` on into a ring that is at least as long."""
+    start = first % len(ring)
+    before_wrap = min(len(rows), len(ring) - start)
+    ring[start : start + before_wrap] = rows[:before_wrap]
+    ring[: len(rows) - before_wrap] = rows[before_wrap:]
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSlices:
+    """The slices of a block that was still being filled: those numbered by then, which never change."""
+
+    key: object  # the same one in every snapshot, for as long as the block is open
+    slice_bytes: int
+    slices: Bytes  # (count * slice_bytes,)
+
+    @classmethod
+    def of(cls, part: OpenPart, closed: ClosedPart) -> OpenSlices:
+        """See what an open part's block holds."""
+        nbytes = closed.slice_count * part.window.slice_bytes
+        return cls(part if part.block is None else part.block, part.window.slice_bytes, part.slices[:nbytes])
+
+
+class FullBlock(NamedTuple):
+    """A block that takes no more slices, in the form in which it stays for now."""
+
+    block: SliceBlock
+    is_direct: bool  # its slices lie in memory in place of a log
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenSegments:
+    """All segments at one moment."""
+
+    windows: list[Window]
+    closed: list[Segment[ClosedPart]]
+    open: Segment[ClosedPart]
+    filling: list[OpenSlices]  # by field: what the open segment's block held
+    searches: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenStore:
+    """A store at one moment."""
+
+    next_tick: int
+    first_tick: int
+    rows: FrozenRows
+    versions: dict[int, int]  # of chunks of rows whose flags were set anew
+    large: list[int]  # observation leaves in segments, in the order of their fields
+    segments: FrozenSegments | None
+    newest: dict[int, Array]  # by small leaf: the next observations of the newest tick, where they have no row yet
+    paired: list[int]  # small leaves whose next observations have a column of their own
+    scouts: dict[str, Any]
+    reward_dtype: np.dtype[Any] | None
+    has_invalid: bool
+    transitions: int
+
+
+@dataclass(frozen=True, slots=True)
+class StoreContent:
+    """What a store is made of again; its rows follow, chunk by chunk."""
+
+    first_tick: int
+    next_tick: int
+    large: list[int]
+    windows: list[Window]
+    segments: list[Segment[ClosedPart]]
+    searches: dict[str, Any]
+    newest: dict[int, Array]
+    paired: list[int]
+    scouts: dict[str, Any]
+    reward_dtype: np.dtype[Any] | None
+    has_invalid: bool
