@@ -24,11 +24,11 @@ from process import commit, machine, versions
 from readme import MARKERS
 
 from holdall.machine import held_bytes, peak_bytes
-from holdall.plan.ask import ask
-from holdall.plan.experience import Experience
-from holdall.plan.planned import Plan, make_plan
-from holdall.plan.settings import spec_of
-from holdall.plan.spec import Spec
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.phases import HoldallNeed
+from holdall.tools.plan.planner import Plan, make_plan
+from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.subprocess_probe import run_probe
 
 PAGE = Path(__file__).parents[1] / "docs" / "plan.md"
 Table = tuple[list[dict[str, Any]], list[str], bool]
@@ -37,7 +37,7 @@ _PROBE = 2_000
 _PAUSE = 250
 _UPDATES = 60
 _ROLLOUTS = 4
-_CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.demo.camera:CameraRover"
+_CART, _PENDULUM, _CAMERA = "CartPole-v1", "Pendulum-v1", "holdall.tools.demo.camera:CameraRover"
 _ATARI = {"env": "ale_py:SeaquestNoFrameskip-v4", "wrapper": "atari", "frame_stack": 4}
 _BREAKOUT = _ATARI | {"env": "ale_py:BreakoutNoFrameskip-v4"}
 
@@ -73,7 +73,7 @@ _BARS = {"dominated": 0.05, "elsewhere": 0.15, "probed": 0.05}
 
 def run(spec: Spec) -> dict[str, Any]:
     """Train for real in this process, and read what it took."""
-    from holdall.plan.algorithm import build_model, make_env  # noqa: PLC0415 torch is the run's affair
+    from holdall.tools.plan.sb3_model import build_model, make_env  # noqa: PLC0415 torch is the run's affair
 
     env = make_env(spec, real=True)
     model = build_model(spec, env=env)
@@ -92,7 +92,7 @@ def run(spec: Spec) -> dict[str, Any]:
 
 def compare(name: str, settings: dict[str, Any], probe_steps: int) -> dict[str, Any]:
     """Plan one configuration twice, run it, and put the figures side by side."""
-    spec, environment = spec_of(settings | {"name": name})
+    spec, environment = spec_from_settings(settings | {"name": name})
     plain = make_plan(spec, environment=environment)
     probed = make_plan(spec, environment=environment, probe_steps=probe_steps)
     command = [sys.executable, __file__, "--run"]
@@ -125,10 +125,10 @@ _HELD_BAR = 0.1
 
 def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
     """Add real transitions to a memory in this process, and read what it took at most."""
-    from holdall.plan.filling import real_steps, settled, stored_space  # noqa: PLC0415 no part of a run with SB3
     from holdall.replay import ReplayMemory  # noqa: PLC0415
+    from holdall.tools.plan.measure_memory import environment_steps, stored_space, wait_until_compressed  # noqa: PLC0415 no part of a run with SB3
 
-    steps = real_steps(spec)
+    steps = environment_steps(spec)
     first = next(steps)  # the environments are there now
     before = held_bytes().anonymous
     memory = ReplayMemory(
@@ -145,15 +145,15 @@ def hold(spec: Spec, prefer: str | None) -> dict[str, Any]:
             if len(memory) >= spec.batch:
                 batch = memory.sample(spec.batch)  # it lives until the next one is there, as in a training loop
             most = max(most, held_bytes().anonymous - before)  # before the wait: what is being sealed counts
-            settled(memory)  # training is slower than this loop, and the worker is not behind in it
+            wait_until_compressed(memory)  # training is slower than this loop, and the worker is not behind in it
     del batch
     return {"measured_bytes": most}
 
 
 def compare_held(name: str, settings: dict[str, Any], prefer: str | None) -> dict[str, Any]:
     """Probe 2,000 steps, then hold 100,000."""
-    spec, _ = spec_of(settings | {"name": name, "capacity": _HELD})
-    experience = Experience(**ask("experience", spec=spec, steps=_PROBE, prefer=prefer or "memory"))
+    spec, _ = spec_from_settings(settings | {"name": name, "capacity": _HELD})
+    experience = HoldallNeed(**run_probe("experience", spec=spec, steps=_PROBE, prefer=prefer or "memory"))
     command = [sys.executable, __file__, "--hold", *([prefer] if prefer else [])]
     done = subprocess.run(command, input=json.dumps(spec.as_dict()), capture_output=True, text=True, check=True)
     planned = experience.raw_need(_HELD) if prefer is None else experience.need(_HELD)

@@ -11,10 +11,10 @@ import subprocess
 import sys
 from typing import Any
 
-from holdall.plan.baseline import measured
-from holdall.plan.phases import Measured, Traced, vram_phases
-from holdall.plan.settings import spec_of
-from holdall.plan.spec import Spec
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.phases import MeasuredCosts, UpdateBytes, vram_phases
+from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.subprocess_probe import measure_baseline
 
 _ROVER = {"image": "84x84x3:uint8", "vector": "31"}
 _GAME = {"obs": "144x160x12:uint8", "action": "discrete(8)"}
@@ -38,7 +38,7 @@ def update(spec: Spec) -> dict[str, int]:
     """Make real updates in this process, and read what the GPU gave."""
     import torch  # noqa: PLC0415 only a process that trains needs it
 
-    from holdall.plan.algorithm import build_model, fill_without_writing  # noqa: PLC0415 as above
+    from holdall.tools.plan.sb3_model import build_model, fill_without_writing  # noqa: PLC0415 as above
 
     model = build_model(spec, capacity=spec.batch)
     for _ in range(_UPDATES):
@@ -62,19 +62,19 @@ def main() -> int:
     """Compare all configurations."""
     if len(sys.argv) > 1:
         spec = Spec.from_dict(json.load(sys.stdin))
-        print(json.dumps(update(spec) if sys.argv[1] == "update" else measured(spec, networks=True)))
+        print(json.dumps(update(spec) if sys.argv[1] == "update" else measure_baseline(spec, networks=True)))
         return 0
     print("| run | planned, MiB | at most | in use | off by | kept in the pool | context | bound holds |")
     print("|---|---|---|---|---|---|---|---|")
     held = True
     for settings in RUNS:
-        spec, _ = spec_of(settings | {"device": "cuda"})
+        spec, _ = spec_from_settings(settings | {"device": "cuda"})
         base, real = ask("base", spec), ask("update", spec)
         traced, context = base["traced"], base["vram"]["context"]
-        known = Measured(
+        known = MeasuredCosts(
             traced_batch=traced["batch"],
-            traced=Traced(*traced["once"]),
-            traced_twice=Traced(*traced["twice"]),
+            traced=UpdateBytes(*traced["once"]),
+            traced_twice=UpdateBytes(*traced["twice"]),
             vram_context=context,
         )
         phase = vram_phases(spec, known)[-1]

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from holdall.bench import machine as bench
+from holdall.tools.bench import child_process as bench
 
 _HERE = Path(__file__).parent
 

@@ -23,11 +23,10 @@ import psutil
 from process import commit, machine, versions
 
 from holdall.machine import held_bytes
+from holdall.tools.watch.agent_files import read_agent_report, trim_process
+from holdall.tools.watch.one_pass import latest_reading
+from holdall.tools.watch.process_watcher import ProcessWatcher
 from holdall.units import format_bytes
-from holdall.watch.newest import newest
-from holdall.watch.sidecar import told_by
-from holdall.watch.trim import trim
-from holdall.watch.watcher import Watcher
 
 HERE = Path(__file__).parent
 TRAININGS = str(HERE / "watch_trainings.py")
@@ -48,7 +47,7 @@ def attributed(_: argparse.Namespace) -> list[Row]:
         command = [sys.executable, TRAININGS, model, "--steps", str(steps), "--size", "5000", "--pause"]
         with subprocess.Popen(command, **PIPES) as child:
             truth = json.loads(_last_line(child))
-            reading = Watcher(child.pid).read()
+            reading = ProcessWatcher(child.pid).read()
             child.communicate("\n")
         off = abs(reading.of("buffers") - truth["touched"]) / truth["touched"]
         rows.append(
@@ -157,7 +156,7 @@ class Foretold:
 
     def listen(self, pid: int) -> None:
         """Look at the newest verdicts on a process."""
-        found = newest(pid)
+        found = latest_reading(pid)
         steps = [verdict.evidence["step"] for verdict in (found or (None, []))[1] if verdict.name == "running out"]
         if found is not None and found[0].step is not None and steps:
             self.said.append((found[0].step, steps[0]))
@@ -190,8 +189,8 @@ def note(_: argparse.Namespace) -> list[Row]:
     command = [sys.executable, str(HERE / "watch_search.py")]
     with subprocess.Popen(command, **PIPES) as child:
         told = json.loads(_last_line(child))
-        reading = Watcher(child.pid).read()
-        trimmed = trim(child.pid)
+        reading = ProcessWatcher(child.pid).read()
+        trimmed = trim_process(child.pid)
         child.communicate("\n")
     return [
         _row("note 003", "a search in one process", f"{format_bytes(reading.pss)} with {reading.threads} threads; "
@@ -290,7 +289,7 @@ def _taken_beside() -> tuple[float, float, int, int]:
                 first = first or now  # from here on: importing came before
                 used = (now[0] - first[0], now[1] - first[1])
                 pss, rss = max(pss, held.proportional), max(rss, held.resident)
-        told = told_by(child.pid)
+        told = read_agent_report(child.pid)
         wall = time.time() - psutil.Process(child.pid).create_time()
         child.communicate("\n")
     return (told.seconds_spent / wall if told else 1.0), used[0] / max(used[1], 1.0), pss, rss
@@ -299,7 +298,7 @@ def _taken_beside() -> tuple[float, float, int, int]:
 def _watchers(pid: int) -> list[psutil.Process]:
     try:
         children = psutil.Process(pid).children()
-        return [child for child in children if "holdall.watch.beside" in " ".join(child.cmdline())]
+        return [child for child in children if "holdall.tools.watch.watcher_process" in " ".join(child.cmdline())]
     except (psutil.Error, OSError):
         return []
 

@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 import holdall
 from holdall import watch
-from holdall.watch.agent import agent
+from holdall.tools.watch.agent import agent
 
 FULL = 3
 MIB = 2**20

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 from holdall import watch
-from holdall.watch.agent import agent
+from holdall.tools.watch.agent import agent
 
 STATE, ACTIONS, STEPS, WORKERS, WIDTH, THREADS = 71, 7, 4096, 3, 768, 12
 TRIALS = 4

@@ -28,8 +28,8 @@ from stable_baselines3.common.env_util import make_atari_env, make_vec_env
 from stable_baselines3.common.vec_env import SubprocVecEnv, VecFrameStack
 
 from holdall.sb3 import ReplayBuffer, WatchCallback
+from holdall.tools.watch.guard import MemoryGuard
 from holdall.watch import start
-from holdall.watch.guard import Guard
 
 BYTES_OBJECT = 33  # what Python takes for an empty one
 
@@ -182,7 +182,7 @@ class Toggling(BaseCallback):
         super().__init__()
         self._turn_s, self._turns = turn_s, turns
         self._watch = start()
-        self._guard: Guard | None = None
+        self._guard: MemoryGuard | None = None
         self._turn = -1
         self._steps = 0
         self._begun = (0.0, 0.0)
@@ -211,7 +211,7 @@ class Toggling(BaseCallback):
         agent, beside = self._watch.agent, self._watch.pid
         if self._guard is not None:
             self._guard.stop()
-        self._guard = Guard(agent, "warn") if watched else None
+        self._guard = MemoryGuard(agent, "warn") if watched else None
         agent.due = time.monotonic() + (0.0 if watched else 1e6)
         os.kill(beside, signal.SIGCONT if watched else signal.SIGSTOP)
 
@@ -242,7 +242,7 @@ def main() -> None:
     watch = WatchCallback(0.5, record=wanted.record, verbose=0)
     model.learn(wanted.steps, callback=CallbackList([Leaking(wanted.leak, wanted.counter), watch]))
     if wanted.pause:
-        from holdall.watch.agent import agent  # noqa: PLC0415  for the one look that both sides take
+        from holdall.tools.watch.agent import agent  # noqa: PLC0415  for the one look that both sides take
 
         agent().publish()
         touched = sum(touched_bytes(array) for array in buffer_arrays(model))

@@ -8,12 +8,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from holdall.lint.engine import check_text
-from holdall.lint.machine import Machine
-from holdall.lint.output.explained import explain
-from holdall.lint.output.plain import as_text
-from holdall.lint.rule import REFERENCE
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.output import explain
+from holdall.tools.lint.output import as_text
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
 
 PAGE = Path(__file__).with_name("lint.md")
 ROOT = PAGE.parents[1]
@@ -28,14 +28,14 @@ _FAMILIES = {
 
 
 def _limited(limit_bytes: int, name: str) -> Machine:
-    return replace(REFERENCE, ram_bytes=limit_bytes, limit_bytes=limit_bytes, limit_name=name)
+    return replace(REFERENCE_MACHINE, ram_bytes=limit_bytes, limit_bytes=limit_bytes, limit_name=name)
 
 
 # The machines that the notes speak of; cores and versions are those of the reference machine.
 _MACHINES = {
     "note_000.py": _limited(9_210_000_000, "free memory"),
     "note_001.py": _limited(175 * 10**9, "RAM"),
-    "note_002.py": REFERENCE,
+    "note_002.py": REFERENCE_MACHINE,
     "note_003.py": _limited(31 * 10**9, "RAM"),
     "note_004.py": _limited(32 * 10**9, "RAM"),
 }
@@ -61,7 +61,7 @@ def table() -> str:
         finding.rule
         for rule in RULES.values()
         for case in rule.BAD
-        for finding in check_text(case.source, case.file, RULES, REFERENCE)
+        for finding in check_text(case.source, case.file, RULES, REFERENCE_MACHINE)
         if finding.edit
     }
     for rule in RULES.values():

@@ -20,7 +20,7 @@ hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 def _agent_ends_with_its_test() -> Iterator[None]:
     """An agent that a test had started in this process is not there in the next."""
     yield
-    module = sys.modules.get("holdall.watch.agent")
+    module = sys.modules.get("holdall.tools.watch.agent")
     if module is not None and module._one is not None:
         module._one.stop()
 

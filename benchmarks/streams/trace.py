@@ -1,11 +1,11 @@
-"""A recorded trace, played over and over; `holdall.bench.trace` describes the file."""
+"""A recorded trace, played over and over; `holdall.tools.bench.trace` describes the file."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdall.bench.trace import Trace
+from holdall.tools.bench.trace import Trace
 from streams import Step, Stream
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.schema import Leaf, Schema, Structure, Tree
 
 _SAFE = 2**53
@@ -174,3 +174,13 @@ def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
     if not sound or len(lengths) > 32 or prod(lengths) * leaf.dtype.itemsize > _MOST_LEAF_BYTES:
         raise DamageError(f"a checkpoint's schema has a leaf {name!r} of shape {lengths}, which is none of holdall's")
     return leaf
+
+
+def generator_of(seed: Any) -> np.random.Generator:
+    """Make a generator of a seed."""
+    try:
+        return np.random.default_rng(seed)
+    except (TypeError, ValueError) as error:
+        raise ArgumentError(
+            f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
+        ) from error

@@ -36,7 +36,13 @@ from holdall.delivery.batches import Batches
 from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.loader import Loader, Prefetched
 from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.json_state import generator_state, restored_generator, schema_of, schema_words
+from holdall.json_state import (
+    generator_of,
+    generator_state,
+    restored_generator,
+    schema_of,
+    schema_words,
+)
 from holdall.native.kernels import chosen_kernels
 from holdall.report import MemoryReport, enlist
 from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
@@ -49,7 +55,7 @@ from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
 from holdall.threads import ThreadPool
-from holdall.units import generator_of, require_count
+from holdall.units import require_count
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
@@ -381,7 +387,7 @@ class ReplayMemory:
         """Hold that much less in memory from now on, where that can be done without losing a transition.
 
         What is raw is compressed, and with a `spill_dir` the oldest goes to disk; in the background, and adding waits
-        for it. Called when memory runs short, see `holdall.watch`.
+        for it. Called when memory runs short, see `holdall.tools.watch`.
         """
         require_count("nbytes", nbytes, 0)
         with self._lock:

@@ -23,13 +23,14 @@ from numpy.typing import NDArray
 from holdall.batch import RolloutBatch
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
+from holdall.json_state import generator_of
 from holdall.native.rollout import estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.blocks import reserve
 from holdall.storage.rollout_frames import RolloutFields
 from holdall.storage.rollout_rows import FinalObservations, Sequences
-from holdall.units import generator_of, require_count, require_share
+from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")

@@ -262,3 +262,13 @@ def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
     """See an array with a leading lane axis as rows of bytes, copying only if it must."""
     contiguous: NDArray[Any] = np.ascontiguousarray(array)
     return contiguous.reshape(lanes, -1).view(np.uint8)
+
+
+def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
+    """Describe a stored array: the bounds say nothing, since values are never checked."""
+    if dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
+    if dtype.kind == "b":
+        return spaces.Box(0, 1, shape, dtype.type)
+    limits = np.iinfo(dtype)
+    return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)

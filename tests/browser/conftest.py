@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from holdall.page.report import read_report
+from holdall.tools.report import read_report
 
 from .chromium import Browser, Page, find
 from .examples import buffers, long_run, plan_page, results

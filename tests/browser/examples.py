@@ -7,13 +7,11 @@ import math
 from typing import Any
 
 from holdall.machine import Limit
-from holdall.plan.answers import Known
-from holdall.plan.experience import Experience
-from holdall.plan.page import page
-from holdall.plan.phases import Measured, Traced
-from holdall.plan.planned import assemble
-from holdall.plan.settings import spec_of
-from holdall.plan.verdict import Room
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.html_page import write_plan_page
+from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, UpdateBytes
+from holdall.tools.plan.planner import plan_from_inputs
+from holdall.tools.plan.recommend import PlanInputs
 
 MIB, GIB = 2**20, 2**30
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\"'&"
@@ -100,9 +98,13 @@ def buffers() -> str:
 
 def plan_page() -> str:
     """The page of a plan that does not fit."""
-    spec, _ = spec_of({"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8, "name": HOSTILE})
-    traced = Traced(10 * MIB, 40 * MIB, 40 * MIB, 0, 60 * MIB, 55 * MIB)
-    measured = Measured(350 * MIB, 160 * MIB, spec.batch, traced, traced)
+    spec, _ = spec_from_settings(
+        {"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8, "name": HOSTILE}
+    )
+    traced = UpdateBytes(10 * MIB, 40 * MIB, 40 * MIB, 0, 60 * MIB, 55 * MIB)
+    measured = MeasuredCosts(350 * MIB, 160 * MIB, spec.batch, traced, traced)
     limit = Limit("free memory of this machine", 24 * GIB, 24 * GIB)
-    known = Known(measured, Room((limit,), disk=limit), Experience(21_338.0, 4_400.0, 30 * MIB, 2_000, {}))
-    return page(assemble(spec, known, ["a note"]))
+    known = PlanInputs(
+        measured, MachineLimits((limit,), disk=limit), HoldallNeed(21_338.0, 4_400.0, 30 * MIB, 2_000, {})
+    )
+    return write_plan_page(plan_from_inputs(spec, known, ["a note"]))

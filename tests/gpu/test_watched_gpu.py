@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdall.watch.watcher import Watcher
+from holdall.tools.watch.process_watcher import ProcessWatcher
 
 torch = pytest.importorskip("torch")
 pytestmark = [
@@ -21,7 +21,7 @@ pytestmark = [
 PROGRAM = """
 import json, sys
 import torch
-from holdall.watch.agent import agent
+from holdall.tools.watch.agent import agent
 
 kept = [torch.ones(100_000_001, dtype=torch.uint8, device="cuda") for _ in range(3)]
 freed = torch.ones(500_000_000, dtype=torch.uint8, device="cuda")
@@ -39,7 +39,7 @@ def test_requested_allocated_and_reserved_are_told_apart(tmp_path: Path, monkeyp
     with subprocess.Popen([sys.executable, "-c", PROGRAM], **pipes) as child:
         assert child.stdout is not None
         truth = json.loads(child.stdout.readline())
-        reading = Watcher(child.pid).read()
+        reading = ProcessWatcher(child.pid).read()
         child.communicate("\n")
     gpu = reading.gpu
     assert gpu is not None

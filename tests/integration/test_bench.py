@@ -14,11 +14,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdall.bench.calibrate import Calibration, Size
-from holdall.bench.result import Lines, read, runs_of
-from holdall.bench.run import header
-from holdall.bench.settings import settings_of
 from holdall.cli import app
+from holdall.tools.bench.run import ResultWriter, header, read_results, runs_of
+from holdall.tools.bench.settings import Calibration, ProfileSize, settings_of
 
 BENCH = [sys.executable, "-m", "holdall", "bench"]
 
@@ -27,10 +25,10 @@ def begun(path: Path, size: int, *, env: str = "demo", algo: str = "sac", fills:
     """Write the header of a bench of which nothing was run yet: one small profile."""
     given: dict[str, Any] = {"buffers": ["sb3", "holdall"], "seeds": 1} | changes
     settings = settings_of(env, algo, ["fast"], timesteps=60, limit="1GiB", fills=fills, threads=1, **given)
-    sizes = {"fast": Size(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
+    sizes = {"fast": ProfileSize(0.4, 2**29, 16, size, None, ("sb3", "holdall"))}
     calibration = Calibration(sizes, {"fast/sb3": 5.0, "fast/holdall": 5.0})
     with path.open("w") as file:
-        Lines(file).write(header(settings, calibration, 10.0))
+        ResultWriter(file).write(header(settings, calibration, 10.0))
 
 
 def finished(path: Path) -> tuple[list[dict[str, Any]], str]:
@@ -47,13 +45,13 @@ def test_ctrl_c_keeps_what_is_done_and_resume_runs_the_rest_once(tmp_path: Path)
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     child = subprocess.Popen([*BENCH, "--resume", str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     signal.signal(signal.SIGINT, before)
-    while not runs_of(read(path)[1]) and child.poll() is None:
+    while not runs_of(read_results(path)[1]) and child.poll() is None:
         time.sleep(0.1)
     os.kill(child.pid, signal.SIGINT)
     _, said = child.communicate()
     assert child.returncode == 130, said
     assert "--resume" in said.replace("\n", " ")
-    (first,) = runs_of(read(path)[1])
+    (first,) = runs_of(read_results(path)[1])
 
     records, _ = finished(path)
     runs = {run.buffer: run for run in runs_of(records)}

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from holdall.bench.trace import Recorder
 from holdall.cli import app
+from holdall.tools.bench.trace import TraceRecorder
 
 TRANSITIONS = 600
 
@@ -21,7 +21,7 @@ def trace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Frames of noise in stacks of 4; every second episode is truncated."""
     file = tmp_path_factory.mktemp("traces") / "noise.npz"
     rng = np.random.default_rng(0)
-    recorder = Recorder(stack=4)
+    recorder = TraceRecorder(stack=4)
     for episode in range(TRANSITIONS // 50):
         recorder.begin(rng.integers(0, 256, (24, 24), np.uint8))
         for step in range(50):
@@ -57,7 +57,7 @@ def test_wrong_rows_are_found_where_there_are_some_and_nowhere_else(trace: Path,
 
 
 def test_an_environment_is_recorded_first(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "holdall.bench.record", "--env", "holdall.demo.camera:CameraRover"]
+    command = [sys.executable, "-m", "holdall.tools.bench.trace", "--env", "holdall.tools.demo.camera:CameraRover"]
     file = tmp_path / "rover.npz"
     subprocess.run([*command, "--transitions", "130", "--out", str(file)], check=True, capture_output=True)
     with np.load(file) as arrays:

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from holdall.bench.search import Search, Space, Stop
-from holdall.bench.settings import settings_of
 from holdall.cli import app
+from holdall.tools.bench.search import Search, SearchSpace, TrialStopped
+from holdall.tools.bench.settings import settings_of
 
 pytest.importorskip("optuna", reason="needs the extra [search]")
 
 SETTINGS = settings_of("demo", "sac", ["balanced"], 60, 1, ["holdall"], "1GiB", threads=1)
-SMALL = Space((400, 500), (16,), (1, 2), (1,))
+SMALL = SearchSpace((400, 500), (16,), (1, 2), (1,))
 
 
 def nothing(what: str, share: float) -> None:
@@ -35,7 +35,7 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
     assert "replay_buffer_class=ReplayBuffer" in first.code(one)
     assert f"buffer_size={one.capacity:_}" in first.code(one)
 
-    again = first.reopened(Space((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
+    again = first.reopened(SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
     assert [found.number for found in again.found()] == [one.number], "the storage remembers"
     (other,) = again.run(2, nothing)
     assert other.state == "pruned"
@@ -45,9 +45,9 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
     filling: dict[str, Any] = {"phase": "fill", "done": 30, "total": 100, "resident": 400 * 2**20}
     tight = first.reopened(SMALL, limited)
     tight._require_room(filling, base=380 * 2**20)
-    with pytest.raises(Stop, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
+    with pytest.raises(TrialStopped, match=r"stopped at 400\.0 MiB: 633\.3 MiB to come, of 512\.0 MiB"):
         tight._require_room(filling, base=300 * 2**20)
-    with pytest.raises(Stop, match=r"600\.0 MiB"):
+    with pytest.raises(TrialStopped, match=r"600\.0 MiB"):
         tight._require_room(filling | {"phase": "train", "resident": 600 * 2**20}, base=300 * 2**20)
 
 

@@ -11,23 +11,22 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from holdall.bench.child import messages
 from holdall.cli import app
-from holdall.demo import comparison
-from holdall.demo.fitting import Fit
-from holdall.demo.live import newest
-from holdall.demo.result import Drawn, Result
 from holdall.errors import HoldallError
+from holdall.tools.bench.child_process import messages
+from holdall.tools.demo import walkthrough as comparison
+from holdall.tools.demo.camera import CheckpointFingerprint, DemoResult
+from holdall.tools.demo.walkthrough import DemoFit, latest_reading
 
-FIT = Fit(2**30, 2**31, "does not fit", 2**29, "fits")
+FIT = DemoFit(2**30, 2**31, "does not fit", 2**29, "fits")
 
 
-def result(buffer: str, sha: str = "ab" * 32) -> Result:
-    return Result(buffer, {"sb3": 42_000.0, "holdall": 21_000.0}[buffer], 1 << 30, 50.0, 3_000, sha)
+def result(buffer: str, sha: str = "ab" * 32) -> DemoResult:
+    return DemoResult(buffer, {"sb3": 42_000.0, "holdall": 21_000.0}[buffer], 1 << 30, 50.0, 3_000, sha)
 
 
 def both(weights: str = "ab" * 32, batches: str = "ef" * 32) -> comparison.Comparison:
-    saved, resumed = Drawn(100, "ef" * 32, 0.1, 1_000), Drawn(100, batches, 0.1, 1_000)
+    saved, resumed = CheckpointFingerprint(100, "ef" * 32, 0.1, 1_000), CheckpointFingerprint(100, batches, 0.1, 1_000)
     return comparison.Comparison(FIT, result("sb3"), result("holdall", weights), saved, resumed)
 
 
@@ -46,7 +45,7 @@ def test_a_training_that_was_killed_and_resumed_ends_with_the_weights_of_sb3s_ow
     assert figures["holdall"]["bytes_per_transition"] < 0.6 * figures["sb3"]["bytes_per_transition"]
     assert figures["holdall"]["transitions"] == figures["sb3"]["transitions"] == 2_740
     assert figures["fit"]["sb3"] == "does not fit"
-    assert newest(tmp_path / "watch.jsonl").count("buffers") == 1
+    assert latest_reading(tmp_path / "watch.jsonl").count("buffers") == 1
     assert Path(figures["report"]).read_text(encoding="utf-8").startswith("<!doctype html>")
     for words in ("Will 2,740 transitions", "kill -9", "the next batches are identical"):
         assert words in done.stderr
@@ -69,7 +68,7 @@ def test_the_table_has_one_row_per_buffer_and_says_that_the_weights_agree() -> N
 def test_what_differs_is_said_aloud_and_ends_with_exit_code_3(
     monkeypatch: pytest.MonkeyPatch, found: comparison.Comparison, said: str
 ) -> None:
-    monkeypatch.setattr("holdall.cli.demo.tell", lambda *_: found)
+    monkeypatch.setattr("holdall.cli.demo.run_demo", lambda *_: found)
     told = CliRunner().invoke(app, ["demo"])
     assert told.exit_code == 3
     assert said in told.stdout
@@ -106,4 +105,4 @@ def test_a_training_that_fails_is_reported_with_its_last_words() -> None:
 def test_a_record_without_a_reading_shows_nothing(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "watch.jsonl").write_text(text)
-    assert not newest(tmp_path / "watch.jsonl")
+    assert not latest_reading(tmp_path / "watch.jsonl")

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from holdall.lint.engine import check_text
-from holdall.lint.files import find_files, read_text
-from holdall.lint.finding import Finding, Severity
-from holdall.lint.machine import Machine
-from holdall.lint.rule import GIB, REFERENCE
-from holdall.lint.rules import RULES
-from holdall.lint.source.hyperparameters import read_runs
+from holdall.tools.lint.engine import check_text, find_files, read_text
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import GIB, REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.source.hyperparameters import read_runs
 
-LARGE = replace(REFERENCE, ram_bytes=128 * GIB, limit_bytes=128 * GIB)
+LARGE = replace(REFERENCE_MACHINE, ram_bytes=128 * GIB, limit_bytes=128 * GIB)
 FETCHED = Path(__file__).parents[2] / ".cache" / "published" / "rl_zoo3"
 
 
@@ -46,7 +45,9 @@ def test_the_zoos_hyperparameters_hold_no_error() -> None:
 
 def test_on_32_gib_the_one_error_is_true() -> None:
     # QRDQN's entry for Atari leaves buffer_size at a million: 2 x 84 x 84 x 4 bytes each, and more.
-    found = [error for path in sorted((zoo() / "hyperparams").glob("*.yml")) for error in errors(path, REFERENCE)]
+    found = [
+        error for path in sorted((zoo() / "hyperparams").glob("*.yml")) for error in errors(path, REFERENCE_MACHINE)
+    ]
     assert [error.rule for error in found] == ["M01"]
     assert found[0].place.path.endswith("qrdqn.yml")
     assert found[0].numbers["needed_bytes"] == 1_000_000 * (2 * 84 * 84 * 4 + 3 * 4)
@@ -73,5 +74,5 @@ def test_the_examples_of_stable_baselines3s_own_page_hold_no_error() -> None:
     blocks = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
     assert blocks
     for block in blocks:
-        found = check_text(block, "example.py", RULES, REFERENCE)
+        found = check_text(block, "example.py", RULES, REFERENCE_MACHINE)
         assert [finding for finding in found if finding.severity > Severity.INFO] == []

@@ -125,6 +125,6 @@ def test_a_command_runs_as_if_it_were_not_watched(environment: dict[str, str], t
 
 
 def test_the_watcher_loads_neither_numpy_nor_torch() -> None:
-    for module in ("holdall.cli.watch", "holdall.watch.beside"):
+    for module in ("holdall.cli.watch", "holdall.tools.watch.watcher_process"):
         program = f"import {module}, sys; sys.exit(any(m in sys.modules for m in ('numpy', 'torch', 'gymnasium')))"
         subprocess.run([sys.executable, "-c", program], check=True)

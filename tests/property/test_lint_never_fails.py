@@ -6,12 +6,12 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.lint.algorithms import ALGORITHMS
-from holdall.lint.engine import check_text
-from holdall.lint.fix import apply_edits
-from holdall.lint.output.structured import as_json, as_sarif
-from holdall.lint.rule import REFERENCE
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.finding import apply_edits
+from holdall.tools.lint.output import as_json, as_sarif
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.run import ALGORITHMS
 
 NAMES = [
     "action", "batch_size", "buffer_class", "buffer_size", "capacity", "device", "frame_stack", "gradient_steps",
@@ -32,7 +32,7 @@ VALUES = st.one_of(
 )
 ENTRIES = st.dictionaries(st.sampled_from(NAMES), VALUES, max_size=12)
 MACHINES = st.builds(
-    lambda limit, cores, disk: replace(REFERENCE, limit_bytes=limit, cores=cores, disk_bytes=disk),
+    lambda limit, cores, disk: replace(REFERENCE_MACHINE, limit_bytes=limit, cores=cores, disk_bytes=disk),
     st.integers(1, 2**40),
     st.integers(1, 64),
     st.integers(0, 2**40),

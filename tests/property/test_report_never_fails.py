@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import HoldallError
-from holdall.page.report import read_report
+from holdall.tools.report import read_report
 
 FORMATS = ("holdall-watch-1", "holdall-bench-1", "holdall-bench-buffers-1")
 

@@ -15,12 +15,14 @@ from holdall.storage import rollout_frames as reels
 from holdall.testing import Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
 from holdall.testing.strategies import streams
-from holdall.testing.streams import Step, stack_steps
+from holdall.testing.streams import StreamStep, stack_steps
 
 KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
 
 
-def collect(memory: RolloutMemory, stream: Stream, steps: int, generator: np.random.Generator) -> tuple[Step, Any]:
+def collect(
+    memory: RolloutMemory, stream: Stream, steps: int, generator: np.random.Generator
+) -> tuple[StreamStep, Any]:
     """Add a rollout; return its steps along a time axis, and the estimates that were added with them."""
     ticks, estimates = [], []
     for _ in range(steps):

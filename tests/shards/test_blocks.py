@@ -28,7 +28,7 @@ from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
-from holdall.testing.streams import Step
+from holdall.testing.streams import StreamStep
 
 Ids = NDArray[np.int64]
 NOWHERE = ShardCounters(0, 0, 0, 0, 0, 0, 0, 0.0)
@@ -56,7 +56,7 @@ class Desk:
             self.send()
         self.encoder.add(self.flat(step))
 
-    def flat(self, step: Step) -> Tick:
+    def flat(self, step: StreamStep) -> Tick:
         leading = (self.stream.num_envs,)
         return Tick(
             self.schema.observation.flatten(step.obs, leading, "obs"),

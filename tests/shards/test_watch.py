@@ -21,16 +21,15 @@ from gymnasium import spaces
 from rich.console import Console
 
 from holdall import ArgumentError, ShardError
-from holdall.cli.watch_ray_view import cluster_view
+from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.security import require_head
 from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, State
 from holdall.cluster.token import use_token
 from holdall.cluster.watch import ClusterTurn, Outlook
-from holdall.page.report import read_report
 from holdall.ray import RateLimit, ReplayMemory
-from holdall.watch.history import History
-from holdall.watch.reading import Reading
+from holdall.tools.report import read_report
+from holdall.tools.watch.reading import MemoryReading, ReadingHistory
 
 from .processes import kill, process_of
 
@@ -212,8 +211,8 @@ def test_shards_that_are_away_restarted_or_slow_are_told() -> None:
 
 def test_a_turn_fits_into_eighty_columns_and_has_more_to_say_in_a_hundred_and_twenty() -> None:
     seen = memory_of(shard(0, 99_999, 1023 * MIB, backlog=1023 * MIB), SeenShard(117, "restarts", 9.0))
-    reading = Reading(0.0, 10**9, 10**9, ())
-    history = History()
+    reading = MemoryReading(0.0, 10**9, 10**9, ())
+    history = ReadingHistory()
     history.add(reading)
     turn = ClusterTurn(reading, [], [], address="192.168.100.100:63790", nodes=12, memories=tuple(seen), rates=(1e4,))
     shown = {}

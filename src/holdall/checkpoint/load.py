@@ -15,7 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint.ledger import Ledger, RecordFiles
-from holdall.checkpoint.manifest import BlockEntry, CheckpointLibrary, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.manifest import (
+    BlockEntry,
+    CheckpointLibrary,
+    Chunk,
+    Manifest,
+    Ref,
+    SegmentEntry,
+)
 from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.json_state import dtype_of, schema_of

@@ -35,7 +35,12 @@ from holdall.checkpoint.manifest import (
     new_epoch,
     require_format,
 )
-from holdall.errors import CheckpointError, DamageError, FencedError, MissingPackageError
+from holdall.errors import (
+    CheckpointError,
+    DamageError,
+    FencedError,
+    MissingPackageError,
+)
 from holdall.storage.blocks import SegmentFile
 from holdall.storage.remote_file import AwaitedFile
 

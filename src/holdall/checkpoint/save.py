@@ -23,7 +23,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
-from holdall.checkpoint.manifest import BlockEntry, CheckpointPlace, Chunk, Manifest, Ref, SegmentEntry
+from holdall.checkpoint.manifest import (
+    BlockEntry,
+    CheckpointPlace,
+    Chunk,
+    Manifest,
+    Ref,
+    SegmentEntry,
+)
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name
 from holdall.schema import Bytes
@@ -42,7 +49,14 @@ from holdall.storage.records import (
     pack_state,
     window_words,
 )
-from holdall.storage.snapshot import FrozenRows, FrozenSegments, FrozenStore, FullBlock, OpenSlices, is_settled
+from holdall.storage.snapshot import (
+    FrozenRows,
+    FrozenSegments,
+    FrozenStore,
+    FullBlock,
+    OpenSlices,
+    is_settled,
+)
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written anew as one."""

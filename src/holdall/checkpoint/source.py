@@ -14,7 +14,13 @@ import numpy as np
 from holdall.checkpoint.directory import LocalLibrary, LocalPlace, told
 from holdall.checkpoint.ledger import RecordFiles
 from holdall.checkpoint.load import Attached, sensible
-from holdall.checkpoint.manifest import CheckpointLibrary, CheckpointPlace, Manifest, Ref, require_files
+from holdall.checkpoint.manifest import (
+    CheckpointLibrary,
+    CheckpointPlace,
+    Manifest,
+    Ref,
+    require_files,
+)
 from holdall.checkpoint.object_store import Objects, RemoteLibrary, RemotePlace, is_remote
 from holdall.errors import CheckpointError, DamageError
 from holdall.storage.blocks import Coder

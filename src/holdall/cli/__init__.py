@@ -1,17 +1,46 @@
-"""The command line: `holdall COMMAND`; one module a command, named as the command.
+"""The command line: `holdall COMMAND`; one module for each command, imported when it is called.
 
-Results go to stdout, progress and errors to stderr. Exit codes: 0 all is well, 1 an error that holdall raised,
-2 a mistake on the command line, 3 the command ran and what it checked does not hold.
+Results go to stdout, progress and errors to stderr. Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake
+on the command line, 3 the command ran and its check failed.
 """
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
 
 import typer
 
-from holdall.cli.commands import CommandsByName
-from holdall.cli.verbosity import Verbose
+from holdall.cli.error_output import OneLineErrors, Verbose
+
+COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "trim", "watch")
+"""Each is a module here, with a function, or a Typer of subcommands, of the same name."""
+
+
+class LazyCommands(OneLineErrors):
+    """A group whose commands are looked up in COMMANDS."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names of all commands, in alphabetical order."""
+        return sorted({*COMMANDS, *super().list_commands(ctx)})
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        """Import a command; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return super().get_command(ctx, cmd_name)
+        found = getattr(import_module(f"holdall.cli.{cmd_name}"), cmd_name)
+        if isinstance(found, typer.Typer):
+            group = typer.main.get_group(found)
+            group.name = cmd_name
+            return group
+        alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+        alone.command(cmd_name)(found)
+        return typer.main.get_command(alone)
+
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(cls=CommandsByName, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.callback()

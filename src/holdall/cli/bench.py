@@ -1,40 +1,258 @@
 """`holdall bench`: which settings are best on this machine; `bench buffers`: which buffer is; `bench search`: a study.
 
-Exit codes: 0 all is well, 1 an error that holdall raised, 2 a mistake on the command line, 3 some runs failed, 130
-stopped with Ctrl-C: what was done is kept, and `--resume` does the rest.
+Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 some runs failed, 130 stopped
+with Ctrl-C: finished runs are kept, and `--resume` runs the rest.
 """
 
 from __future__ import annotations
 
 import json as json_format
 import time
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+from typer.core import TyperCommand, TyperGroup
 
-from holdall.bench.calibrate import Calibration, calibrated
-from holdall.bench.ranking import rankings
-from holdall.bench.result import Lines, Run, read, runs_of
-from holdall.bench.run import announced, benched, header, turns
-from holdall.bench.settings import Settings, settings_of
-from holdall.bench.table import tables
-from holdall.cli.bench_buffers import BuffersCommand, buffers
-from holdall.cli.bench_search import search
-from holdall.cli.lists import ListsGroup
-from holdall.cli.verbosity import Verbose
-from holdall.cli.width import wide_console
+from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.bench.buffer_libraries import setups_named
+from holdall.tools.bench.compare_buffers import (
+    CASES,
+    BufferCase,
+    case_named,
+    case_table,
+    cases_of,
+    compare_buffers,
+    remarks,
+)
+from holdall.tools.bench.ranking import bench_tables, rankings
+from holdall.tools.bench.run import (
+    ResultWriter,
+    TrainingRun,
+    expected_seconds,
+    header,
+    planned_runs,
+    read_results,
+    run_bench,
+    runs_of,
+)
+from holdall.tools.bench.search import Search, SearchTrial
+from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
 from holdall.units import format_bytes
 
-FAILED, STOPPED = 3, 130
+
+def repeat_option_names(words: Sequence[str], options: Collection[str], stops: Collection[str] = ()) -> list[str]:
+    """Repeat each of `options` before every word that belongs to it."""
+    found: list[str] = []
+    option, is_first = "", True
+    for word in words:
+        if word.startswith("-") or word in stops:
+            option, is_first = (word if word in options else ""), True
+            found.append(word)
+        else:
+            found += [word] if is_first or not option else [option, word]
+            is_first = False
+    return found
+
+
+class MultiValueCommand(TyperCommand):
+    """A command some of whose options take several words; subclasses name them."""
+
+    lists: ClassVar[Collection[str]] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words."""
+        return list(super().parse_args(ctx, repeat_option_names(args, self.lists)))
+
+
+class MultiValueGroup(TyperGroup):
+    """A group some of whose own options take several words; subclasses name them."""
+
+    lists: ClassVar[Collection[str]] = ()
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the words up to a subcommand's name; what follows is the subcommand's."""
+        own = next((place for place, word in enumerate(args) if word in self.commands), len(args))
+        return list(super().parse_args(ctx, repeat_option_names(args[:own], self.lists) + args[own:]))
+
+
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+def wide_console() -> Console:
+    """Return the console for results."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
+
+
+STOPPED_EXIT_CODE = 130
+
+
+class BuffersCommand(MultiValueCommand):
+    """Its options that take several words."""
+
+    lists = ("--case", "--libraries", "--trace")
+
+
+def buffers(
+    case: Annotated[list[str] | None, typer.Option(help=f"What is played: {', '.join(CASES)}.")] = None,
+    trace: Annotated[list[Path] | None, typer.Option(help="Recorded traces (.npz), in place of cases.")] = None,
+    env: Annotated[str | None, typer.Option(help="An environment, ID or module:Class, in place of cases.")] = None,
+    wrapper: Annotated[str, typer.Option(help="atari: Stable-Baselines3's AtariWrapper.")] = "",
+    frame_stack: Annotated[int, typer.Option(help="Frames that are stacked.", min=1)] = 1,
+    libraries: Annotated[
+        list[str] | None, typer.Option(help="sb3, sb3-extra-buffers, cpprb, torchrl, tianshou, holdall, or all.")
+    ] = None,
+    transitions: Annotated[
+        int | None, typer.Option(help="Held at the end; 20,000, or all of a trace.", min=512)
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Processes per library; figures are medians over them.", min=1)] = 3,
+    out: Annotated[Path | None, typer.Option(help="Write the results there, a JSON object a line.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the lines in place of the tables.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Measure replay buffers alone: memory, add, sample, save, load, and whether the data came back right."""
+    cases = _chosen_cases(case, trace, env, wrapper, frame_stack)
+    ways = setups_named(libraries or ["all"])
+    records: list[dict[str, Any]] = []
+    stopped = False
+    told = Console(stderr=True)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:3.0f}%"),
+        TimeElapsedColumn(),
+    )
+    with ExitStack() as stack:
+        lines = None if out is None else stack.enter_context(_open_output(out))
+        bars = stack.enter_context(Progress(*columns, console=told, transient=True))
+        task = bars.add_task("", total=1.0)
+        try:
+            for record in compare_buffers(
+                cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
+            ):
+                records.append(record)
+                if lines is not None:
+                    print(json_format.dumps(record), file=lines, flush=True)
+                if json:
+                    typer.echo(json_format.dumps(record))
+        except KeyboardInterrupt:
+            stopped = True
+    if not json:
+        _show_buffers(records)
+    if stopped:
+        told.print("Stopped; the rounds that were done are kept.", style="yellow")
+        raise typer.Exit(STOPPED_EXIT_CODE)
+
+
+def _chosen_cases(
+    names: list[str] | None, traces: list[Path] | None, env: str | None, wrapper: str, stack: int
+) -> list[BufferCase]:
+    if sum(bool(given) for given in (names, traces, env)) > 1:
+        raise ArgumentError("case, trace and env are three ways to say what is played; give one of them")
+    if traces:
+        for file in traces:
+            if not file.is_file():
+                raise ArgumentError(f"trace ({file}) is no file; name an .npz file, or record one with --env")
+        return [BufferCase(file.stem, file=file) for file in traces]
+    if env:
+        return [BufferCase(env, env, wrapper, stack)]
+    return [case_named(name) for name in names or ["atari", "camera"]]
+
+
+def _open_output(path: Path) -> Any:
+    try:
+        return path.open("w", encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(
+            f"out ({path}) cannot be written: {error.strerror}; name a file in a folder that exists"
+        ) from error
+
+
+def _show_buffers(records: list[dict[str, Any]]) -> None:
+    console = wide_console()
+    for case in cases_of(records):
+        console.print(case_table(records, case), soft_wrap=True)
+        console.print()
+    for line in remarks(records):
+        console.print(line, style="dim", highlight=False, soft_wrap=True)
+
+
+_MOST_TRIALS_SHOWN = 12
+
+
+def search(
+    env: Annotated[str, typer.Option(help="demo, an ID that gymnasium knows, or module:Class.")] = "demo",
+    algo: Annotated[str, typer.Option(help="sac, td3 or dqn.")] = "sac",
+    buffer: Annotated[str, typer.Option(help="sb3 or holdall.")] = "holdall",
+    trials: Annotated[int, typer.Option(help="Trials, those that the storage holds already among them.", min=1)] = 20,
+    timesteps: Annotated[int | None, typer.Option(help="Steps to train, once the buffer is full.", min=50)] = None,
+    limit: Annotated[str | None, typer.Option(help='What a run may take: "2GiB", or machine; for demo 2GiB.')] = None,
+    storage: Annotated[Path, typer.Option(help="Remembers trials; the same one again goes on.")] = Path(
+        "search.journal"
+    ),
+    json: Annotated[bool, typer.Option("--json", help="Print trials as JSON lines in place of the table.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Search for settings that learn from most samples per second with the largest memory that fits."""
+    told = Console(stderr=True, highlight=False)
+    study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
+    if before := len(study.found()):
+        told.print(f"{before} trials are in {storage} already.")
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=told, transient=True) as bars:
+        task = bars.add_task("", total=trials, completed=before)
+        try:
+            for found in study.run(trials, lambda what, share: bars.update(task, description=f"{what}, {share:.0%}")):
+                bars.update(task, advance=1)
+                if json:
+                    typer.echo(json_format.dumps(asdict(found)))
+        except KeyboardInterrupt:
+            told.print(f"Stopped; the trials are in {storage}, and the same command goes on.", style="yellow")
+            raise typer.Exit(STOPPED_EXIT_CODE) from None
+    if not json:
+        _show_search(study)
+
+
+def _show_search(study: Search) -> None:
+    console = wide_console()
+    found = study.found()
+    best = sorted((one for one in found if one.is_best), key=lambda one: -one.capacity)
+    table = Table(title="No other trial is both faster and larger", title_justify="left", box=None, pad_edge=False)
+    for number, head in enumerate(("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory")):
+        table.add_column(head, justify="left" if number < 0 else "right")
+    for one in best[:_MOST_TRIALS_SHOWN]:
+        table.add_row(*_search_cells(one))
+    console.print(table)
+    for state in ("pruned", "failed"):
+        those = [one for one in found if one.state == state]
+        if those:
+            console.print(f"{len(those)} {state}, as trial {those[-1].number}: {those[-1].reason}", soft_wrap=True)
+    if best:
+        fastest = max(best, key=lambda one: one.samples_per_second or 0.0)
+        console.print(
+            f"\nThe fastest of them, {fastest.capacity:,} transitions:\n[cyan]{study.code(fastest)}[/]", soft_wrap=True
+        )
+
+
+def _search_cells(one: SearchTrial) -> tuple[str, ...]:
+    counts = (one.settings[name] for name in ("capacity", "batch_size", "num_envs", "threads"))
+    samples, steps = one.samples_per_second or 0.0, one.steps_per_second or 0.0
+    return (*(f"{count:,}" for count in counts), f"{samples:,.0f}", f"{steps:.1f}", format_bytes(one.peak_bytes or 0))
+
+
+FAILED_EXIT_CODE, RESUMABLE_EXIT_CODE = 3, 130
 _LONG_S = 3_600
 
 
-class BenchGroup(ListsGroup):
+class BenchGroup(MultiValueGroup):
     """Its options that take several words."""
 
     lists = ("--profiles", "--buffers")
@@ -89,36 +307,36 @@ def profiles(
             threads=threads,
         )
         calibration, done = _calibrated(settings, told), []
-        first = header(settings, calibration, announced(settings, calibration))
+        first = header(settings, calibration, expected_seconds(settings, calibration))
     _announce(settings, calibration, done, told)
     with ExitStack() as stack:
         try:
             file = stack.enter_context(out.open("a" if resume else "w", encoding="utf-8"))
         except OSError as error:
             raise ArgumentError(f"out ({out}) cannot be written: {error.strerror}; name another file") from error
-        lines = Lines(file)
+        lines = ResultWriter(file)
         if resume is None:
             lines.write(first)
-        runs, stopped = _run(settings, calibration, done, lines, told)
-        found = rankings(runs, missing=len(turns(settings)) - len(runs))
+        runs, stopped = _run_all(settings, calibration, done, lines, told)
+        found = rankings(runs, missing=len(planned_runs(settings)) - len(runs))
         if not stopped:
             for ranking in found:
                 lines.write(ranking.as_dict())
-    _show(json, first, runs, found, out)
+    _show_results(json, first, runs, found, out)
     if stopped:
         told.print(f"Stopped; {len(runs)} runs are kept. Go on with `holdall bench --resume {out}`.", style="yellow")
-        raise typer.Exit(STOPPED)
+        raise typer.Exit(RESUMABLE_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
-        raise typer.Exit(FAILED)
+        raise typer.Exit(FAILED_EXIT_CODE)
 
 
-def _calibrated(settings: Settings, console: Console) -> Calibration:
+def _calibrated(settings: BenchSettings, console: Console) -> Calibration:
     with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
         task = bars.add_task("", total=1.0)
-        return calibrated(settings, lambda what, done: bars.update(task, description=what, completed=done))
+        return calibrate(settings, lambda what, done: bars.update(task, description=what, completed=done))
 
 
-def _announce(settings: Settings, calibration: Calibration, done: list[Run], console: Console) -> None:
+def _announce(settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], console: Console) -> None:
     console.print(f"Limit: {format_bytes(settings.limit_bytes)} ({settings.limit_said}).", soft_wrap=True)
     for name, size in calibration.sizes.items():
         more = f"; holdall's would hold {size.holdall_size:,}" if size.holdall_size else ""
@@ -126,18 +344,18 @@ def _announce(settings: Settings, calibration: Calibration, done: list[Run], con
             f"{size.size:,} {'steps' if settings.on_policy else 'transitions'}{more}" if size.size else "nothing fits"
         )
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
-    count = len(turns(settings)) - len(done)
-    seconds = announced(settings, calibration, done)
+    count = len(planned_runs(settings)) - len(done)
+    seconds = expected_seconds(settings, calibration, done)
     console.print(f"{count} runs, which take about {_minutes(seconds)}.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 
 
-def _run(
-    settings: Settings, calibration: Calibration, done: list[Run], lines: Lines, console: Console
-) -> tuple[list[Run], bool]:
+def _run_all(
+    settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], lines: ResultWriter, console: Console
+) -> tuple[list[TrainingRun], bool]:
     runs = list(done)
-    total = announced(settings, calibration, done)
+    total = expected_seconds(settings, calibration, done)
     start = time.perf_counter()
     columns = (
         TextColumn("{task.description}"),
@@ -149,7 +367,7 @@ def _run(
     with Progress(*columns, console=console, transient=True) as bars:
         task = bars.add_task("", total=total)
         try:
-            for run in benched(
+            for run in run_bench(
                 settings, calibration, done, lambda what, behind: bars.update(task, description=what, completed=behind)
             ):
                 runs.append(run)
@@ -162,23 +380,23 @@ def _run(
     return runs, False
 
 
-def _resumed(path: Path) -> tuple[Settings, Calibration, list[Run], dict[str, Any]]:
-    first, records = read(path)
+def _resumed(path: Path) -> tuple[BenchSettings, Calibration, list[TrainingRun], dict[str, Any]]:
+    first, records = read_results(path)
     try:
-        settings, calibration = Settings.from_dict(first["settings"]), Calibration.from_dict(first["calibration"])
+        settings, calibration = BenchSettings.from_dict(first["settings"]), Calibration.from_dict(first["calibration"])
         done = [run for run in runs_of(records) if run.status in {"done", "does not fit"}]
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArgumentError(f"resume ({path}) holds no bench that can go on ({error!r}); begin a new one") from error
     return settings, calibration, done, first
 
 
-def _show(as_json: bool, first: dict[str, Any], runs: list[Run], found: list[Any], out: Path) -> None:
+def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun], found: list[Any], out: Path) -> None:
     if as_json:
         for record in (first, *(run.as_dict() for run in runs), *(ranking.as_dict() for ranking in found)):
             typer.echo(json_format.dumps(record))
         return
     console = wide_console()
-    for part in tables(first, runs, found):
+    for part in bench_tables(first, runs, found):
         console.print(part, soft_wrap=True)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)
 

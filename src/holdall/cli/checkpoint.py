@@ -1,7 +1,9 @@
-"""`holdall checkpoint`: what checkpoints are there, whether they are whole, and moving buffers in.
+"""`holdall checkpoint`: list, verify, clean up, import and export checkpoints.
 
-Exit codes: 0 all is well, 1 an error that holdall raised, 2 a mistake on the command line, 3 something is damaged.
+Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 something is damaged.
 """
+
+from __future__ import annotations
 
 import contextlib
 import datetime
@@ -29,7 +31,7 @@ from rich.table import Table
 
 from holdall.checkpoint.manifest import CheckpointLibrary, Manifest, require_files
 from holdall.checkpoint.source import damages, library_at, open_place
-from holdall.cli.verbosity import OneLineErrors, Verbose
+from holdall.cli.error_output import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
 from holdall.native.kernels import chosen_kernels
@@ -41,7 +43,7 @@ _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
 
 
-class NoDraws(Uniform):
+class PlaceholderSampler(Uniform):
     """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
 
 
@@ -60,7 +62,7 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     library = library_at(url)
     library.require()
     sizes = library.file_sizes()
-    entries = [_described(library, number, sizes) for number in library.numbers()]
+    entries = [_describe(library, number, sizes) for number in library.numbers()]
     if json:
         typer.echo(json_.dumps({"url": library.url, "checkpoints": entries}))
         return
@@ -71,7 +73,7 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     Console().print(table)
 
 
-def _described(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
     entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
     try:
@@ -111,7 +113,7 @@ def verify(
         raise CheckpointError(f"{library.url} holds no checkpoint")
     coder = chosen_kernels().coder
     results = []
-    with _bar() as bar:
+    with _byte_progress() as bar:
         for each in numbers:
             try:
                 manifest = library.manifest(each)
@@ -160,9 +162,9 @@ def export(
     verbose: Verbose = False,
 ) -> None:
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
-    from holdall.datasets import export_minari  # noqa: PLC0415  not for every command
+    from holdall.tools.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with ReplayMemory.load(url, sampler=NoDraws()) as memory, _counting("exporting") as told:
+    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as told:
         episodes, transitions = export_minari(memory, dataset, told), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
@@ -179,9 +181,9 @@ def import_(
 ) -> None:
     """Turn a pickled buffer of Stable-Baselines3, or a local Minari dataset, into a checkpoint."""
     if source.startswith(_MINARI):
-        from holdall.datasets import import_minari  # noqa: PLC0415  not for every command
+        from holdall.tools.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with _counting("importing") as told:
+        with _transition_progress("importing") as told:
             imported = import_minari(source.removeprefix(_MINARI), told)
         _save(imported, url)
         return
@@ -195,15 +197,15 @@ def import_(
         )
     typer.echo(f"warning: unpickling {file} in a process of its own; it runs the code that it holds", err=True)
     with tempfile.TemporaryDirectory(prefix="holdall-") as folder:
-        program = [sys.executable, "-m", "holdall.sb3.unpickle", str(file), folder]
+        program = [sys.executable, "-m", "holdall.tools.datasets", str(file), folder]
         done = subprocess.run(program, check=False, capture_output=True, text=True)
         if done.returncode:
             reason = done.stderr.strip().rpartition("\n")[2]
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
-        from holdall.sb3.imported import memory_of  # noqa: PLC0415  torch is loaded with it
+        from holdall.tools.datasets import memory_from_arrays  # noqa: PLC0415  torch is loaded with it
 
-        with _counting("importing") as told:
-            imported = memory_of(Path(folder), told)
+        with _transition_progress("importing") as told:
+            imported = memory_from_arrays(Path(folder), told)
         _save(imported, url)
 
 
@@ -214,7 +216,7 @@ def _save(memory: ReplayMemory, url: str) -> None:
 
 
 @contextlib.contextmanager
-def _counting(what: str) -> Iterator[Callable[[int, int], None]]:
+def _transition_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar over transitions, with rate and time left; yield what is told of them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
@@ -222,6 +224,6 @@ def _counting(what: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _bar() -> Progress:
+def _byte_progress() -> Progress:
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
     return Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True))

@@ -1,4 +1,9 @@
-"""`holdall demo`: the whole story on the shipped environment, and a table at its end."""
+"""`holdall demo`: plan, train, watch, checkpoint, kill and resume on the shipped environment; a table at the end.
+
+Exit codes: 0 success, 1 an error that holdall raised, 2 a mistake on the command line, 3 a promise does not hold.
+"""
+
+from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated
@@ -6,9 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from holdall.cli.verbosity import Verbose
-from holdall.demo.comparison import table, verdict
-from holdall.demo.story import tell
+from holdall.cli.error_output import Verbose
+from holdall.tools.demo.walkthrough import run_demo, table, verdict
 from holdall.units import parse_bytes
 
 DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
@@ -26,7 +30,7 @@ def demo(
 ) -> None:
     """Plan, train, watch, checkpoint, kill -9, resume, and compare with Stable-Baselines3's replay buffer."""
     story = Console(stderr=json, highlight=False)
-    comparison = tell(steps, transitions, None if limit is None else parse_bytes(limit, "limit"), out, story)
+    comparison = run_demo(steps, transitions, None if limit is None else parse_bytes(limit, "limit"), out, story)
     if json:
         typer.echo(comparison.as_json())
     else:

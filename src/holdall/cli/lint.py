@@ -1,8 +1,10 @@
-"""`holdall lint`: what is wrong with training scripts and hyperparameter files.
+"""`holdall lint`: find mistakes in training scripts and hyperparameter files.
 
 Exit codes: 0 nothing at or above --fail-on was found, 1 a file or setting that cannot be used, 2 a mistake on the
 command line, 3 something was found.
 """
+
+from __future__ import annotations
 
 import json as json_
 from enum import StrEnum
@@ -12,22 +14,18 @@ from typing import Annotated
 import typer
 
 import holdall
-from holdall.cli.verbosity import Verbose
+from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError
-from holdall.lint.engine import check_text
-from holdall.lint.files import find_files, read_text, write_text
-from holdall.lint.finding import Finding
-from holdall.lint.fix import apply_edits
-from holdall.lint.output.explained import explain as explain_rule
-from holdall.lint.output.plain import as_text
-from holdall.lint.output.structured import as_json, as_sarif
-from holdall.lint.rules import RULES
-from holdall.lint.selection import Settings, find_settings
+from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
+from holdall.tools.lint.finding import Finding, apply_edits
+from holdall.tools.lint.output import as_json, as_sarif, as_text
+from holdall.tools.lint.output import explain as explain_rule
+from holdall.tools.lint.rules import RULES
 
 FOUND = 3  # exit code: the files were read, and something was found
 
 
-class Format(StrEnum):
+class LintFormat(StrEnum):
     """How findings are printed."""
 
     TEXT = "text"
@@ -39,7 +37,7 @@ def lint(
     paths: Annotated[list[Path] | None, typer.Argument(help="Scripts, YAML files, or directories of them.")] = None,
     select: Annotated[list[str] | None, typer.Option(help="Only these rules: ids or prefixes, as M or M01.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="All but these rules: ids or prefixes.")] = None,
-    form: Annotated[Format, typer.Option("--format", help="How to print what is found.")] = Format.TEXT,
+    form: Annotated[LintFormat, typer.Option("--format", help="How to print what is found.")] = LintFormat.TEXT,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Make the safe corrections in the files.")] = False,
     explain: Annotated[str | None, typer.Option(help="Print one rule in words, and nothing else.")] = None,
@@ -60,7 +58,7 @@ def lint(
 ) -> None:
     """Find mistakes in training scripts and hyperparameter files, without running them."""
     if explain is not None:
-        typer.echo(_explained(explain))
+        typer.echo(_explain(explain))
         return
     if not paths:
         raise ArgumentError("paths (none) must name at least one script, YAML file or directory")
@@ -76,7 +74,7 @@ def lint(
     fails_from = settings.fails_from
     files = find_files(paths, settings.exclude)
     findings = _check(files, settings, fix)
-    typer.echo(_printed(findings, len(files), Format.JSON if json else form))
+    typer.echo(_format_findings(findings, len(files), LintFormat.JSON if json else form))
     if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
         raise typer.Exit(FOUND)
 
@@ -86,7 +84,7 @@ def _ids(given: list[str] | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(one.strip() for item in given for one in item.split(",") if one.strip())
 
 
-def _check(files: list[Path], settings: Settings, fix: bool) -> list[Finding]:
+def _check(files: list[Path], settings: LintSettings, fix: bool) -> list[Finding]:
     rules, machine = settings.rules(), settings.machine()
     findings: list[Finding] = []
     for path in files:
@@ -103,14 +101,14 @@ def _check(files: list[Path], settings: Settings, fix: bool) -> list[Finding]:
     return findings
 
 
-def _printed(findings: list[Finding], files: int, form: Format) -> str:
-    if form is Format.TEXT:
+def _format_findings(findings: list[Finding], files: int, form: LintFormat) -> str:
+    if form is LintFormat.TEXT:
         return as_text(findings)
-    data = as_json(findings, files) if form is Format.JSON else as_sarif(findings, RULES, holdall.__version__)
+    data = as_json(findings, files) if form is LintFormat.JSON else as_sarif(findings, RULES, holdall.__version__)
     return json_.dumps(data, indent=2)
 
 
-def _explained(name: str) -> str:
+def _explain(name: str) -> str:
     rule = next((rule for rule in RULES.values() if name in {rule.id, rule.name}), None)
     if rule is None:
         raise ArgumentError(f"explain ({name!r}) is no rule; rules are {', '.join(RULES)}")

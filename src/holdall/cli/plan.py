@@ -1,4 +1,4 @@
-"""`holdall plan`: will this run fit, and what would.
+"""`holdall plan`: check whether a run fits in memory before it is started, and what would fit.
 
 Exit codes: 0 fits, 1 tight, 2 does not fit, 64 a configuration that cannot be read or measured.
 """
@@ -6,20 +6,21 @@ Exit codes: 0 fits, 1 tight, 2 does not fit, 64 a configuration that cannot be r
 from __future__ import annotations
 
 import json as json_format
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.plan_tables import tables
-from holdall.cli.verbosity import Verbose
+from holdall.cli.error_output import Verbose
 from holdall.errors import HoldallError
-from holdall.plan.files import read_file
-from holdall.plan.planned import make_plan
-from holdall.plan.settings import count_of, spec_of
-from holdall.units import parse_bytes
+from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
+from holdall.tools.plan.phases import RunPhase, largest
+from holdall.tools.plan.planner import ColumnUnits, Plan, heading, largest_sizes, make_plan, row_name, size_name
+from holdall.units import format_bytes, parse_bytes
 
 UNREADABLE = 64
 
@@ -79,25 +80,25 @@ def plan(
     }  # fmt: skip
     try:
         if net_arch is not None:
-            given["policy_kwargs"] = {"net_arch": [count_of(width, "net_arch") for width in net_arch.split(",")]}
-        from_file = read_file(file, (algo or "").lower(), env or "") if file is not None else {}
+            given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
+        from_file = read_config_file(file, (algo or "").lower(), env or "") if file is not None else {}
         settings = from_file | {name: value for name, value in given.items() if value is not None}
         sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
         limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
-        spec, environment = spec_of(settings)
+        spec, environment = spec_from_settings(settings)
         planned = make_plan(
             spec,
             **limits,
             networks=networks,
-            probe_steps=count_of(probe, "probe"),
+            probe_steps=parse_count(probe, "probe"),
             prefer=prefer,
             checkpoint_dir=checkpoint_dir,
             environment=environment,
         )
         if html is not None:
-            from holdall.plan.page import page  # noqa: PLC0415 who wants no page does not wait for it
+            from holdall.tools.plan.html_page import write_plan_page  # noqa: PLC0415 who wants no page does not wait for it
 
-            _write(html, page(planned))
+            _write_page(html, write_plan_page(planned))
     except HoldallError as error:
         # Codes 1 and 2 are verdicts of this command, so its errors have one of their own.
         if context.meta.get("holdall.verbose", False):
@@ -108,17 +109,113 @@ def plan(
         typer.echo(json_format.dumps(planned.as_dict(), indent=2))
     else:
         console = Console()
-        for part in tables(planned):
+        for part in plan_tables(planned):
             is_code = isinstance(part, Text) and bool(part.no_wrap)  # to paste: only the terminal breaks its lines
             console.print(part, highlight=False, soft_wrap=is_code)
             console.print()
     raise typer.Exit(planned.verdict.value)
 
 
-def _write(path: Path, text: str) -> None:
+def _write_page(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
         raise HoldallError(
             f"html ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
         ) from error
+
+
+_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
+
+
+def plan_tables(plan: Plan) -> Iterator[RenderableType]:
+    """Yield everything that is said about a run, the verdict first; 80 columns are enough for all but code."""
+    yield Text.assemble((heading(plan), "bold"), "  ", _styled_verdict(plan.verdict))
+    yield _checks(plan)
+    yield _phases("With Stable-Baselines3's buffer", plan.phases)
+    if plan.holdall_phases:
+        yield _phases("With holdall's", plan.holdall_phases)
+    if plan.vram:
+        yield _phases("On the GPU", plan.vram)
+    yield _capacities(plan)
+    yield _profiles(plan)
+    yield _largest(plan)
+    if plan.change is not None:
+        yield Text(f"Cheapest change that makes it fit: {plan.change.title} ({plan.change.why}).")
+    elif plan.verdict.value:
+        yield Text("No single change makes it fit here.")
+    yield Text(plan.code, style="cyan", no_wrap=True)
+    if plan.notes:
+        yield Text("\n".join(f"Note: {note}." for note in plan.notes), style="dim")
+
+
+def _styled_verdict(verdict: object) -> Text:
+    return Text(str(verdict), style=_STYLES[str(verdict)])
+
+
+def _table(title: str, heads: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, head in enumerate(heads):
+        # Names give way where a terminal is narrow; figures and verdicts never do.
+        first = number == 0
+        table.add_column(head, justify="left" if first else "right", no_wrap=not first, overflow="fold")
+    return table
+
+
+def _checks(plan: Plan) -> Table:
+    table = _table("Against what there is", ("", "needs", "at most", "free", ""))
+    for check in plan.checks:
+        sizes = (check.need_bytes, check.most_bytes, check.limit.free_bytes)
+        name = Text.assemble(check.what, (f"\n  of {check.limit.name}", "dim"))
+        table.add_row(name, *map(format_bytes, sizes), _styled_verdict(check.verdict))
+    return table
+
+
+def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
+    table = _table(title, ("phase", "needs", "at most", "known by"))
+    peak = largest(phases)
+    for phase in phases:
+        style = "bold" if phase is peak else ""
+        name = phase.name if phase.happens else f"{phase.name}, if ever"
+        table.add_row(name, format_bytes(phase.nbytes), format_bytes(phase.most_bytes), style=style)
+        if phase is peak:
+            for part in phase.parts:
+                cells = (f"  {part.name}", format_bytes(part.nbytes), format_bytes(part.most_bytes), part.how)
+                table.add_row(*cells, style="dim")
+    return table
+
+
+def _capacities(plan: Plan) -> Table:
+    units = ColumnUnits.for_largest(row.sb3_bytes for row in plan.table)
+    heads = [row_name(plan.spec).lower(), f"SB3, {units.decimal}", units.binary, "the run"]
+    if plan.known.experience is not None:
+        heads += [f"holdall, {units.decimal}", units.binary, "the run"]
+    table = _table("What fits", heads)
+    for row in plan.table:
+        cells: list[RenderableType] = [
+            size_name(row.size),
+            *units.both(row.sb3_bytes),
+            _styled_verdict(row.sb3_verdict),
+        ]
+        if row.holdall_bytes is not None:
+            cells += [*units.both(row.holdall_bytes), _styled_verdict(row.holdall_verdict)]
+        table.add_row(*cells)
+    return table
+
+
+def _profiles(plan: Plan) -> Table:
+    units = ColumnUnits.for_largest(profile.limit_bytes for profile in plan.profiles)
+    heads = ("profile", "of limit", units.decimal, units.binary, "batch", "SB3 holds", "holdall holds")
+    table = _table("Profiles, as shares of the limit", heads)
+    for profile in plan.profiles:
+        held = "" if profile.holdall_size is None else size_name(profile.holdall_size)
+        sizes = (size_name(profile.batch_size), size_name(profile.sb3_size), held)
+        table.add_row(profile.name, f"{profile.share:.0%}", *units.both(profile.limit_bytes), *sizes)
+    return table
+
+
+def _largest(plan: Plan) -> Table:
+    table = _table("Largest that fits", ("all else as it is", ""))
+    for name, size in largest_sizes(plan):
+        table.add_row(name, size)
+    return table

@@ -1,4 +1,4 @@
-"""`holdall report`: one self-contained page of what `watch` recorded or `bench` found."""
+"""`holdall report`: one self-contained page of what `watch` recorded or `bench` measured."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Annotated
 
 import typer
 
-from holdall.cli.verbosity import Verbose
+from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError
-from holdall.page.report import read_report
+from holdall.tools.report import read_report
 
 
 def report(

@@ -1,16 +1,17 @@
-"""`holdall trim`: a process gives back memory that its C library keeps; what a trim would and did return."""
+"""`holdall trim`: have a process return free memory that its C library keeps to the system."""
+
+from __future__ import annotations
 
 import json as json_
 from typing import Annotated
 
 import typer
 
-from holdall.cli.verbosity import Verbose
+from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError
+from holdall.tools.watch.agent_files import trim_process, trim_self
+from holdall.tools.watch.process_watcher import ProcessWatcher
 from holdall.units import format_bytes
-from holdall.watch.trim import trim as trim_process
-from holdall.watch.trim import trim_self
-from holdall.watch.watcher import Watcher
 
 
 def trim(
@@ -23,7 +24,7 @@ def trim(
     """Return free memory of a process to the system."""
     if (pid is None) != this:
         raise ArgumentError("trim takes a process id, or --self; name one of them")
-    would = None if pid is None else Watcher(pid).read().of("heap_retained")
+    would = None if pid is None else ProcessWatcher(pid).read().of("heap_retained")
     words: dict[str, int | None] = {"pid": pid, "would_return": would}
     if not dry_run:
         done = trim_self() if pid is None else trim_process(pid)

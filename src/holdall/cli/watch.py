@@ -1,23 +1,33 @@
-"""`holdall watch`: where a training process's memory is, where it is going, and why.
+"""`holdall watch`: where the memory of a training process is, how it grows, and why; drawn for 80 columns.
 
+In:  a process id, or a command to start.  Out: a live table, JSON lines, a record, a Prometheus page.
 Exit codes: that of the command for `holdall watch -- command`; else 0, 1 an error that holdall raised, 2 a mistake on
 the command line.
 """
 
+from __future__ import annotations
+
+import json as json_
+import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import psutil
 import typer
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
 
-from holdall.cli.verbosity import Verbose
-from holdall.cli.watch_outputs import Output, outputs_of, shows_live
-from holdall.cli.watch_view import view
+from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError, WatchError
-from holdall.units import parse_bytes
-from holdall.watch.launch import Launched
-from holdall.watch.record import header
-from holdall.watch.turn import Turns
+from holdall.tools.watch.one_pass import WatchLoop, WatchPass
+from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.session import LaunchedCommand
+from holdall.tools.watch.verdicts import WatchVerdict
+from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
+from holdall.units import format_bytes, parse_bytes
 
 
 def watch(
@@ -51,17 +61,19 @@ def watch(
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    launched = None if len(target) == 1 and target[0].isdigit() else Launched(target, captured=shows_live(once, json))
+    launched = (
+        None if len(target) == 1 and target[0].isdigit() else LaunchedCommand(target, captured=shows_live(once, json))
+    )
     pid = int(target[0]) if launched is None else launched.pid
     code = 0
     try:
-        turns = Turns(pid, interval, limit_bytes)
+        turns = WatchLoop(pid, interval, limit_bytes)
         # What was just started may not have its own command line yet.
-        command = _command(pid) if launched is None else target
+        command = _command_line_of(pid) if launched is None else target
         title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
-        outputs = outputs_of(
-            header(pid, command, interval),
-            lambda turn, width: view(turn, turns.history, title, width),
+        outputs = open_outputs(
+            record_header(pid, command, interval),
+            lambda turn, width: process_view(turn, turns.history, title, width),
             once,
             json,
             record,
@@ -69,7 +81,7 @@ def watch(
             bind,
         )
         try:
-            _watch(turns, outputs, launched, once)
+            _watch_until_end(turns, outputs, launched, once)
         finally:
             for output in outputs:
                 output.close()
@@ -82,7 +94,9 @@ def watch(
         raise typer.Exit(code)
 
 
-def _watch(turns: Turns, outputs: list[Output], launched: Launched | None, once: bool) -> None:
+def _watch_until_end(
+    turns: WatchLoop, outputs: list[WatchOutput], launched: LaunchedCommand | None, once: bool
+) -> None:
     while turns.watcher.is_alive():
         try:
             turn = turns.take()
@@ -98,8 +112,257 @@ def _watch(turns: Turns, outputs: list[Output], launched: Launched | None, once:
             return
 
 
-def _command(pid: int) -> list[str]:
+def _command_line_of(pid: int) -> list[str]:
     try:
         return list(psutil.Process(pid).cmdline())
     except psutil.Error as error:
         raise ArgumentError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
+
+
+DrawPass = Callable[[Any, int], RenderableType]
+"""Draws a turn in so many columns."""
+
+
+class WatchOutput:
+    """Somewhere that turns go."""
+
+    def show(self, turn: WatchPass) -> None:
+        """Take a turn."""
+
+    def close(self) -> None:
+        """End."""
+
+
+class JsonLinesOutput(WatchOutput):
+    """JSON lines on stdout."""
+
+    def __init__(self, first: dict[str, object]) -> None:
+        typer.echo(json_.dumps(first))
+
+    def show(self, turn: WatchPass) -> None:
+        """Print what is new."""
+        for line in turn.lines():
+            typer.echo(json_.dumps(line))
+
+
+class LiveOutput(WatchOutput):
+    """A table in the terminal that is drawn anew."""
+
+    def __init__(self, draw: DrawPass) -> None:
+        self._draw = draw
+        self._console = Console()
+        self._live = Live(console=self._console, auto_refresh=False, transient=False, vertical_overflow="crop")
+        self._live.start()
+
+    def show(self, turn: WatchPass) -> None:
+        """Draw a turn in the place of the one before."""
+        self._live.update(self._draw(turn, self._console.width), refresh=True)
+
+    def close(self) -> None:
+        """Leave the last turn on the screen."""
+        self._live.stop()
+
+
+class PrintedOutput(WatchOutput):
+    """One table at the end, and verdicts on stderr as they come: for logs and pipes."""
+
+    def __init__(self, draw: DrawPass) -> None:
+        self._draw = draw
+        self._last: WatchPass | None = None
+
+    def show(self, turn: WatchPass) -> None:
+        """Keep a turn; tell what is new in it."""
+        self._last = turn
+        for verdict in turn.news:
+            typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
+
+    def close(self) -> None:
+        """Print the last turn."""
+        if self._last is not None:
+            console = Console()
+            console.print(self._draw(self._last, console.width))
+
+
+class RecordFileOutput(WatchOutput):
+    """A file."""
+
+    def __init__(self, path: Path, first: dict[str, object]) -> None:
+        self._recorder = WatchRecorder(path, first)
+
+    def show(self, turn: WatchPass) -> None:
+        """Add a turn."""
+        self._recorder.show(turn)
+
+    def close(self) -> None:
+        """Close it."""
+        self._recorder.close()
+
+
+class PrometheusOutput(WatchOutput):
+    """A page for Prometheus."""
+
+    def __init__(self, port: int, bind: str) -> None:
+        self._exposition = PrometheusServer(port, bind)
+
+    def show(self, turn: WatchPass) -> None:
+        """Serve a turn."""
+        self._exposition.show(turn)
+
+    def close(self) -> None:
+        """End the server."""
+        self._exposition.close()
+
+
+def shows_live(once: bool, json: bool) -> bool:
+    """Whether turns are drawn over each other."""
+    return sys.stdout.isatty() and not once and not json
+
+
+def open_outputs(
+    first: dict[str, Any],
+    draw: DrawPass,
+    once: bool,
+    json: bool,
+    record: Path | None,
+    prometheus: int | None,
+    bind: str,
+) -> list[WatchOutput]:
+    """Open what was asked for.
+
+    Args:
+        first: The first line of a record.
+    """
+    if json:
+        outputs: list[WatchOutput] = [JsonLinesOutput(first)]
+    else:
+        outputs = [LiveOutput(draw) if shows_live(once, json) else PrintedOutput(draw)]
+    if record is not None:
+        outputs.append(RecordFileOutput(record, first))
+    if prometheus is not None:
+        outputs.append(PrometheusOutput(prometheus, bind))
+    return outputs
+
+
+_TITLES = {
+    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
+    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
+    "other": "other", "unattributed": "unattributed",
+}  # fmt: skip
+_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")
+"""Groups whose parts are shown, too."""
+_MOST_PARTS = 4
+_BAR = 16
+_LEVELS = "▁▂▃▄▅▆▇█"
+_SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
+
+
+def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:
+    """Return a turn as it is shown."""
+    reading = turn.reading
+    lines: list[RenderableType] = [_headline(title, reading, width), _curve(history, reading, width), _table(reading)]
+    if reading.gpu is not None:
+        lines.append(_gpu(reading))
+    if beside := _outside_facts(reading):
+        lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
+    lines += [verdict_line(verdict) for verdict in turn.verdicts]
+    if not reading.exact:
+        lines.append(Text("This system tells only sums: mappings and pages are not told apart.", style="yellow"))
+    return Group(*lines)
+
+
+def verdict_line(verdict: WatchVerdict) -> Text:
+    """Return a verdict as it is shown."""
+    text = Text(f"{verdict.name}: ", style=_SEVERITY_COLOURS[verdict.severity])
+    text.append(verdict.text, style="default")
+    if verdict.severity != "info":
+        text.append(f" -> {verdict.remedy}", style="dim")
+    return text
+
+
+def curve_of(history: ReadingHistory, room: int) -> str:
+    """Return what was taken in the course of time, in so many columns."""
+    levels = [one.pss for one in history.readings]
+    levels = [max(levels[i * len(levels) // room : max((i + 1) * len(levels) // room, i * len(levels) // room + 1)])
+              for i in range(min(room, len(levels)))]  # fmt: skip
+    high = max([*levels, 1])
+    return "".join(_LEVELS[min(int(8 * level / high), 7)] for level in levels)
+
+
+def _headline(title: str, reading: MemoryReading, width: int) -> Text:
+    text = Text(no_wrap=True, overflow="ellipsis")
+    facts = []
+    if reading.step is not None:
+        facts.append(f"step {reading.step:,}" + (f" of {reading.goal:,}" if reading.goal else ""))
+    if reading.steps_per_second:
+        facts.append(f"{reading.steps_per_second:,.0f}/s")
+    if reading.phase:
+        facts.append(reading.phase)
+    facts.append(f"{reading.threads} threads")
+    tail = "  ".join(facts)
+    text.append(title[: max(width - len(tail) - 2, 10)], style="bold")
+    return text.append("  " + tail)
+
+
+def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
+    left = f"{format_bytes(reading.pss)} (peak {format_bytes(reading.peak)})"
+    right = ""
+    if reading.headroom:
+        name, free = min(reading.headroom.items(), key=lambda limit: limit[1])
+        right = f"{format_bytes(max(free, 0))} left" + (
+            " in the control group" if name.startswith("control group") else ""
+        )
+    room = max(width - len(left) - len(right) - 4, 8)
+    drawn = curve_of(history, room)
+    text = Text(no_wrap=True, overflow="crop")
+    return text.append(left, style="bold cyan").append(f"  {drawn}  ", style="cyan").append(right)
+
+
+def _table(reading: MemoryReading) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=34)
+    table.add_column("resident", justify="right", no_wrap=True)
+    table.add_column("", width=_BAR, no_wrap=True)
+    table.add_column("allocated", justify="right", no_wrap=True)
+    table.add_column("full", justify="right", no_wrap=True)
+    for group in GROUPS:
+        parts = [part for part in reading.parts if part.group == group]
+        if not parts:
+            continue
+        whole = AttributedPart(group, _TITLES[group], sum(p.resident for p in parts), sum(p.allocated for p in parts))
+        _row(table, whole, reading.pss, style="bold")
+        if group in _EXPANDED_GROUPS and (len(parts) > 1 or group == "buffers"):
+            for part in parts[:_MOST_PARTS]:
+                _row(table, part, reading.pss, indent="  ")
+            if len(parts) > _MOST_PARTS:
+                rest = sum(part.resident for part in parts[_MOST_PARTS:])
+                table.add_row(f"  {len(parts) - _MOST_PARTS} more", format_bytes(rest), style="dim")
+    return table
+
+
+def _row(table: Table, part: AttributedPart, pss: int, style: str = "", indent: str = "") -> None:
+    share = part.resident / pss if pss else 0.0
+    bar = "█" * round(share * _BAR) if not indent else "─" * round(share * _BAR)
+    fill = "" if part.fill is None else f"{100 * part.fill:.0f} %"
+    table.add_row(indent + part.name, format_bytes(part.resident), bar, format_bytes(part.allocated), fill, style=style)
+
+
+def _outside_facts(reading: MemoryReading) -> list[str]:
+    """Return what is no part of the process's memory, and matters to it."""
+    words = []
+    if reading.page_cache is not None:
+        words.append(f"page cache of the control group {format_bytes(reading.page_cache)}")
+    if reading.pressure is not None:
+        words.append(f"memory pressure {reading.pressure:.1f} %")
+    if reading.spilled:
+        words.append(f"{format_bytes(reading.spilled)} spilled to disk")
+    return words
+
+
+def _gpu(reading: MemoryReading) -> Text:
+    gpu = reading.gpu
+    words = [] if gpu is None else [
+        f"{name} {format_bytes(value)}"
+        for name in ("requested", "allocated", "reserved", "fragmented", "other", "limit")
+        if (value := getattr(gpu, name)) is not None
+    ]  # fmt: skip
+    return Text("GPU: " + ", ".join(words))

@@ -1,20 +1,36 @@
-"""`holdall watch --ray`: every memory that runs on a Ray cluster, shard by shard."""
+"""`holdall watch --ray`: every memory that runs on a Ray cluster, shard by shard.
+
+In:  the address of Ray's head.  Out: a table of shards for every memory, for 80 columns; or the outputs of `watch`.
+"""
+
+from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from holdall.cli.watch_outputs import outputs_of
-from holdall.cli.watch_ray_view import cluster_view
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from holdall.cli.watch import curve_of, open_outputs, verdict_line
 from holdall.cluster.token import use_token
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.watch.reading import ReadingHistory
+from holdall.units import format_bytes
 
-_QUIET = {
+if TYPE_CHECKING:
+    from holdall.cluster.status import SeenMemory, SeenShard
+    from holdall.cluster.watch import ClusterTurn
+
+
+_QUIET_RAY_SETTINGS = {
     "RAY_LOG_TO_DRIVER": "0",
     "RAY_NUM_REDIS_GET_RETRIES": "5",  # seconds in which a head has to answer, and not 20
 }
 """What Ray reads when it is imported: the terminal belongs to the view."""
 
-_LEAST_PATIENCE_S, _MOST_PATIENCE_S = 0.5, 5.0
+_SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
 """How long shards may take to answer; they are asked anew when the next turn is due."""
 
 
@@ -30,7 +46,7 @@ def watch_ray(
     """Watch a cluster until interrupted."""
     if len(target) > 1:
         raise ArgumentError(f"TARGET ({' '.join(target)}) is no address; name host and port of Ray's head, or nothing")
-    for name, value in _QUIET.items():
+    for name, value in _QUIET_RAY_SETTINGS.items():
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
@@ -40,9 +56,9 @@ def watch_ray(
         if error.name != "ray":
             raise
         raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
-    survey = Survey(target[0] if target else None, min(max(interval, _LEAST_PATIENCE_S), _MOST_PATIENCE_S))
+    survey = Survey(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
     turns = ClusterTurns(survey, interval)
-    outputs = outputs_of(
+    outputs = open_outputs(
         turns.header(),
         lambda turn, width: cluster_view(turn, turns.history, width),
         once,
@@ -65,3 +81,94 @@ def watch_ray(
         for output in outputs:
             output.close()
         survey.close()
+
+
+_WIDE = 92
+"""Columns from which on there is room for more than at 80."""
+_STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
+_UNREACHABLE_COLOUR = "bold red"
+
+
+def cluster_view(turn: ClusterTurn, history: ReadingHistory, width: int = 80) -> RenderableType:
+    """Return a turn as it is shown."""
+    lines: list[RenderableType] = [_headline(turn, history, width)]
+    lines += [verdict_line(verdict) for verdict in turn.verdicts]  # first: a screen may end before the shards do
+    if not turn.memories:
+        lines.append(Text("no memory runs here"))
+    for memory, rate in zip(turn.memories, turn.rates, strict=True):
+        lines += [Text(), *_memory_summary(memory, rate), _table(memory, width)]
+    return Group(*lines)
+
+
+def _headline(turn: ClusterTurn, history: ReadingHistory, width: int) -> Text:
+    left = f"ray {turn.address}  {turn.nodes} {'node' if turn.nodes == 1 else 'nodes'}"
+    middle = f"  {format_bytes(turn.reading.pss)} (peak {format_bytes(turn.reading.peak)})  "
+    text = Text(no_wrap=True, overflow="crop").append(left, style="bold").append(middle)
+    return text.append(curve_of(history, max(width - len(left) - len(middle), 8)), style="cyan")
+
+
+def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
+    known = [shard.status for shard in memory.shards if shard.status is not None]
+    answering = sum(shard.state in {"answers", "drains"} for shard in memory.shards)
+    transitions = sum(0 if status.standing is None else status.standing.transitions for status in known)
+    capacity = sum(status.capacity for status in known)
+    held, plain = (sum(getattr(status, name) for status in known) for name in ("held_bytes", "plain_bytes"))
+    first = Text(memory.name, style="bold", no_wrap=True, overflow="ellipsis")
+    durable = "" if not known else ", durable" if known[0].is_durable else ", not durable"
+    first.append(f"  {answering} of {len(memory.shards)} shards answer{durable}", style="default")
+    if not known:
+        return [first]
+    words = [f"{transitions:,} of {capacity:,} transitions ({100 * transitions / max(1, capacity):.0f} %)"]
+    if rate:
+        words.append(f"{rate:,.0f}/s")
+    if held:
+        words.append(f"{format_bytes(held)} for {format_bytes(plain)} plain ({plain / held:.1f} x)")
+    lines = [first, Text("  ".join(words), style="default")]
+    if memory.limiter:
+        limiter = memory.limiter
+        ratio = limiter["sampled"] / max(1.0, limiter["inserted"])
+        lines.append(
+            Text(f"limiter: {ratio:.2f} samples an insert, error {limiter['error']:,.0f} "
+                 f"within {limiter['lowest']:,.0f} and {limiter['highest']:,.0f}")
+        )  # fmt: skip
+    return lines
+
+
+def _table(memory: SeenMemory, width: int) -> Table:
+    table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
+    wide = width >= _WIDE
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("node", no_wrap=True, overflow="ellipsis", min_width=9)
+    table.add_column("pid", justify="right", no_wrap=True)
+    table.add_column("transitions", justify="right", no_wrap=True)
+    for name in ("full", "held", "USS", "PSS", "of limit", "unacked"):
+        if wide or name not in {"full", "PSS"}:
+            table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("state", no_wrap=True, min_width=len("restarts"))
+    for shard in memory.shards:
+        cells = _cells(shard)
+        if not wide:
+            cells = [cell for at, cell in enumerate(cells) if at not in (4, 7)]
+        answers = shard.state in {"answers", "drains"}
+        colour = _STATE_COLOURS.get(shard.state, _UNREACHABLE_COLOUR)
+        table.add_row(*cells, Text(shard.state, style=colour), style="" if answers else "dim")
+    return table
+
+
+def _cells(shard: SeenShard) -> list[str]:
+    """Return what a shard said last: number, node, pid, transitions, full, held, USS, PSS, of limit, unacked."""
+    status = shard.status
+    if status is None or status.standing is None:
+        return [str(shard.number), *[""] * 9]
+    return [
+        str(shard.number),
+        status.node,
+        str(status.pid),
+        f"{status.standing.transitions:,}",
+        f"{100 * status.standing.transitions / max(1, status.capacity):.0f} %",
+        format_bytes(status.held_bytes),
+        format_bytes(status.uss_bytes),
+        format_bytes(status.pss_bytes),
+        f"{100 * status.uss_bytes / max(1, status.limit_bytes):.1f} %",
+        format_bytes(status.standing.backlog),
+    ]

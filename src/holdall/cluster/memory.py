@@ -30,7 +30,15 @@ from holdall.checkpoint.source import place_of
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.checkpoint import newest_manifest, save
 from holdall.cluster.fleet import ClusterSettings, Fleet, single
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, together
+from holdall.cluster.learner import (
+    BatchesAhead,
+    Drawing,
+    Priorities,
+    Request,
+    checked,
+    gathered,
+    together,
+)
 from holdall.cluster.members import Cluster, added_up
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.roster import LearnerMetrics, RateLimit
@@ -39,13 +47,19 @@ from holdall.cluster.status import ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError, ClosedError
-from holdall.json_state import generator_state, restored_generator, schema_of, schema_words
+from holdall.json_state import (
+    generator_of,
+    generator_state,
+    restored_generator,
+    schema_of,
+    schema_words,
+)
 from holdall.native.kernels import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
-from holdall.units import generator_of, require_count
+from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
 _MOST_TOLD = 16

@@ -18,9 +18,21 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.cluster.answer import Answer, pack_answer
-from holdall.cluster.block import dictionaries_of, pack_block, pack_dictionary, unpack_block, unpack_dictionary
+from holdall.cluster.block import (
+    dictionaries_of,
+    pack_block,
+    pack_dictionary,
+    unpack_block,
+    unpack_dictionary,
+)
 from holdall.cluster.checkpoint import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
-from holdall.cluster.commit import Committer, Staged, begins_with, shelf_of_journal, write_loaded
+from holdall.cluster.commit import (
+    Committer,
+    Staged,
+    begins_with,
+    shelf_of_journal,
+    write_loaded,
+)
 from holdall.cluster.journal import BlockMove, Entry, Journal, journal_of, journals_in_use
 from holdall.cluster.protocol import (
     Ack,
@@ -38,12 +50,11 @@ from holdall.cluster.roster import NAMESPACE, ShardMetrics
 from holdall.cluster.shelf import ShardStore
 from holdall.cluster.status import Process
 from holdall.errors import ArgumentError, DamageError, ShardError
-from holdall.json_state import generator_state, restored_generator, schema_of
+from holdall.json_state import generator_of, generator_state, restored_generator, schema_of
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name
-from holdall.units import generator_of
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""

@@ -16,14 +16,11 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, Survey
+from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
+from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, in_time
+from holdall.tools.watch.watcher_process import RECORD_FORMAT
 from holdall.units import format_bytes
-from holdall.watch.history import History
-from holdall.watch.news import News
-from holdall.watch.reading import Part, Reading
-from holdall.watch.record import FORMAT
-from holdall.watch.turn import Turn
-from holdall.watch.verdicts.filling import filling
-from holdall.watch.verdicts.verdict import Severity, Verdict, in_time
 
 _SILENT_S = 5.0
 """A shard that has not answered for so long is told of."""
@@ -49,9 +46,9 @@ class Outlook:
 
     _begun: dict[tuple[str, int], _Grown] = field(default_factory=dict)
 
-    def verdicts(self, memories: Sequence[SeenMemory], moment: float) -> list[Verdict]:
+    def verdicts(self, memories: Sequence[SeenMemory], moment: float) -> list[WatchVerdict]:
         """Judge, the gravest first."""
-        found: list[Verdict] = []
+        found: list[WatchVerdict] = []
         for memory in memories:
             self._remember(memory, moment)
             found += [*_away(memory), *_restarted(memory), *_waiting(memory)]
@@ -80,7 +77,7 @@ class Outlook:
                     standing.epoch, standing.inserted, standing.transitions, status.uss_bytes, moment
                 )
 
-    def _running_out(self, memories: Sequence[SeenMemory], moment: float) -> list[Verdict]:
+    def _running_out(self, memories: Sequence[SeenMemory], moment: float) -> list[WatchVerdict]:
         """Compare what shards will still take with what is left where they are."""
         by_limit: dict[tuple[str, str], list[tuple[str, ShardStatus]]] = {}
         for memory in memories:
@@ -101,7 +98,7 @@ class Outlook:
             when = "" if seconds is None else f", in {in_time(seconds)}"
             numbers = _named([status.number for _, status in shards])
             found.append(
-                Verdict(
+                WatchVerdict(
                     name="running out",
                     severity="error",
                     text=(
@@ -129,11 +126,11 @@ class Outlook:
         return max(0.0, each) * max(0, status.capacity - standing.transitions)
 
 
-def _away(memory: SeenMemory) -> list[Verdict]:
+def _away(memory: SeenMemory) -> list[WatchVerdict]:
     found = []
     if not memory.roster_answers:
         text = f"the roster of {memory.name} does not answer; shards go on, new writers and shards wait for it"
-        found.append(Verdict("roster", "warning", text, "Ray restarts it; see `ray status`", {"of": memory.name}))
+        found.append(WatchVerdict("roster", "warning", text, "Ray restarts it; see `ray status`", {"of": memory.name}))
     remedies: dict[str, tuple[Severity, str]] = {
         "lost": ("error", "make the memory again; with a journal, on the same url"),
         "silent": ("error", "its machine hangs or is cut off; Ray gives it up and restarts it, see docs/scale.md"),
@@ -150,18 +147,18 @@ def _away(memory: SeenMemory) -> list[Verdict]:
         said = {"lost": "ended for good", "silent": "no answer", "restarts": "being restarted", "starts": "not up yet"}
         text = f"{_named([each.number for each in away])} of {memory.name}: {said[state]}, for {in_time(longest)}"
         evidence = {"of": memory.name, "shards": [each.number for each in away], "seconds": longest}
-        found.append(Verdict(state, severity, text, remedy, evidence))
+        found.append(WatchVerdict(state, severity, text, remedy, evidence))
     return found
 
 
-def _restarted(memory: SeenMemory) -> list[Verdict]:
+def _restarted(memory: SeenMemory) -> list[WatchVerdict]:
     again = [shard for shard in memory.shards if shard.restarts and shard.status is not None]
     if not again:
         return []
     kept = all(shard.status is not None and shard.status.is_durable for shard in again)
     what = "they went on with their journals" if kept else "what they held is lost"
     return [
-        Verdict(
+        WatchVerdict(
             name="restarted",
             severity="info" if kept else "warning",
             text=f"{_named([shard.number for shard in again])} of {memory.name}: "
@@ -172,7 +169,7 @@ def _restarted(memory: SeenMemory) -> list[Verdict]:
     ]
 
 
-def _waiting(memory: SeenMemory) -> list[Verdict]:
+def _waiting(memory: SeenMemory) -> list[WatchVerdict]:
     behind = {
         shard.number: shard.status.standing.backlog
         for shard in memory.shards
@@ -183,7 +180,7 @@ def _waiting(memory: SeenMemory) -> list[Verdict]:
         return []
     total = sum(behind[number] for number in slow)
     return [
-        Verdict(
+        WatchVerdict(
             name="slow journal",
             severity="warning",
             text=f"{_named(slow)} of {memory.name}: {format_bytes(total)} wait to be made durable, and writers wait",
@@ -207,7 +204,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterTurn(Turn):
+class ClusterTurn(WatchPass):
     """What a watch over a cluster knows now."""
 
     address: str = ""
@@ -222,7 +219,7 @@ class ClusterTurn(Turn):
             for memory in self.memories
             for shard in memory.shards
         ]
-        first, *rest = Turn.lines(self)
+        first, *rest = WatchPass.lines(self)
         return [first, *shards, *rest]
 
 
@@ -231,9 +228,9 @@ class ClusterTurns:
 
     def __init__(self, survey: Survey, interval_s: float) -> None:
         self.survey = survey
-        self.history = History()
+        self.history = ReadingHistory()
         self._outlook = Outlook()
-        self._news = News()
+        self._news = AlertThrottle()
         self._interval_s = interval_s
         self._peak = 0
         self._names: set[str] | None = None
@@ -244,7 +241,7 @@ class ClusterTurns:
         moment = time.time()
         reading = self._reading(memories, moment)
         self.history.add(reading)
-        verdicts = [*self._outlook.verdicts(memories, moment), *filling(self.history)]
+        verdicts = [*self._outlook.verdicts(memories, moment), *filling_verdicts(self.history)]
         names = {memory.name for memory in memories}
         events = [] if self._names is None else [
             *((moment, f"{name} was made") for name in sorted(names - self._names)),
@@ -270,7 +267,7 @@ class ClusterTurns:
         """Return the first line of a record; a cluster has as many limits as machines, so it names none."""
         return {
             "kind": "header",
-            "format": FORMAT,
+            "format": RECORD_FORMAT,
             "pid": os.getpid(),
             "command": ["ray", self.survey.address],
             "host": socket.gethostname(),
@@ -280,8 +277,8 @@ class ClusterTurns:
             "system": platform.system(),
         }
 
-    def _reading(self, memories: list[SeenMemory], moment: float) -> Reading:
-        parts: list[Part] = []
+    def _reading(self, memories: list[SeenMemory], moment: float) -> MemoryReading:
+        parts: list[AttributedPart] = []
         headroom: dict[str, int] = {}
         for memory in memories:
             for shard in memory.shards:
@@ -290,12 +287,12 @@ class ClusterTurns:
                     continue
                 fill = status.standing.transitions / max(1, status.capacity)
                 name = f"{memory.name}.{shard.number}"
-                parts.append(Part("buffers", name, status.pss_bytes, status.pss_bytes, round(fill, 4)))
+                parts.append(AttributedPart("buffers", name, status.pss_bytes, status.pss_bytes, round(fill, 4)))
                 place = f"{status.node}: {status.limit}"
                 headroom[place] = min(status.limit_free_bytes, headroom.get(place, status.limit_free_bytes))
         pss = sum(part.resident for part in parts)
         self._peak = max(self._peak, pss)
-        return Reading(moment, pss, self._peak, tuple(parts), headroom=headroom or None)
+        return MemoryReading(moment, pss, self._peak, tuple(parts), headroom=headroom or None)
 
 
 def shard_words(shard: SeenShard) -> dict[str, Any]:

@@ -11,7 +11,14 @@ from holdall.batch import Batch, Draw
 from holdall.delivery.device import CudaStream, DeviceStream, HostStream
 from holdall.delivery.device_batch import DeviceBuilder
 from holdall.delivery.device_store import DeviceMirror, PinnedArenas
-from holdall.delivery.host import BatchBuilder, BatchJob, Builder, Delivery, DrawnRows, ObservationAssembler
+from holdall.delivery.host import (
+    BatchBuilder,
+    BatchJob,
+    Builder,
+    Delivery,
+    DrawnRows,
+    ObservationAssembler,
+)
 from holdall.native.slice_names import SliceNamer
 from holdall.schema import Schema
 from holdall.storage.slices import Kernels

@@ -15,7 +15,15 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError
-from holdall.sampling.draw import Flags, Held, Ids, State, Uniform, require_count, require_number
+from holdall.sampling.draw import (
+    Flags,
+    Held,
+    Ids,
+    State,
+    Uniform,
+    require_count,
+    require_number,
+)
 from holdall.sampling.prioritized import Prioritized
 
 

@@ -7,13 +7,12 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.sb3 needs Stable-Baselines3; run \"pip install 'holdall[sb3]'\"") from error
 
+from holdall.sb3.callbacks import LintCallback, WatchCallback
 from holdall.sb3.checkpoint import CheckpointCallback, resume
 from holdall.sb3.her import HerReplayBuffer
-from holdall.sb3.lint import LintCallback
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 from holdall.sb3.rollout import RolloutBuffer
-from holdall.sb3.watch import WatchCallback
 
 __all__ = [
     "CheckpointCallback",

@@ -1,22 +1,23 @@
-"""Checkpoints of a whole training: model, optimizer, VecNormalize, generators and memory, as one unit.
+"""Checkpoints of a whole training: model, optimizer, VecNormalize, random generators and memory, as one unit.
 
-In:  a model that learns.  Out: checkpoints, and from one of them a model that goes on.
-Invariant: everything in a checkpoint is of one moment between two steps; it is there as a whole or not at all.
-
-The model is kept as Stable-Baselines3's own file, which holds pickles: resume only from places that you trust. All the
-rest is numbers and text.
+Invariant: everything in a checkpoint is of one moment between two steps; a checkpoint is complete or absent.
+The model is stored as Stable-Baselines3's own file, which holds pickles: resume only from places that you trust. The
+rest is numbers and text. An algorithm's name is looked up in Stable-Baselines3 and sb3-contrib, nowhere else.
 """
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import logging
 import os
+import random
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
@@ -25,11 +26,10 @@ from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 from holdall.checkpoint.background import SaveHandle
 from holdall.checkpoint.source import attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 from holdall.replay import ReplayMemory
 from holdall.sampling.draw import require_count
 from holdall.sampling.prioritized import Prioritized
-from holdall.sb3.algorithms import algorithm_named, algorithm_words
-from holdall.sb3.generators import all_generators, restore_generators
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
@@ -37,7 +37,7 @@ from holdall.sb3.replay import ReplayBuffer
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 """How a VecEnv says where it is, as bytes, and how it is put there again."""
 
-_MODEL, _WORDS, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/numbers.npz", "sb3/environment"
+_MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/numbers.npz", "sb3/environment"
 _AVERAGES = ("obs_rms", "ret_rms")
 
 _LOG = logging.getLogger("holdall")
@@ -114,7 +114,7 @@ class CheckpointCallback(BaseCallback):
             if self._carrier is None:
                 self._carrier = ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), capacity=1)
             return self._carrier
-        memory: ReplayMemory = _own(buffer).memory
+        memory: ReplayMemory = _require_holdall(buffer).memory
         return memory
 
 
@@ -139,11 +139,11 @@ def resume(
         budget: See `holdall.ReplayMemory`.
         prefer: The same.
     """
-    words = _words_of(attached_files(path)[_WORDS], str(path))
+    words = _parse_training(attached_files(path)[_TRAINING], str(path))
     sampler = Prioritized(*words["priorities"]) if words["priorities"] is not None else None
     memory = ReplayMemory.load(path, budget=budget, prefer=prefer, sampler=sampler)
     try:
-        return _resumed(memory, env, algorithm, device, env_state)
+        return _restore_training(memory, env, algorithm, device, env_state)
     except BaseException:
         memory.close()
         raise
@@ -155,21 +155,21 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
     model.save(file)
     buffer = getattr(model, "replay_buffer", None)
     words: dict[str, Any] = {
-        "algorithm": algorithm_words(type(model)),
-        "buffer": None if buffer is None else type(_own(buffer)).__name__,
+        "algorithm": algorithm_name(type(model)),
+        "buffer": None if buffer is None else type(_require_holdall(buffer)).__name__,
         "priorities": [buffer._alpha, buffer._beta] if isinstance(buffer, PrioritizedReplayBuffer) else None,
         "has_env_state": env_state is not None,
     }
     numbers: dict[str, Any] = {}
-    words["generators"] = all_generators(model, numbers)
-    numbers |= _averages(model.get_vec_normalize_env()) | _episodes(buffer)
-    files = {_MODEL: file.getvalue(), _WORDS: json.dumps(words).encode(), _NUMBERS: _packed(numbers)}
+    words["generators"] = rng_states(model, numbers)
+    numbers |= _vecnormalize_state(model.get_vec_normalize_env()) | _her_state(buffer)
+    files = {_MODEL: file.getvalue(), _TRAINING: json.dumps(words).encode(), _NUMBERS: _npz_bytes(numbers)}
     if env_state is not None:
         files[_ENV] = bytes(env_state[0](model.get_env()))
     return files
 
 
-def _resumed(
+def _restore_training(
     memory: ReplayMemory,
     env: VecEnv,
     algorithm: type[BaseAlgorithm] | None,
@@ -177,7 +177,7 @@ def _resumed(
     env_state: EnvState | None,
 ) -> Any:
     files = memory.attached
-    words = _words_of(files[_WORDS], "the checkpoint")
+    words = _parse_training(files[_TRAINING], "the checkpoint")
     numbers = np.load(io.BytesIO(files[_NUMBERS]), allow_pickle=False)
     if env_state is not None and not words["has_env_state"]:
         raise ArgumentError(
@@ -194,18 +194,18 @@ def _resumed(
     if words["buffer"] is None:
         memory.close()
     else:
-        _own(buffer).adopt(memory)
-        _set_episodes(buffer, numbers)
+        _require_holdall(buffer).adopt(memory)
+        _restore_her(buffer, numbers)
     if env_state is not None:
         env_state[1](model.get_env(), files[_ENV])
-        _keep_noise(getattr(model, "action_noise", None))
+        _skip_noise_reset(getattr(model, "action_noise", None))
     # What follows undoes what setting the environments may have done: a reset draws, and is averaged.
-    _set_averages(model.get_vec_normalize_env(), numbers, is_mid_episode=env_state is not None)
-    restore_generators(model, words["generators"], numbers)
+    _restore_vecnormalize(model.get_vec_normalize_env(), numbers, is_mid_episode=env_state is not None)
+    restore_rng_states(model, words["generators"], numbers)
     return model
 
 
-def _keep_noise(noise: Any) -> None:
+def _skip_noise_reset(noise: Any) -> None:
     """Pass over the next reset of action noise: `learn` begins with one, which would be in the middle of an episode."""
 
     def keep() -> None:
@@ -215,7 +215,7 @@ def _keep_noise(noise: Any) -> None:
         noise.reset = keep
 
 
-def _words_of(raw: bytes, where: str) -> Any:
+def _parse_training(raw: bytes, where: str) -> Any:
     try:
         words = json.loads(raw)
         names = [words[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
@@ -226,7 +226,7 @@ def _words_of(raw: bytes, where: str) -> Any:
     return words
 
 
-def _own(buffer: Any) -> ReplayBuffer:
+def _require_holdall(buffer: Any) -> ReplayBuffer:
     if not isinstance(buffer, ReplayBuffer):
         raise CheckpointError(
             f"the model's replay buffer is a {type(buffer).__name__}; make the model with "
@@ -235,7 +235,7 @@ def _own(buffer: Any) -> ReplayBuffer:
     return buffer
 
 
-def _averages(env: VecNormalize | None) -> dict[str, Any]:
+def _vecnormalize_state(env: VecNormalize | None) -> dict[str, Any]:
     """Return what VecNormalize has learnt of the environments."""
     if env is None:
         return {}
@@ -249,7 +249,7 @@ def _averages(env: VecNormalize | None) -> dict[str, Any]:
     return found
 
 
-def _set_averages(env: VecNormalize | None, numbers: Any, *, is_mid_episode: bool) -> None:
+def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_episode: bool) -> None:
     saved = [name for name in numbers if name.startswith("vecnormalize/")]
     if (env is None) != (not saved):
         raise ArgumentError(
@@ -270,7 +270,7 @@ def _set_averages(env: VecNormalize | None, numbers: Any, *, is_mid_episode: boo
         setattr(one, what, float(numbers[name]) if what == "count" else numbers[name])
 
 
-def _episodes(buffer: Any) -> dict[str, Any]:
+def _her_state(buffer: Any) -> dict[str, Any]:
     """Return what a hindsight buffer knows of episodes."""
     if not isinstance(buffer, HerReplayBuffer):
         return {}
@@ -284,7 +284,7 @@ def _episodes(buffer: Any) -> dict[str, Any]:
     }
 
 
-def _set_episodes(buffer: Any, numbers: Any) -> None:
+def _restore_her(buffer: Any, numbers: Any) -> None:
     if isinstance(buffer, HerReplayBuffer):
         buffer.ep_start[:] = numbers["her/start"]
         buffer.ep_length[:] = numbers["her/length"]
@@ -295,7 +295,94 @@ def _set_episodes(buffer: Any, numbers: Any) -> None:
         buffer._drawable = None
 
 
-def _packed(numbers: dict[str, Any]) -> bytes:
+def _npz_bytes(numbers: dict[str, Any]) -> bytes:
     file = io.BytesIO()
     np.savez(file, allow_pickle=False, **numbers)
     return file.getvalue()
+
+
+def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
+    """Return the states of all generators as words; arrays are put into `numbers`."""
+    kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's
+    version, state, next_gauss = random.getstate()
+    numbers["generators/numpy"] = np.asarray(keys)
+    numbers["generators/python"] = np.asarray(state, np.uint32)
+    numbers["generators/torch"] = th.get_rng_state().numpy()
+    if th.cuda.is_available():
+        for device, cuda in enumerate(th.cuda.get_rng_state_all()):
+            numbers[f"generators/cuda/{device}"] = cuda.numpy()
+    return {
+        "numpy": [str(kind), int(position), int(has_gauss), float(gauss).hex()],
+        "python": [version, None if next_gauss is None else float(next_gauss).hex()],
+        "action_space": _rng_json(model.action_space.np_random),
+        "environments": _environment_rngs(model),
+    }
+
+
+def restore_rng_states(model: BaseAlgorithm, words: Any, numbers: Any) -> None:
+    """Let all generators go on where they were saved."""
+    kind, position, has_gauss, gauss = words["numpy"]
+    keys = numbers["generators/numpy"]
+    np.random.set_state((kind, keys, position, has_gauss, float.fromhex(gauss)))  # noqa: NPY002  Stable-Baselines3's
+    version, next_gauss = words["python"]
+    state = tuple(numbers["generators/python"].tolist())
+    random.setstate((version, state, None if next_gauss is None else float.fromhex(next_gauss)))
+    th.set_rng_state(th.from_numpy(numbers["generators/torch"]))
+    for device in range(th.cuda.device_count()):
+        if f"generators/cuda/{device}" in numbers:
+            th.cuda.set_rng_state(th.from_numpy(numbers[f"generators/cuda/{device}"]), device)
+    if words["action_space"] is not None:
+        model.action_space._np_random = _rng_of_json(words["action_space"])
+    env = model.get_env()
+    for number, state in enumerate(words["environments"] or ()):
+        if env is not None and state is not None:
+            env.set_attr("np_random", _rng_of_json(state), indices=number)
+
+
+def _environment_rngs(model: BaseAlgorithm) -> list[Any] | None:
+    """Return the generators of environments that show them."""
+    env = model.get_env()
+    try:
+        shown = [] if env is None else env.get_attr("np_random")
+    except (AttributeError, NotImplementedError):
+        return None
+    return [_rng_json(one) if isinstance(one, np.random.Generator) else None for one in shown]
+
+
+def _rng_json(generator: np.random.Generator) -> Any:
+    arrays: list[Any] = []
+    try:
+        state = generator_state(generator)
+    except CheckpointError:
+        return None
+    words = encode_state(state, arrays, "a generator")
+    return {"state": words, "arrays": [array.tobytes().hex() for array in arrays]}
+
+
+def _rng_of_json(words: Any) -> np.random.Generator:
+    arrays = {number: bytes.fromhex(text) for number, text in enumerate(words["arrays"])}
+    return restored_generator(decode_state(words["state"], arrays))
+
+
+_PACKAGES = ("stable_baselines3", "sb3_contrib")
+
+
+def algorithm_name(kind: type[BaseAlgorithm]) -> str:
+    """Name an algorithm; one of a user's own by its class alone."""
+    package = kind.__module__.partition(".")[0]
+    return f"{package}.{kind.__name__}" if package in _PACKAGES else kind.__name__
+
+
+def algorithm_named(words: Any) -> type[BaseAlgorithm]:
+    """Return the algorithm of a name, if it is one that everybody has."""
+    package, _, name = str(words).partition(".")
+    found = None
+    if package in _PACKAGES:
+        try:
+            module = importlib.import_module(package)
+        except ImportError as error:
+            raise ArgumentError(f"algorithm: the checkpoint is of a {words}; run 'pip install {package}'") from error
+        found = getattr(module, name, None) if name in getattr(module, "__all__", ()) else None
+    if not (isinstance(found, type) and issubclass(found, BaseAlgorithm)):
+        raise ArgumentError(f"algorithm was not given, and the checkpoint is of a {words}; pass algorithm={words}")
+    return found

@@ -1,17 +1,18 @@
-"""ReplayBuffer: Stable-Baselines3's replay buffers, Box and Dict alike, over a ReplayMemory.
+"""ReplayBuffer: Stable-Baselines3's replay buffers, Box and Dict, over a ReplayMemory.
 
-In:  what its algorithms add.  Out: the samples that its own buffers would return.
-Invariant: the same seed draws the same rows from NumPy's global generator in the same order,
-and the tensors are equal bit for bit, so the weights are. Where Stable-Baselines3 casts
-(observations to their space's dtype, actions from float64, rewards to float32), so does this.
+Invariant: the same seed draws the same rows from NumPy's global generator in the same order, and the tensors are equal
+bit for bit; n-step returns too, so the trained weights are the same. Where Stable-Baselines3 casts (observations to
+their space's dtype, actions from float64, rewards to float32), this class casts, too. Tick t is in slot t modulo the
+number of slots; arrays over slots are gathered when they are read.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
+from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
@@ -26,8 +27,7 @@ from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, require_count
-from holdall.sb3.nstep import NStepReturns, Run
-from holdall.sb3.slots import SlotArray
+from holdall.schema import stored_space
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
@@ -144,7 +144,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), last_ids))
         return self._as_samples(batch, returns.rewards, env, returns.discounts)
 
-    def _run(self, ids: NDArray[np.int64]) -> Run:
+    def _run(self, ids: NDArray[np.int64]) -> NStepInputs:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
         ticks, lanes = np.divmod(ids, self.n_envs)
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
@@ -152,7 +152,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         written = steps >= self.memory.first_id
         rewards, terminated, truncated = self.memory.outcomes(np.where(written, steps, ids[:, None]))
         newest = steps // self.n_envs == self.memory.next_id // self.n_envs - 1
-        return Run(np.where(written, rewards, np.float32(0)), terminated | truncated | newest)
+        return NStepInputs(np.where(written, rewards, np.float32(0)), terminated | truncated | newest)
 
     def _as_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
         """Hand a batch over as Stable-Baselines3's tuple of tensors."""
@@ -228,14 +228,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
             cut = self.memory.gather(ids).truncated
             self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
 
-        return self._slots("dones", (), _FLOAT32, _done, write)
+        return self._slots("dones", (), _FLOAT32, _done_flags, write)
 
     @property
     def timeouts(self) -> Any:  # type: ignore[override]  # a plain array there
         """Whether an episode was cut short by a time limit; may be written to."""
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            done = _done(self.memory.gather(ids))
+            done = _done_flags(self.memory.gather(ids))
             cut = rows.astype(np.bool_)
             self.memory.set_flags(ids, done ^ cut, cut)
 
@@ -318,7 +318,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._id_of_place, read, rows_at_once, write)
 
 
-def _done(batch: Batch) -> NDArray[np.bool_]:
+def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     """Tell what Stable-Baselines3 keeps as `dones`.
 
     It keeps two flags apart, done and cut by a time limit. An end that was no cut is stored as terminated, one that
@@ -337,11 +337,123 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     return rows
 
 
-def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
-    """Describe a stored array: the bounds say nothing, since values are never checked."""
-    if dtype.kind == "f":
-        return spaces.Box(-np.inf, np.inf, shape, dtype.type)
-    if dtype.kind == "b":
-        return spaces.Box(0, 1, shape, dtype.type)
-    limits = np.iinfo(dtype)
-    return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)
+class NStepInputs(NamedTuple):
+    """The steps from some transitions on, (batch, n)."""
+
+    rewards: NDArray[np.float32]
+    ends: NDArray[np.bool_]  # last steps of episodes, and the newest step
+
+
+class NStepReturns(NamedTuple):
+    """What the target of a row is made of."""
+
+    rewards: NDArray[np.float32]  # (batch, 1)
+    discounts: NDArray[np.float32]  # (batch, 1)
+    steps_taken: NDArray[np.int64]  # (batch,): from the first step to the last
+
+    @classmethod
+    def of(cls, run: NStepInputs, gamma: float, normalise: Callable[[Any], Any]) -> NStepReturns:
+        """Add up the rewards of each row until its first end."""
+        n = run.ends.shape[1]
+        last = np.where(run.ends.any(axis=1), run.ends.argmax(axis=1), n - 1)
+        counts = np.arange(n).reshape(1, -1) <= last[:, None]
+        powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+        returns = (normalise(run.rewards) * powers * counts).sum(axis=1, keepdims=True)
+        discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+        return cls(returns, discounts, last)
+
+
+ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
+WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
+
+
+class SlotArray:
+    """One field as an array of (slots, environments, *shape) that exists only when it is read.
+
+    Args:
+        shape: Shape of the whole, slots and environments first.
+        dtype: Of what is read.
+        id_of_place: Transition id by flat (slot, environment) place; -1 where nothing stands.
+        read: Rows of given ids.
+        rows_at_once: Most ids that are read in one go: reading takes memory for all fields, not this one alone.
+        write: Takes ids and their new rows; None if the field cannot be written to.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+        id_of_place: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        read: ReadRows,
+        rows_at_once: int,
+        write: WriteRows | None = None,
+    ) -> None:
+        self.name = name
+        self.shape = shape
+        self.dtype = dtype
+        self._id_of_place = id_of_place
+        self._read = read
+        self._rows_at_once = rows_at_once
+        self._write = write
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    @property
+    def ndim(self) -> int:
+        """Axes, slots and environments among them."""
+        return len(self.shape)
+
+    def __getitem__(self, key: Any) -> Any:
+        outer, inner = self._split(key)
+        places = self._places()[outer]
+        return self._rows(places)[(*[slice(None)] * np.ndim(places), *inner)]
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        if self._write is None:
+            raise ArgumentError(
+                f"{self.name}[...] = ... was tried; a stored {self.name} cannot be changed, only "
+                "dones and timeouts can: call reset() and add the transitions again"
+            )
+        outer, _ = self._split(key)
+        places = self._places()[outer]
+        ids = self._id_of_place(np.atleast_1d(places).reshape(-1))
+        rows = np.broadcast_to(np.asarray(value), np.shape(places)).reshape(-1)
+        held = ids >= 0
+        self._write(ids[held], rows[held])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
+        if copy is False:
+            raise ValueError(f"{self.name} is gathered when it is read, so it is always a copy")
+        whole = self._rows(self._places())
+        return whole if dtype is None else whole.astype(dtype)
+
+    def _places(self) -> NDArray[np.int64]:
+        return np.arange(self.shape[0] * self.shape[1]).reshape(self.shape[:2])
+
+    def _split(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
+        """Part a key into what picks slots and environments, and what picks inside a row."""
+        keys = key if isinstance(key, tuple) else (key,)
+        outer, inner = keys[:2], keys[2:]
+        plain = all(part is ... or isinstance(part, slice | int | np.integer) for part in inner)
+        leading = inner and (outer[0] is ... or outer[1] is ...)
+        # There NumPy moves the axes of arrays to the front, past a slice that comes before them.
+        moved = inner and isinstance(outer[0], slice) and not isinstance(outer[1], slice | int | np.integer)
+        if any(part is None for part in keys) or leading or moved or not plain:
+            raise ArgumentError(
+                f"{self.name}[{key!r}]: new axes, leading ellipses and arrays of elements are not understood; read "
+                f"np.asarray(buffer.{self.name}) first, or the rows and then their elements"
+            )
+        return outer, inner
+
+    def _rows(self, places: Any) -> NDArray[Any]:
+        """Gather rows for an array of places of any shape."""
+        flat = np.atleast_1d(places).reshape(-1)
+        ids = self._id_of_place(flat)
+        rows = np.zeros((len(flat), *self.shape[2:]), self.dtype)
+        held = np.flatnonzero(ids >= 0)
+        for begin in range(0, len(held), self._rows_at_once):
+            some = held[begin : begin + self._rows_at_once]
+            rows[some] = self._read(ids[some]).reshape(len(some), *self.shape[2:])
+        return rows.reshape((*np.shape(places), *self.shape[2:]))

@@ -23,7 +23,7 @@ from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native.rollout import estimate_advantages
 from holdall.report import FieldReport, MemoryReport
-from holdall.sb3.slots import SlotArray
+from holdall.sb3.replay import SlotArray
 from holdall.schema import Leaf
 from holdall.storage.rollout_frames import RolloutFields
 

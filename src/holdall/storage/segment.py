@@ -14,10 +14,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import ArenaPool, CarriedSlices, SealedSlices, SegmentFile, SliceBlock, reserve
+from holdall.storage.blocks import (
+    ArenaPool,
+    CarriedSlices,
+    SealedSlices,
+    SegmentFile,
+    SliceBlock,
+    reserve,
+)
 from holdall.storage.layout import Window, WindowSearches
 from holdall.storage.sealer import FrozenBlock
-from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Held, Kernels, OpenPart, Places, lies_direct
+from holdall.storage.slices import (
+    RECORD_FIELDS,
+    ClosedPart,
+    Cursors,
+    Held,
+    Kernels,
+    OpenPart,
+    Places,
+    lies_direct,
+)
 from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, StoreContent
 from holdall.storage.tiers import NO_LIMIT, Allowance, Budget, Tiers
 from holdall.threads import ThreadPool

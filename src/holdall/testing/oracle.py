@@ -1,14 +1,15 @@
-"""The oracle: a memory that is a plain list, too simple to be wrong.
+"""The oracle: a plain list of transitions that shows which batches a memory and its samplers must return.
 
-In:  the same calls as `ReplayMemory`.  Out: the batches that it has to give, bit for bit.
-Invariant: every array is copied when it is added and again when it is read; nothing is shared,
-packed or found. `assert_same_bits` compares bytes, so a NaN's payload and a zero's sign count.
+In:  the same calls as `ReplayMemory`, or ids that a sampler drew.  Out: the batches they must give, bit for bit.
+Invariant: every array is copied when it is added and when it is read; plain loops over single transitions, and nothing
+is shared with the code under test.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -223,3 +224,86 @@ def _stack(rows: list[Any], nothing: Any) -> Any:
     for index, row in enumerate(rows):
         stacked[index] = row
     return stacked
+
+
+def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: float) -> Batch:
+    """Return what `NStep(n, gamma)` has to give for first steps `ids`; weights are ones."""
+    runs = [steps_from(oracle, int(number), n) for number in ids]
+    first, last = oracle.gather(ids), oracle.gather([run[-1] for run in runs])
+    returns = [_discounted(oracle.gather(run).reward, gamma) for run in runs]
+    return replace(
+        first,
+        reward=np.array(returns, np.result_type(first.reward.dtype, np.float32)),
+        next_obs=last.next_obs,
+        terminated=last.terminated,
+        truncated=last.truncated,
+        discount=np.array([gamma ** len(run) for run in runs], np.float32),
+    )
+
+
+def sequence_batch(
+    oracle: OracleMemory, starts: NDArray[np.int64], length: int, burn_in: int = 0, crossing: bool = False
+) -> Batch:
+    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`; weights are ones."""
+    ids, mask = [], []
+    for start in starts.tolist():
+        if crossing:
+            steps = [start + oracle.num_envs * k for k in range(-burn_in, length)]
+            real = [step if is_held(oracle, step) else None for step in steps]
+        else:
+            before = steps_before(oracle, start, burn_in)
+            after = steps_from(oracle, start, length)
+            real = [None] * (burn_in - len(before)) + before + after + [None] * (length - len(after))
+        nearest = next(step for step in real if step is not None)
+        for step in real:
+            nearest = nearest if step is None else step
+            ids.append(nearest)
+            mask.append(step is not None)
+    shape = (len(starts), burn_in + length)
+    flat = oracle.gather(ids)
+    fields = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
+    rows = {
+        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in fields
+    }
+    return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
+
+
+def steps_from(oracle: OracleMemory, first: int, count: int) -> list[int]:
+    """Return `first` and the steps after it in its episode, `count` at most."""
+    run = [first]
+    while len(run) < count and not ends(oracle, run[-1]) and is_held(oracle, run[-1] + oracle.num_envs):
+        run.append(run[-1] + oracle.num_envs)
+    return run
+
+
+def steps_before(oracle: OracleMemory, first: int, count: int) -> list[int]:
+    """Return the steps before `first` in its episode, `count` at most, oldest first."""
+    run: list[int] = []
+    step = first - oracle.num_envs
+    while len(run) < count and is_held(oracle, step) and not ends(oracle, step):
+        run.insert(0, step)
+        step -= oracle.num_envs
+    return run
+
+
+def is_held(oracle: OracleMemory, number: int) -> bool:
+    """Whether a transition can be gathered."""
+    try:
+        oracle.gather([number])
+    except TransitionIdError:
+        return False
+    return True
+
+
+def ends(oracle: OracleMemory, number: int) -> bool:
+    """Whether a transition is the last of its episode."""
+    row = oracle.gather([number])
+    return bool(row.terminated[0] or row.truncated[0])
+
+
+def _discounted(rewards: NDArray[Any], gamma: float) -> Any:
+    dtype = np.result_type(rewards.dtype, np.float32).type
+    total = dtype(rewards[0]) * dtype(1.0)
+    for k in range(1, len(rewards)):
+        total = total + dtype(rewards[k]) * dtype(gamma**k)
+    return total

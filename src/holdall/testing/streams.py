@@ -1,7 +1,7 @@
-"""Streams: made-up environments whose observations overlap, repeat and break as real ones do.
+"""Synthetic environments whose observations overlap, repeat and break as real ones do.
 
-In:  a plan per observation leaf, and how often what goes wrong.  Out: ticks, ready for `add`.
-Invariant: a stream is a function of its plans and its seed, so a failure can be run again.
+In:  a plan per observation leaf, and how often something goes wrong.  Out: steps, ready for `add`.
+Invariant: the plans and the seed determine the stream, so a failure can be run again.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Mishaps:
 
 
 @dataclass(slots=True)
-class _LeafWorld:
+class _LeafSource:
     """One leaf in all lanes: what can be seen now."""
 
     leaf: Leaf
@@ -155,7 +155,7 @@ class _LeafWorld:
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class StreamStep:
     """One tick of a stream, as `add` takes it."""
 
     obs: Any
@@ -205,14 +205,14 @@ class Stream:
         leaves = self._observation.leaves
         full = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
         self._worlds = [
-            _LeafWorld(leaf, plan, num_envs, self._generator) for leaf, plan in zip(leaves, full, strict=True)
+            _LeafSource(leaf, plan, num_envs, self._generator) for leaf, plan in zip(leaves, full, strict=True)
         ]
 
     def __repr__(self) -> str:
         spaces_told = f"{self.observation_space}, {self.action_space}, extras={self.extras}"
         return f"Stream({spaces_told}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._told})"
 
-    def tick(self) -> Step:
+    def tick(self) -> StreamStep:
         """Let one step pass in every lane, with whatever mishaps befall it."""
         generator, lanes, rare = self._generator, self.num_envs, self._mishaps
         chance = generator.random((4, lanes))
@@ -230,7 +230,7 @@ class Stream:
                 rows[foreign] = world.foreign()[foreign]
             world.reset(ends | silent)
             world.advance(skipped)
-        return Step(
+        return StreamStep(
             obs=self._observation.build(obs),
             action=self._draw(self._action),
             reward=random_rows(self._reward, (lanes,), generator),
@@ -240,29 +240,29 @@ class Stream:
             extras=self._draw(self._extras),
         )
 
-    def ticks(self, count: int) -> Step:
+    def ticks(self, count: int) -> StreamStep:
         """Let `count` steps pass; every array has a leading time axis, as `extend` takes it."""
         steps = [self.tick() for _ in range(count)]
-        return stack_steps(steps) if steps else _nothing_of(self.tick())
+        return stack_steps(steps) if steps else _empty_step(self.tick())
 
     def _draw(self, tree: Tree) -> Any:
         return tree.build([random_rows(leaf, (self.num_envs,), self._generator) for leaf in tree.leaves])
 
 
-def stack_steps(steps: Sequence[Step]) -> Step:
+def stack_steps(steps: Sequence[StreamStep]) -> StreamStep:
     """Put ticks behind each other along a new leading time axis."""
-    return Step(**{name: _stacked([getattr(step, name) for step in steps]) for name in Step.__slots__})
+    return StreamStep(**{name: _stacked([getattr(step, name) for step in steps]) for name in StreamStep.__slots__})
 
 
-def _nothing_of(step: Step) -> Step:
-    return Step(**{name: _none_of(getattr(step, name)) for name in Step.__slots__})
+def _empty_step(step: StreamStep) -> StreamStep:
+    return StreamStep(**{name: _empty_rows(getattr(step, name)) for name in StreamStep.__slots__})
 
 
-def _none_of(value: Any) -> Any:
+def _empty_rows(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: _none_of(child) for key, child in value.items()}
+        return {key: _empty_rows(child) for key, child in value.items()}
     if isinstance(value, tuple):
-        return tuple(_none_of(child) for child in value)
+        return tuple(_empty_rows(child) for child in value)
     return np.empty((0, *value.shape), value.dtype)
 
 

@@ -15,8 +15,8 @@ from gymnasium import spaces
 
 pytest.importorskip("stable_baselines3")
 
-from holdall.plan.buffers import leaves_of, parse_version, replay_buffer, rollout_buffer
-from holdall.plan.spacetext import describe
+from holdall.tools.plan.environments import space_to_dict
+from holdall.tools.plan.spec import leaves_of, parse_version, replay_buffer, rollout_buffer
 
 _OBS: dict[str, spaces.Space[Any]] = {
     "image": spaces.Box(0, 255, (36, 36, 4), np.uint8),
@@ -35,7 +35,7 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np, stable_baselines3
 from stable_baselines3.common import buffers
-from holdall.plan.spacetext import restore
+from holdall.tools.plan.environments import restore
 found = []
 for case in json.load(sys.stdin):
     cls = getattr(buffers, case["class"])
@@ -65,7 +65,7 @@ def _cases() -> list[dict[str, Any]]:
 def test_every_buffer_of_the_older_version_has_the_bytes_we_say(version: str, tmp_path: Path) -> None:
     python = _installed(version, tmp_path)
     cases = _cases()
-    plain = [case | {"obs": describe(case["obs"]), "action": describe(case["action"])} for case in cases]
+    plain = [case | {"obs": space_to_dict(case["obs"]), "action": space_to_dict(case["action"])} for case in cases]
     done = subprocess.run(
         [str(python), "-c", _THEIRS], input=json.dumps(plain), capture_output=True, text=True, timeout=300, check=False
     )

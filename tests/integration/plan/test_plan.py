@@ -13,11 +13,12 @@ import pytest
 pytest.importorskip("stable_baselines3")
 
 import holdall.plan
+import holdall.tools.plan.config
 from holdall.errors import ArgumentError
-from holdall.plan.ask import TrialError, ask
-from holdall.plan.experience import Experience
-from holdall.plan.filling import from_spaces
-from holdall.plan.settings import spec_of
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.measure_memory import need_from_spaces
+from holdall.tools.plan.phases import HoldallNeed
+from holdall.tools.plan.subprocess_probe import ProbeError, run_probe
 
 
 def _plan(*arguments: str) -> tuple[int, str, str]:
@@ -73,7 +74,7 @@ def test_an_environment_is_made_in_another_process_and_probed(tmp_path: Path) ->
 
 def test_an_environment_that_is_not_there_is_named() -> None:
     with pytest.raises(ArgumentError, match="NoSuchGame-v9"):
-        spec_of({"algo": "dqn", "env": "NoSuchGame-v9"})
+        spec_from_settings({"algo": "dqn", "env": "NoSuchGame-v9"})
 
 
 def test_an_environment_that_kills_its_process_is_an_error_and_not_the_end(tmp_path: Path, monkeypatch: Any) -> None:
@@ -81,8 +82,8 @@ def test_an_environment_that_kills_its_process_is_an_error_and_not_the_end(tmp_p
         "import os\nclass Env:\n    def __init__(self):\n        os.kill(os.getpid(), 9)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=":")
-    with pytest.raises(TrialError, match="signal 9"):
-        ask("environment", env_id="deadly:Env", wrapper="", with_torch=False)
+    with pytest.raises(ProbeError, match="signal 9"):
+        run_probe("environment", env_id="deadly:Env", wrapper="", with_torch=False)
 
 
 def test_a_live_model_is_planned_as_it_was_constructed() -> None:
@@ -98,7 +99,7 @@ def test_a_live_model_is_planned_as_it_was_constructed() -> None:
     assert plan.spec.layout().nbytes == real
     assert (plan.spec.policy_name, dict(plan.spec.policy_kwargs)) == ("MlpPolicy", {"net_arch": [32]})
     ours = DQN("MlpPolicy", "CartPole-v1", buffer_size=500, replay_buffer_class=ReplayBuffer, device="cpu")
-    assert holdall.plan.live.spec_of_model(ours).uses_holdall
+    assert holdall.tools.plan.config.spec_from_model(ours).uses_holdall
 
 
 def test_a_model_that_is_none_is_refused() -> None:
@@ -108,21 +109,23 @@ def test_a_model_that_is_none_is_refused() -> None:
 
 @pytest.mark.parametrize("frame_stack", [1, 4])
 def test_made_up_steps_are_an_upper_bound_that_knows_of_stacks(frame_stack: int) -> None:
-    spec, _ = spec_of({"algo": "dqn", "obs": "84x84x1:uint8", "action": "discrete(6)", "frame_stack": frame_stack})
-    found = from_spaces(spec)
+    spec, _ = spec_from_settings(
+        {"algo": "dqn", "obs": "84x84x1:uint8", "action": "discrete(6)", "frame_stack": frame_stack}
+    )
+    found = need_from_spaces(spec)
     assert found.compressed_bytes is None
     assert found.raw_bytes == pytest.approx(84 * 84, rel=0.02)  # a frame a step, whatever the stack
 
 
 def test_the_need_is_the_smaller_of_raw_and_compressed() -> None:
-    found = Experience(7000.0, 200.0, 0, 2000, {}, sealing_bytes=5, segment_bytes=16 * 2**20)
+    found = HoldallNeed(7000.0, 200.0, 0, 2000, {}, sealing_bytes=5, segment_bytes=16 * 2**20)
     assert found.need(1_000_000) == 200 * 1_000_000 + 16 * 2**20 + 5
     assert found.most(1_000_000) > found.need(1_000_000) + 2 * 16 * 2**20
     assert found.need(10) <= found.raw_need(10)
-    assert Experience(100.0, None, 5, 0, {}).need(10) == 1005
+    assert HoldallNeed(100.0, None, 5, 0, {}).need(10) == 1005
 
 
 def test_the_upper_bound_allows_for_the_worse_of_the_codecs_that_were_chosen() -> None:
-    found = Experience(7000.0, 200.0, 0, 2000, {}, 5, 2**24, most_compressed_bytes=900.0)
+    found = HoldallNeed(7000.0, 200.0, 0, 2000, {}, 5, 2**24, most_compressed_bytes=900.0)
     assert found.need(1_000_000) < 220e6
     assert found.most(1_000_000) > 900e6

@@ -12,9 +12,8 @@ from gymnasium import spaces
 pytest.importorskip("stable_baselines3")
 
 from holdall.errors import ArgumentError
-from holdall.plan.algorithm import build_model, fill_without_writing
-from holdall.plan.spec import ALGORITHMS, Spec
-from holdall.plan.trace import traced_bytes
+from holdall.tools.plan.sb3_model import build_model, fill_without_writing, trace_update
+from holdall.tools.plan.spec import ALGORITHMS, Spec
 
 _VECTOR = spaces.Box(-1, 1, (7,), np.float32)
 _IMAGE = spaces.Box(0, 255, (3, 36, 40), np.uint8)
@@ -38,7 +37,7 @@ def _nbytes(tensors: Any) -> int:
     ids=lambda spec: spec.algo,
 )
 def test_weights_gradients_and_optimizer_are_those_of_the_real_model(spec: Spec) -> None:
-    traced = traced_bytes(spec)
+    traced = trace_update(spec)
     model = build_model(spec.but(num_envs=1), capacity=spec.batch)
     parameters = list(model.policy.parameters()) + ([model.log_ent_coef] if spec.algo == "sac" else [])
     assert traced.weights == pytest.approx(_nbytes(parameters), rel=0.02, abs=4096)
@@ -56,7 +55,7 @@ def test_weights_gradients_and_optimizer_are_those_of_the_real_model(spec: Spec)
 
 
 def test_activations_grow_with_the_batch_in_a_straight_line() -> None:
-    live = [traced_bytes(Spec("dqn", _IMAGE, _CHOICE, batch_size=batch)).live for batch in (64, 128, 256)]
+    live = [trace_update(Spec("dqn", _IMAGE, _CHOICE, batch_size=batch)).live for batch in (64, 128, 256)]
     assert live[2] - live[1] == pytest.approx(2 * (live[1] - live[0]), rel=0.02)
 
 

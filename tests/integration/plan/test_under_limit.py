@@ -21,7 +21,7 @@ import pytest
 pytest.importorskip("stable_baselines3")
 
 from holdall.machine import _directories
-from holdall.plan.settings import spec_of
+from holdall.tools.plan.config import spec_from_settings
 
 _PLANNER_BYTES = 128 * 2**20
 """The process that plans is in the group as well, and takes its share of the limit."""
@@ -36,8 +36,8 @@ RUNS: dict[str, dict[str, Any]] = {
 _RUN = """
 import json, sys, warnings
 warnings.simplefilter("ignore")
-from holdall.plan.algorithm import build_model, make_env
-from holdall.plan.spec import Spec
+from holdall.tools.plan.sb3_model import build_model, make_env
+from holdall.tools.plan.spec import Spec
 spec = Spec.from_dict(json.load(sys.stdin))
 model = build_model(spec, env=make_env(spec))
 if spec.on_policy:
@@ -93,7 +93,7 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 @pytest.mark.parametrize("name", RUNS)
 def test_a_run_that_is_said_to_fit_lives_and_one_far_beyond_the_limit_dies(name: str, group: Path) -> None:
     settings = RUNS[name]
-    spec, _ = spec_of(settings)
+    spec, _ = spec_from_settings(settings)
     plan = [sys.executable, "-m", "holdall", "plan", *_flags(settings), "--json"]
     free = json.loads(_inside(group, plan).stdout)
     need, most = free["checks"][0]["need_bytes"], free["checks"][0]["most_bytes"]

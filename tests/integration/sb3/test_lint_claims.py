@@ -14,7 +14,7 @@ from stable_baselines3.common.callbacks import CheckpointCallback
 from stable_baselines3.common.env_util import make_vec_env
 from stable_baselines3.common.vec_env import VecEnv
 
-from holdall.lint.rules import RULES
+from holdall.tools.lint.rules import RULES
 
 
 def carts(count: int) -> VecEnv:

@@ -14,9 +14,9 @@ from stable_baselines3.common.vec_env import VecFrameStack
 
 import holdall
 from holdall import lint
-from holdall.lint.source.live import read_model
 from holdall.sb3 import LintCallback, ReplayBuffer
-from holdall.sb3.lint import LintError, LintWarning
+from holdall.sb3.callbacks import LintError, LintWarning
+from holdall.tools.lint.source.models import read_model
 
 
 class Camera(gym.Env[Any, Any]):

@@ -19,7 +19,7 @@ from stable_baselines3.her.goal_selection_strategy import GoalSelectionStrategy
 
 from holdall.errors import ArgumentError
 from holdall.sb3 import HerReplayBuffer
-from holdall.sb3.infos import pack_info, unpack_info
+from holdall.sb3.her import pack_info, unpack_info
 
 from .comparison import assert_same_learning, learn, trained
 from .environments import each

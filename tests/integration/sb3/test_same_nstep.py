@@ -15,8 +15,7 @@ from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 from holdall.errors import ArgumentError
 from holdall.sb3 import ReplayBuffer
 from holdall.testing import OracleMemory
-from holdall.testing.oracle import assert_same_bits
-from holdall.testing.recipes import n_step_batch
+from holdall.testing.oracle import assert_same_bits, n_step_batch
 
 from .comparison import Task, assert_same_learning, learn, trained
 from .environments import ARM, BUTTONS, VECTOR, Stacked, Wander, dict_space, each

@@ -6,20 +6,20 @@ from typing import Any
 
 import pytest
 
-from holdall.bench.ranking import rankings, summaries
-from holdall.bench.result import Run
+from holdall.tools.bench.ranking import rankings, summaries
+from holdall.tools.bench.run import TrainingRun
 from holdall.tools.interval import Interval
 
 
-def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> Run:
+def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> TrainingRun:
     values: dict[str, Any] = {
         "status": "done", "size": 1_000, "batch_size": 32, "steps": 100, "filled": 1.0, "steps_per_second": 50.0,
         "peaks": {"train": 1_000_000}, "rewards": (0.0, 1.0),
     }  # fmt: skip
-    return Run(profile, buffer, seed, **values | changes)
+    return TrainingRun(profile, buffer, seed, **values | changes)
 
 
-def by(name: str, runs: list[Run]) -> Any:
+def by(name: str, runs: list[TrainingRun]) -> Any:
     return next(ranking for ranking in rankings(runs) if ranking.by == name)
 
 

@@ -2,27 +2,27 @@ from pathlib import Path
 
 import pytest
 
-from holdall.bench.ranking import rankings
-from holdall.bench.result import FORMAT, Lines, Run, read, runs_of
 from holdall.errors import ArgumentError
+from holdall.tools.bench.ranking import rankings
+from holdall.tools.bench.run import FORMAT, ResultWriter, TrainingRun, read_results, runs_of
 
-RUN = Run("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards=(1.0,), checkpoint={"seconds": 1.0})
+RUN = TrainingRun("fast", "sb3", 0, "done", 100, 32, peaks={"train": 7}, rewards=(1.0,), checkpoint={"seconds": 1.0})
 
 
 def test_what_was_written_is_read_and_the_last_of_a_name_counts(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     with path.open("w") as file:
-        lines = Lines(file)
+        lines = ResultWriter(file)
         lines.write({"kind": "header", "format": FORMAT})
-        lines.write(Run("fast", "sb3", 0, "failed", 100, 32).as_dict())
+        lines.write(TrainingRun("fast", "sb3", 0, "failed", 100, 32).as_dict())
         lines.write(RUN.as_dict() | {"later": "a key of a version to come"})
-    first, records = read(path)
+    first, records = read_results(path)
     assert first["format"] == FORMAT
     assert runs_of(records) == [RUN]
 
 
 def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
-    first, records = read(Path(__file__).parents[2] / "results" / "bench.jsonl")
+    first, records = read_results(Path(__file__).parents[2] / "results" / "bench.jsonl")
     assert (first["env"], first["algo"]) == ("demo", "sac")
     runs = runs_of(records)
     assert len(runs) == 8
@@ -36,16 +36,16 @@ def test_a_bench_that_was_really_run_is_read_and_ranked() -> None:
 def test_a_line_that_was_cut_off_is_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
     path.write_text(f'{{"kind": "header", "format": "{FORMAT}"}}\n[]\n{{"kind": "run", "prof')
-    assert read(path)[1] == []
+    assert read_results(path)[1] == []
 
 
 @pytest.mark.parametrize("text", ["", "nonsense", '{"kind": "run"}', '{"kind": "header", "format": "other"}'])
 def test_a_file_without_its_header_is_refused(tmp_path: Path, text: str) -> None:
     (tmp_path / "results.jsonl").write_text(text)
     with pytest.raises(ArgumentError, match="do not begin with a header"):
-        read(tmp_path / "results.jsonl")
+        read_results(tmp_path / "results.jsonl")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="cannot be read"):
-        read(tmp_path / "results.jsonl")
+        read_results(tmp_path / "results.jsonl")

@@ -8,23 +8,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdall.bench.buffers.right import compare
-from holdall.bench.buffers.ways import Buffer
-from holdall.bench.trace import Step, Trace
+from holdall.tools.bench.buffer_libraries import BufferAdapter
+from holdall.tools.bench.measure_buffer import compare_rows
+from holdall.tools.bench.trace import Trace, TraceStep
 
 from .traces import LENGTHS, write
 
 COUNT = sum(LENGTHS)
 
 
-class ListBuffer(Buffer):
+class ListBuffer(BufferAdapter):
     """Keeps steps in a list, and returns them as `spoil` leaves them."""
 
     def __init__(self, spoil: Any = None) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[TraceStep] = []
         self.spoil = spoil
 
-    def arranged(self, step: Step) -> Any:
+    def arranged(self, step: TraceStep) -> Any:
         return step
 
     def add(self, arranged: Any) -> None:
@@ -47,7 +47,7 @@ class ListBuffer(Buffer):
     def save(self, folder: Path) -> None:
         raise NotImplementedError
 
-    def load(self, folder: Path) -> Buffer:
+    def load(self, folder: Path) -> BufferAdapter:
         raise NotImplementedError
 
 
@@ -65,7 +65,7 @@ def filled(trace: Trace, spoil: Any = None) -> ListBuffer:
 
 
 def test_a_buffer_that_returns_what_was_added_is_right(trace: Trace) -> None:
-    found = compare(filled(trace), trace.steps(), COUNT)
+    found = compare_rows(filled(trace), trace.steps(), COUNT)
     assert found.as_dict() == {"compared": COUNT, "wrong": 0, "fields": [], "dtypes": []}
 
 
@@ -74,7 +74,7 @@ def test_one_bit_of_one_row_is_found(trace: Trace) -> None:
         if 7 in ids:
             rows["next_obs"]["image"][ids.index(7), 0, 2, 2] ^= 1
 
-    found = compare(filled(trace, spoil), trace.steps(), COUNT)
+    found = compare_rows(filled(trace, spoil), trace.steps(), COUNT)
     assert (found.wrong, found.fields) == (1, {"next_obs.image"})
 
 
@@ -83,7 +83,7 @@ def test_a_negative_zero_is_not_a_zero(trace: Trace) -> None:
         speed = rows["obs"]["speed"]
         speed[speed == 0] = 0.0
 
-    found = compare(filled(trace, spoil), trace.steps(), COUNT)
+    found = compare_rows(filled(trace, spoil), trace.steps(), COUNT)
     assert (found.wrong, found.fields) == (1, {"obs.speed"})  # the first frame holds 0 and -0
 
 
@@ -92,7 +92,7 @@ def test_another_dtype_is_noted_and_its_values_count(trace: Trace) -> None:
         rows["reward"] = rows["reward"].astype(np.float64)
         rows["obs"]["speed"] = np.clip(rows["obs"]["speed"], 0, 255).astype(np.uint8)
 
-    found = compare(filled(trace, spoil), trace.steps(), COUNT)
+    found = compare_rows(filled(trace, spoil), trace.steps(), COUNT)
     assert found.dtypes == {"reward as float64", "obs.speed as uint8"}
     assert (found.wrong, found.fields) == (COUNT - 1, {"obs.speed"})  # -0 is 0 in value
 
@@ -101,4 +101,4 @@ def test_ends_that_are_not_told_apart_are_compared_together(trace: Trace) -> Non
     def spoil(rows: dict[str, Any], ids: list[int]) -> None:
         rows["done"] = rows.pop("terminated") | rows.pop("truncated")
 
-    assert compare(filled(trace, spoil), trace.steps(), COUNT).wrong == 0
+    assert compare_rows(filled(trace, spoil), trace.steps(), COUNT).wrong == 0

@@ -6,22 +6,20 @@ from typing import Any
 
 import pytest
 
-from holdall.bench.calibrate import Calibration, Rates, Size
-from holdall.bench.result import Run
-from holdall.bench.run import announced, turns
-from holdall.bench.settings import Settings, settings_of
 from holdall.errors import ArgumentError
+from holdall.tools.bench.run import TrainingRun, expected_seconds, planned_runs
+from holdall.tools.bench.settings import BenchSettings, Calibration, MeasuredRates, ProfileSize, settings_of
 
-SIZE = Size(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
+SIZE = ProfileSize(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
 
 
-def settings(**changes: Any) -> Settings:
+def settings(**changes: Any) -> BenchSettings:
     given: dict[str, Any] = {"profiles": ["fast", "balanced"], "buffers": ["sb3", "holdall"], "limit": "1GiB"}
     return settings_of("demo", "sac", timesteps=100, seeds=3, **given | changes)
 
 
 def test_every_profile_buffer_and_seed_has_one_turn_and_the_first_one_changes() -> None:
-    order = turns(settings())
+    order = planned_runs(settings())
     assert len(order) == len({turn.key for turn in order}) == 12
     firsts = [next(turn for turn in order if turn.seed == seed) for seed in range(3)]
     assert len({(turn.profile, turn.buffer) for turn in firsts}) == 3
@@ -30,23 +28,23 @@ def test_every_profile_buffer_and_seed_has_one_turn_and_the_first_one_changes() 
 def test_what_is_done_is_not_announced_again() -> None:
     seconds = {f"{profile}/{buffer}": 10.0 for profile in ("fast", "balanced") for buffer in ("sb3", "holdall")}
     calibration = Calibration({"fast": SIZE, "balanced": SIZE}, seconds)
-    done = [Run("fast", "sb3", 0, "done", 1, 1), Run("fast", "sb3", 1, "failed", 1, 1)]
-    assert announced(settings(), calibration) == 120.0
-    assert announced(settings(), calibration, done) == 110.0
+    done = [TrainingRun("fast", "sb3", 0, "done", 1, 1), TrainingRun("fast", "sb3", 1, "failed", 1, 1)]
+    assert expected_seconds(settings(), calibration) == 120.0
+    assert expected_seconds(settings(), calibration, done) == 110.0
 
 
 def test_a_run_takes_its_start_its_filling_its_steps_and_its_saving() -> None:
-    rates = Rates(start_s=5.0, fill_per_second=100.0, steps_per_second=20.0, save_s_per_byte=1e-6)
+    rates = MeasuredRates(start_s=5.0, fill_per_second=100.0, steps_per_second=20.0, save_s_per_byte=1e-6)
     assert rates.seconds(SIZE, 400, 2_000.0, fills=True) == pytest.approx(5 + 10 + 20 + 2)
     assert rates.seconds(SIZE, 400, 2_000.0, fills=False) == pytest.approx(5 + 20 + 2)
-    on_policy = Rates(5.0, None, 20.0, 0.0)
+    on_policy = MeasuredRates(5.0, None, 20.0, 0.0)
     assert on_policy.seconds(SIZE, 1_400, 0.0, fills=True) == pytest.approx(5 + 2_000 / 20)  # whole rollouts
 
 
 def test_settings_survive_the_file() -> None:
     given = settings(profiles=["all"])
     assert len(given.profiles) == 5
-    assert Settings.from_dict(given.as_dict()) == given
+    assert BenchSettings.from_dict(given.as_dict()) == given
     calibration = Calibration({"fast": SIZE}, {"fast/sb3": 1.0})
     assert Calibration.from_dict(calibration.as_dict()) == calibration
 

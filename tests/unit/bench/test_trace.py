@@ -4,8 +4,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from holdall.bench.trace import Trace
 from holdall.errors import ArgumentError
+from holdall.tools.bench.trace import Trace
 
 from .traces import LENGTHS, frame, write
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from holdall.bench.trace import Recorder
+from holdall.tools.bench.trace import TraceRecorder
 
 LENGTHS = (5, 3, 4)
 
@@ -20,7 +20,7 @@ def frame(number: int, *, is_dict: bool) -> Any:
 
 def write(file: Path, *, is_dict: bool = True, stack: int = 1, lengths: tuple[int, ...] = LENGTHS) -> None:
     """Episodes of given lengths, every second one truncated."""
-    recorder, number = Recorder(stack), 0
+    recorder, number = TraceRecorder(stack), 0
     for episode, length in enumerate(lengths):
         recorder.begin(frame(number, is_dict=is_dict))
         for step in range(length):

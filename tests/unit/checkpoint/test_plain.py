@@ -10,7 +10,12 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
+from holdall.json_state import (
+    decode_state,
+    encode_state,
+    generator_state,
+    restored_generator,
+)
 
 
 def there_and_back(value: Any) -> Any:

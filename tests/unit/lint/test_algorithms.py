@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 
-from holdall.lint import algorithms
+from holdall.tools.lint.run import ALGORITHMS, algorithm_by_import, algorithm_by_zoo_name
 
 sb3 = pytest.importorskip("stable_baselines3")
 
@@ -13,7 +13,7 @@ INSTALLED = ["A2C", "DDPG", "DQN", "PPO", "SAC", "TD3"]
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_defaults_and_leading_arguments_are_the_librarys(name: str) -> None:
-    algorithm = algorithms.ALGORITHMS[name]
+    algorithm = ALGORITHMS[name]
     parameters = list(inspect.signature(getattr(sb3, name).__init__).parameters.values())[1:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
     assert tuple(defaults)[: len(algorithm.positional)] == algorithm.positional
@@ -32,12 +32,12 @@ def test_defaults_and_leading_arguments_are_the_librarys(name: str) -> None:
     ],
 )
 def test_only_the_librarys_own_classes_are_known(dotted: str, name: str | None) -> None:
-    found = algorithms.named(dotted)
+    found = algorithm_by_import(dotted)
     assert (found.name if found else None) == name
 
 
 def test_files_of_the_zoo_are_known_by_their_names() -> None:
-    assert [getattr(algorithms.nicknamed(word), "name", None) for word in ("ppo", "PPO", "ppo_lstm", "her")] == [
+    assert [getattr(algorithm_by_zoo_name(word), "name", None) for word in ("ppo", "PPO", "ppo_lstm", "her")] == [
         "PPO",
         "PPO",
         "RecurrentPPO",

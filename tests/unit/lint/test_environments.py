@@ -4,10 +4,9 @@ import ast
 
 import pytest
 
-from holdall.lint.run import Environments
-from holdall.lint.source.script import Script
-from holdall.lint.source.training import Training
-from holdall.lint.values import UNKNOWN
+from holdall.tools.lint.run import UNKNOWN, Environments
+from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.script import Script
 
 HEAD = """
 import functools
@@ -42,7 +41,7 @@ def make_plain():
 
 def environments(expression: str, before: str = "") -> Environments:
     script = Script.parse(HEAD + before + f"\nuse({expression})", "train.py")
-    training = Training(script)
+    training = TrainingReader(script)
     (call,) = [call for call in script.calls if isinstance(call.func, ast.Name) and call.func.id == "use"]
     return training.environments(call.args[0])
 

@@ -4,15 +4,15 @@ import ast
 
 import pytest
 
-from holdall.lint.engine import check_text
-from holdall.lint.fix import apply_edits
-from holdall.lint.rule import REFERENCE
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.finding import apply_edits
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
 
 
 def fixed(text: str, path: str = "train.py") -> str:
-    corrected, made = apply_edits(text, check_text(text, path, RULES, REFERENCE))
-    again = check_text(corrected, path, RULES, REFERENCE)
+    corrected, made = apply_edits(text, check_text(text, path, RULES, REFERENCE_MACHINE))
+    again = check_text(corrected, path, RULES, REFERENCE_MACHINE)
     assert not {one.rule for one in made} & {one.rule for one in again if one.edit}
     return corrected
 

@@ -5,14 +5,13 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import MissingPackageError
-from holdall.lint.rule import REFERENCE
-from holdall.lint.run import Run
-from holdall.lint.sizes import need
-from holdall.lint.source.hyperparameters import YamlError, read_runs
-from holdall.lint.values import UNKNOWN, Reference
+from holdall.tools.lint.machine import buffer_need
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
+from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 
 
-def run(text: str, path: str = "sac.yml") -> Run:
+def run(text: str, path: str = "sac.yml") -> ConfiguredRun:
     (only,) = read_runs(text, path)
     return only
 
@@ -59,7 +58,7 @@ def test_a_file_of_holdall_plan_says_what_is_observed_too() -> None:
     assert entry.environments.action.nbytes == 32
     assert entry.total_timesteps == 1_000_000
     assert entry.value("replay_buffer_kwargs") == {"handle_timeout_termination": False}
-    needed = need(entry, REFERENCE)
+    needed = buffer_need(entry, REFERENCE_MACHINE)
     assert needed is not None
     # Without timeouts to handle their array is allocated, and never touched.
     assert needed.layout.nbytes == 400_000 * 42_628

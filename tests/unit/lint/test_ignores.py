@@ -2,15 +2,15 @@
 
 import pytest
 
-from holdall.lint.engine import check_text
-from holdall.lint.rule import REFERENCE
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
 
 DUMP = "pickle.dump(replay_buffer, file)"
 
 
 def ids(text: str, path: str = "train.py") -> list[str]:
-    return [finding.rule for finding in check_text(text, path, RULES, REFERENCE)]
+    return [finding.rule for finding in check_text(text, path, RULES, REFERENCE_MACHINE)]
 
 
 def test_without_a_comment_it_is_found() -> None:
@@ -40,7 +40,7 @@ def test_a_comment_hides_nothing_else() -> None:
 
 def test_several_rules_in_one_comment_and_one_of_them_idle() -> None:
     text = f"import pickle\n{DUMP}  # holdall: ignore[S03, M01]"
-    (finding,) = check_text(text, "train.py", RULES, REFERENCE)
+    (finding,) = check_text(text, "train.py", RULES, REFERENCE_MACHINE)
     assert (finding.rule, finding.edit) == ("F02", None)
     assert "M01" in finding.message
     assert "S03" not in finding.message
@@ -48,7 +48,7 @@ def test_several_rules_in_one_comment_and_one_of_them_idle() -> None:
 
 def test_a_rule_that_is_not_in_force_is_not_called_idle() -> None:
     only = {name: RULES[name] for name in ("F02", "L01")}
-    assert check_text(f"import pickle\n{DUMP}  # holdall: ignore[S03]", "train.py", only, REFERENCE) == []
+    assert check_text(f"import pickle\n{DUMP}  # holdall: ignore[S03]", "train.py", only, REFERENCE_MACHINE) == []
 
 
 def test_comments_work_in_yaml_too() -> None:

@@ -2,18 +2,16 @@
 
 import json
 
-from holdall.lint.engine import check_text
-from holdall.lint.output.explained import explain
-from holdall.lint.output.plain import as_text
-from holdall.lint.output.structured import as_json, as_sarif
-from holdall.lint.rule import REFERENCE
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.output import as_json, as_sarif, as_text, explain
+from holdall.tools.lint.rule import REFERENCE_MACHINE
+from holdall.tools.lint.rules import RULES
 
 FINDINGS = check_text(
     "import pickle\npickle.dump(replay_buffer, file)\nfor b in c:\n    loss.backward()\n    total += loss\n",
     "src/my train.py",
     RULES,
-    REFERENCE,
+    REFERENCE_MACHINE,
 )
 
 
@@ -66,7 +64,7 @@ def test_sarif_has_what_the_standard_requires() -> None:
 def test_a_fingerprint_outlives_lines_that_move() -> None:
     text = "import pickle\npickle.dump(replay_buffer, file)\n"
     first, moved = (
-        as_sarif(check_text(version, "a.py", RULES, REFERENCE), RULES, "0")["runs"][0]["results"][0]
+        as_sarif(check_text(version, "a.py", RULES, REFERENCE_MACHINE), RULES, "0")["runs"][0]["results"][0]
         for version in (text, "\n\n" + text)
     )
     assert first["partialFingerprints"] == moved["partialFingerprints"]

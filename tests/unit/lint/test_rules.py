@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from holdall.lint.engine import check_text
-from holdall.lint.finding import Finding, Severity
-from holdall.lint.rule import REFERENCE, Case, Rule
-from holdall.lint.rules import RULES
+from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.rule import REFERENCE_MACHINE, Rule, RuleExample
+from holdall.tools.lint.rules import RULES
 
 
 def cases(kind: str) -> list[Any]:
@@ -20,14 +20,14 @@ def cases(kind: str) -> list[Any]:
     ]
 
 
-def found(rule: Rule, case: Case) -> list[Finding]:
-    machine = replace(REFERENCE, **dict(case.machine))  # type: ignore[arg-type]  # a case names fields of Machine
+def found(rule: Rule, case: RuleExample) -> list[Finding]:
+    machine = replace(REFERENCE_MACHINE, **dict(case.machine))  # type: ignore[arg-type]  # a case names fields of Machine
     everything = check_text(case.source, case.file, RULES, machine)
     return [finding for finding in everything if finding.rule == rule.id]
 
 
 @pytest.mark.parametrize(("rule", "case"), cases("BAD"))
-def test_what_is_wrong_is_found(rule: Rule, case: Case) -> None:
+def test_what_is_wrong_is_found(rule: Rule, case: RuleExample) -> None:
     findings = found(rule, case)
     assert findings
     lines = case.source.split("\n")
@@ -40,13 +40,13 @@ def test_what_is_wrong_is_found(rule: Rule, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("rule", "case"), cases("GOOD"))
-def test_what_is_right_is_left_alone(rule: Rule, case: Case) -> None:
+def test_what_is_right_is_left_alone(rule: Rule, case: RuleExample) -> None:
     assert found(rule, case) == []
 
 
 @pytest.mark.parametrize(("rule", "case"), [*cases("BAD"), *cases("GOOD")])
-def test_a_case_shows_no_error_but_its_rules_own(rule: Rule, case: Case) -> None:
-    machine = replace(REFERENCE, **dict(case.machine))  # type: ignore[arg-type]  # a case names fields of Machine
+def test_a_case_shows_no_error_but_its_rules_own(rule: Rule, case: RuleExample) -> None:
+    machine = replace(REFERENCE_MACHINE, **dict(case.machine))  # type: ignore[arg-type]  # a case names fields of Machine
     found_here = check_text(case.source, case.file, RULES, machine)
     assert {finding.rule for finding in found_here if finding.severity is Severity.ERROR} <= {rule.id}
 

@@ -4,9 +4,9 @@ import ast
 
 import pytest
 
-from holdall.lint.source.evaluate import Evaluator
-from holdall.lint.source.script import Script
-from holdall.lint.values import UNKNOWN, OneOf, Reference, Sized
+from holdall.tools.lint.run import UNKNOWN, KnownLength, OneOf, Reference
+from holdall.tools.lint.source.evaluate import Evaluator
+from holdall.tools.lint.source.script import Script
 
 
 def value_of(text: str) -> object:
@@ -31,9 +31,9 @@ def value_of(text: str) -> object:
         ("use({'a': 1}['a'])", 1),
         ("a, b = 1, 2\nuse(b)", 2),
         ("use(len([f, g, h]))", 3),
-        ("use([f for _ in range(6)])", Sized(6)),
-        ("use([f(i) for i in range(2, 6)])", Sized(4)),
-        ("use([f] * 4)", Sized(4)),
+        ("use([f for _ in range(6)])", KnownLength(6)),
+        ("use([f(i) for i in range(2, 6)])", KnownLength(4)),
+        ("use([f] * 4)", KnownLength(4)),
         ("use(8 if True else 4)", 8),
         ("import numpy as np\nuse(np.uint8)", Reference("numpy.uint8")),
         ("class C:\n    N = 5\nuse(C.N)", 5),

@@ -5,19 +5,19 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.lint.finding import Severity
-from holdall.lint.rules import RULES
-from holdall.lint.selection import Settings, find_settings, read_settings
 from holdall.machine import Limit
+from holdall.tools.lint.engine import LintSettings, find_settings, read_settings
+from holdall.tools.lint.finding import Severity
+from holdall.tools.lint.rules import RULES
 
 
 def test_all_rules_are_in_force_unless_told_otherwise() -> None:
-    assert list(Settings().rules()) == list(RULES)
+    assert list(LintSettings().rules()) == list(RULES)
 
 
 def test_prefixes_select_and_ignore() -> None:
-    assert list(Settings(select=("P01", "F")).rules()) == ["F01", "F02", "P01"]
-    chosen = Settings(select=("M",), ignore=("M0",)).rules()
+    assert list(LintSettings(select=("P01", "F")).rules()) == ["F01", "F02", "P01"]
+    chosen = LintSettings(select=("M",), ignore=("M0",)).rules()
     assert chosen
     assert all(name.startswith("M1") for name in chosen)
 
@@ -25,11 +25,11 @@ def test_prefixes_select_and_ignore() -> None:
 @pytest.mark.parametrize("wrong", [{"select": ("X",)}, {"ignore": ("M99",)}])
 def test_a_rule_that_does_not_exist_is_refused(wrong: dict[str, tuple[str, ...]]) -> None:
     with pytest.raises(ArgumentError, match="rule"):
-        Settings().but(**wrong).rules()
+        LintSettings().but(**wrong).rules()
 
 
 def test_limits_are_the_users_before_the_machines() -> None:
-    machine = Settings(budget="9.21GB", vram="16GiB", sb3_version="2.7.0").machine()
+    machine = LintSettings(budget="9.21GB", vram="16GiB", sb3_version="2.7.0").machine()
     assert (machine.limit_bytes, machine.limit_name) == (9_210_000_000, "the budget")
     assert machine.vram_bytes == 16 * 2**30
     assert machine.sb3 == (2, 7, 0)
@@ -38,19 +38,19 @@ def test_limits_are_the_users_before_the_machines() -> None:
 
 def test_a_container_that_allows_less_than_the_machine_has_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
-    monkeypatch.setattr("holdall.lint.machine.control_groups", lambda: [group])
-    machine = Settings().machine()
+    monkeypatch.setattr("holdall.tools.lint.machine.control_groups", lambda: [group])
+    machine = LintSettings().machine()
     assert (machine.limit_bytes, machine.limit_name) == (2**20, group.name)
     assert machine.is_contained
     assert machine.ram_bytes > 2**20
-    assert not Settings(budget="8TiB").machine().is_contained
+    assert not LintSettings(budget="8TiB").machine().is_contained
 
 
 def test_severities_are_words() -> None:
-    assert Settings(fail_on="warning").fails_from is Severity.WARNING
-    assert Settings(fail_on="never").fails_from is None
+    assert LintSettings(fail_on="warning").fails_from is Severity.WARNING
+    assert LintSettings(fail_on="never").fails_from is None
     with pytest.raises(ArgumentError, match="fail_on"):
-        _ = Settings(fail_on="often").fails_from
+        _ = LintSettings(fail_on="often").fails_from
 
 
 def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_the_nearest_pyproject_is_read(tmp_path: Path) -> None:
     below = tmp_path / "a" / "b"
     below.mkdir(parents=True)
     settings = find_settings(below)
-    assert settings == Settings(select=("M", "L"), ignore=("L10",), fail_on="warning", budget="32GB")
+    assert settings == LintSettings(select=("M", "L"), ignore=("L10",), fail_on="warning", budget="32GB")
     assert settings.but(budget="8GB", ignore=None).budget == "8GB"
 
 
@@ -76,4 +76,4 @@ def test_a_setting_that_is_wrong_is_named(tmp_path: Path, table: str) -> None:
 
 def test_a_project_without_the_table_has_the_defaults(tmp_path: Path) -> None:
     (tmp_path / "pyproject.toml").write_text("[project]\nname = 'x'\n")
-    assert find_settings(tmp_path) == Settings()
+    assert find_settings(tmp_path) == LintSettings()

@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError, HoldallError
-from holdall.page.jsonlines import Line, read_lines
+from holdall.tools.report.json_lines import JsonLine, read_lines
 
 
-def _line(**values: Any) -> Line:
-    return Line(values, "file (x), line 3")
+def _line(**values: Any) -> JsonLine:
+    return JsonLine(values, "file (x), line 3")
 
 
-def _read(path: Path, raw: bytes) -> list[Line]:
+def _read(path: Path, raw: bytes) -> list[JsonLine]:
     path.write_bytes(raw)
     return list(read_lines(path))
 
@@ -53,7 +53,7 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         list(read_lines(tmp_path / "nothing.jsonl"))
 
 
-Get = Callable[[Line], Any]
+Get = Callable[[JsonLine], Any]
 
 
 @pytest.mark.parametrize(

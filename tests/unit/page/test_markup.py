@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from holdall.page.document import document, section
-from holdall.page.markup import Markup, breakable, joined, tag
+from holdall.tools.report.charts import Markup, breakable, joined, tag
+from holdall.tools.report.document import document, section
 
 
 def test_text_is_escaped_and_markup_is_not() -> None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.page.jsonlines import read_lines
-from holdall.page.recording import GROUPS, Recording
-from holdall.page.recording_page import page, summary
-from holdall.page.report import read_report
-from holdall.watch.reading import GROUPS as WATCHED
+from holdall.tools.report import read_report
+from holdall.tools.report.json_lines import read_lines
+from holdall.tools.report.recording import GROUP_TITLES, Recording
+from holdall.tools.report.recording_page import summarize_recording, write_recording_page
+from holdall.tools.watch.reading import GROUPS as WATCHED
 
 HEADER = {"kind": "header", "format": "holdall-watch-1", "command": ["python", "train.py"], "limits": {"memory": 1000}}
 RECORDED = Path(__file__).parents[1] / "watch" / "run.jsonl"
@@ -38,7 +38,7 @@ def _summary(tmp_path: Path, *lines: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_the_groups_are_those_that_watch_records() -> None:
-    assert tuple(GROUPS) == WATCHED
+    assert tuple(GROUP_TITLES) == WATCHED
 
 
 def test_a_real_recording_adds_up() -> None:
@@ -122,5 +122,5 @@ def test_times_that_go_back_do_not_break_the_axis(tmp_path: Path) -> None:
     lines = read_lines(path)
     recording = Recording.read(next(lines), lines)
     assert (np.diff(recording.times) >= 0).all()
-    assert "after 2 s" in page(recording)
-    assert summary(recording)["seconds"] == 2
+    assert "after 2 s" in write_recording_page(recording)
+    assert summarize_recording(recording)["seconds"] == 2

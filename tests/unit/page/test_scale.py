@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.page.scale import bytes_scale, duration, number, number_scale, seconds_scale
+from holdall.tools.report.charts import bytes_scale, duration, number, number_scale, seconds_scale
 
 GIB = 2**30
 

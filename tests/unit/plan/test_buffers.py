@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.plan.buffers import (
+from holdall.tools.plan.spec import (
     BufferLayout,
     default_class,
     installed_version,
@@ -201,6 +201,6 @@ def test_versions_are_compared_as_numbers(text: str, numbers: tuple[int, int, in
 
 def test_the_arithmetic_needs_neither_torch_nor_stable_baselines3() -> None:
     check = (
-        "import sys, holdall.plan.buffers; sys.exit(bool({'torch', 'stable_baselines3', 'rich'} & set(sys.modules)))"
+        "import sys, holdall.tools.plan.spec; sys.exit(bool({'torch', 'stable_baselines3', 'rich'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", check], check=False, timeout=60).returncode == 0

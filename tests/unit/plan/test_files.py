@@ -8,9 +8,7 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.plan.files import read_file
-from holdall.plan.literal import read_literal
-from holdall.plan.settings import count_of, spec_of
+from holdall.tools.plan.config import parse_count, read_config_file, read_literal, spec_from_settings
 
 ZOO = """
 atari:
@@ -40,7 +38,7 @@ def _file(tmp_path: Path, name: str, text: str) -> Path:
 
 def test_toml_is_read_by_the_names_of_the_options(tmp_path: Path) -> None:
     text = 'algo = "sac"\ncapacity = 4e5\naction = 8\n[obs]\nimage = "84x84x3:uint8"\nvector = 31\n'
-    spec, environment = spec_of(read_file(_file(tmp_path, "run.toml", text)))
+    spec, environment = spec_from_settings(read_config_file(_file(tmp_path, "run.toml", text)))
     assert environment is None
     assert (spec.algo, spec.capacity, spec.policy_name) == ("sac", 400_000, "MultiInputPolicy")
     assert spec.layout().bytes_per_transition == 42_628
@@ -49,17 +47,17 @@ def test_toml_is_read_by_the_names_of_the_options(tmp_path: Path) -> None:
 def test_yaml_says_the_same(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     text = "algo: sac\ncapacity: 4e5\naction: 8\nobs: {image: '84x84x3:uint8', vector: 31}\n"
-    spec, _ = spec_of(read_file(_file(tmp_path, "run.yml", text)))
+    spec, _ = spec_from_settings(read_config_file(_file(tmp_path, "run.yml", text)))
     assert (spec.capacity, spec.layout().nbytes) == (400_000, 400_000 * 42_628)
 
 
 def test_rl_zoo_entries_are_found_by_environment(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     path = _file(tmp_path, "dqn.yml", ZOO)
-    cart = read_file(path, env="CartPole-v1")
+    cart = read_config_file(path, env="CartPole-v1")
     assert cart["policy_kwargs"] == {"net_arch": [256, 256], "activation_fn": "ReLU"}
     assert cart["handle_timeout_termination"] is False
-    atari, _ = spec_of(read_file(path, env="SeaquestNoFrameskip-v4") | {"action": "discrete(18)"})
+    atari, _ = spec_from_settings(read_config_file(path, env="SeaquestNoFrameskip-v4") | {"action": "discrete(18)"})
     assert (atari.algo, atari.frame_stack, atari.wrapper, atari.capacity) == ("dqn", 4, "atari", 100_000)
     assert atari.layout().arrays[0].shape == (100_000, 1, 84, 84, 4)
 
@@ -67,7 +65,7 @@ def test_rl_zoo_entries_are_found_by_environment(tmp_path: Path) -> None:
 def test_an_environment_that_rl_zoo_does_not_have_is_named(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     with pytest.raises(ArgumentError, match="Pendulum"):
-        read_file(_file(tmp_path, "dqn.yml", ZOO), env="Pendulum-v1")
+        read_config_file(_file(tmp_path, "dqn.yml", ZOO), env="Pendulum-v1")
 
 
 @pytest.mark.parametrize(
@@ -82,19 +80,19 @@ def test_an_environment_that_rl_zoo_does_not_have_is_named(tmp_path: Path) -> No
 def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, name: str, text: str, named: str) -> None:
     pytest.importorskip("yaml")
     with pytest.raises(ArgumentError, match=named):
-        read_file(_file(tmp_path, name, text))
+        read_config_file(_file(tmp_path, name, text))
 
 
 def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     with pytest.raises(ArgumentError, match="nowhere"):
-        read_file(tmp_path / "nowhere.toml")
+        read_config_file(tmp_path / "nowhere.toml")
 
 
 def test_yaml_runs_no_code(tmp_path: Path) -> None:
     pytest.importorskip("yaml")
     made = tmp_path / "made"
     with pytest.raises(ArgumentError, match="YAML"):
-        read_file(_file(tmp_path, "a.yml", f"algo: !!python/object/apply:os.mkdir ['{made}']\n"))
+        read_config_file(_file(tmp_path, "a.yml", f"algo: !!python/object/apply:os.mkdir ['{made}']\n"))
     assert not made.exists()
 
 
@@ -123,13 +121,13 @@ def test_calls_are_refused(text: str) -> None:
     ("given", "count"), [("1e6", 1_000_000), ("400_000", 400_000), (5, 5), ("1,000", 1000), (2.0, 2)]
 )
 def test_counts_are_read_as_people_write_them(given: Any, count: int) -> None:
-    assert count_of(given, "capacity") == count
+    assert parse_count(given, "capacity") == count
 
 
 @pytest.mark.parametrize("given", ["1.5", "many", True, "nan", "inf", ""])
 def test_counts_are_whole_numbers(given: Any) -> None:
     with pytest.raises(ArgumentError, match="capacity"):
-        count_of(given, "capacity")
+        parse_count(given, "capacity")
 
 
 @pytest.mark.parametrize(
@@ -149,4 +147,4 @@ def test_counts_are_whole_numbers(given: Any) -> None:
 )
 def test_settings_that_make_no_run_say_what_is_wrong(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(ArgumentError, match=named):
-        spec_of(settings)
+        spec_from_settings(settings)

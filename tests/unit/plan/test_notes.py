@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from holdall.plan.files import read_file
-from holdall.plan.settings import spec_of
-from holdall.plan.words import both_units
+from holdall.tools.plan.config import read_config_file, spec_from_settings
+from holdall.tools.plan.planner import both_units
 
 ROOT = Path(__file__).parents[3]
 BYTES = {
@@ -26,8 +25,8 @@ def test_every_configuration_is_checked() -> None:
 
 @pytest.mark.parametrize("name", BYTES)
 def test_the_buffer_of_a_note_has_the_bytes_that_the_page_names(name: str) -> None:
-    settings = read_file(ROOT / "examples/notes" / name)
-    spec, _ = spec_of({key: value for key, value in settings.items() if key not in {"memory", "vram"}})
+    settings = read_config_file(ROOT / "examples/notes" / name)
+    spec, _ = spec_from_settings({key: value for key, value in settings.items() if key not in {"memory", "vram"}})
     assert spec.layout().nbytes == BYTES[name]
     page = (ROOT / "docs/plan.md").read_text()
     said = both_units(BYTES[name]).split(" = ")

@@ -9,13 +9,13 @@ import pytest
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.plan.spacetext import (
-    describe,
+from holdall.tools.plan.environments import (
     has_images,
     parse_observation,
     parse_space,
-    restore,
-    stacked,
+    space_from_dict,
+    space_to_dict,
+    stacked_space,
 )
 
 
@@ -80,17 +80,17 @@ def test_several_spaces_need_a_name_each(texts: list[str]) -> None:
     ],
 )
 def test_a_space_survives_the_way_to_another_process(space: spaces.Space[Any]) -> None:
-    assert restore(describe(space)) == space
+    assert space_from_dict(space_to_dict(space)) == space
 
 
 def test_a_space_that_cannot_be_stored_is_not_described() -> None:
     with pytest.raises(ArgumentError, match="Text"):
-        describe(spaces.Text(5))
+        space_to_dict(spaces.Text(5))
 
 
 def test_stacks_join_frames_as_stable_baselines3_does() -> None:
     vec_env = pytest.importorskip("stable_baselines3.common.vec_env")
-    from holdall.plan.algorithm import SpaceEnv
+    from holdall.tools.plan.sb3_model import SpaceEnv
 
     for space in (
         spaces.Box(0, 255, (8, 9, 1), np.uint8),
@@ -99,14 +99,14 @@ def test_stacks_join_frames_as_stable_baselines3_does() -> None:
         spaces.Dict({"image": spaces.Box(0, 255, (8, 9, 3), np.uint8), "v": spaces.Box(-1, 1, (5,), np.float32)}),
     ):
         made = vec_env.VecFrameStack(vec_env.DummyVecEnv([lambda s=space: SpaceEnv(s, spaces.Discrete(2))]), 4)
-        assert stacked(space, 4) == made.observation_space
+        assert stacked_space(space, 4) == made.observation_space
     with pytest.raises(ArgumentError, match="frame_stack"):
-        stacked(spaces.Discrete(3), 4)
+        stacked_space(spaces.Discrete(3), 4)
 
 
 def test_a_stack_that_would_take_gigabytes_to_describe_is_refused() -> None:
     with pytest.raises(ArgumentError, match="frame_stack"):
-        stacked(spaces.Box(0, 255, (84, 84, 3), np.uint8), 10**6)
+        stacked_space(spaces.Box(0, 255, (84, 84, 3), np.uint8), 10**6)
 
 
 def test_images_are_what_stable_baselines3_convolves() -> None:

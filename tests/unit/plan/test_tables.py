@@ -7,30 +7,30 @@ from io import StringIO
 import pytest
 from rich.console import Console
 
-from holdall.cli.plan_tables import tables
+from holdall.cli.plan import plan_tables
 from holdall.machine import Limit
-from holdall.plan.answers import Known
-from holdall.plan.experience import Experience
-from holdall.plan.phases import Measured
-from holdall.plan.planned import Plan, assemble
-from holdall.plan.settings import spec_of
-from holdall.plan.verdict import Room
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts
+from holdall.tools.plan.planner import Plan, plan_from_inputs
+from holdall.tools.plan.recommend import PlanInputs
 
 GB = 10**9
 
 
 def _plan(name: str, limit_bytes: int) -> Plan:
     given = {"algo": "sac", "obs": {"image": "84x84x3:uint8", "vector": "31"}, "action": 8, "capacity": 123_456_789}
-    spec, _ = spec_of(given)
+    spec, _ = spec_from_settings(given)
     limit = Limit(name, limit_bytes, limit_bytes)
-    room = Room((limit,), disk=limit, largest_mapping=9_999 * GB)
-    return assemble(spec, Known(Measured(400 * 2**20), room, Experience(21_338.0, 4_400.0, 0, 9, {})), ["as it is"])
+    room = MachineLimits((limit,), disk=limit, largest_mapping=9_999 * GB)
+    return plan_from_inputs(
+        spec, PlanInputs(MeasuredCosts(400 * 2**20), room, HoldallNeed(21_338.0, 4_400.0, 0, 9, {})), ["as it is"]
+    )
 
 
 def _lines(plan: Plan, width: int) -> list[str]:
     printed = StringIO()
     console = Console(file=printed, width=width)
-    for part in tables(plan):
+    for part in plan_tables(plan):
         console.print(part, highlight=False)
     return printed.getvalue().splitlines()
 

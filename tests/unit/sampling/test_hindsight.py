@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, Hindsight, Prioritized, ReplayMemory
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
-from holdall.testing.recipes import run_before, run_from
+from holdall.testing.oracle import steps_before, steps_from
 from holdall.testing.strategies import box
 
 from .chi_square import DRAWS, chi_square
@@ -62,10 +62,10 @@ def fed(
 
 def outcomes(oracle: OracleMemory, number: int, strategy: str) -> list[int]:
     """List the steps whose outcome may become the goal, one by one."""
-    later = run_from(oracle, number, 10_000)
+    later = steps_from(oracle, number, 10_000)
     if strategy == "future":
         return later
-    return later[-1:] if strategy == "final" else run_before(oracle, number, 10_000) + later
+    return later[-1:] if strategy == "final" else steps_before(oracle, number, 10_000) + later
 
 
 @pytest.mark.parametrize("strategy", ["future", "final", "episode"])

@@ -17,8 +17,7 @@ from holdall import (
     Uniform,
 )
 from holdall.testing import assert_same_bits
-from holdall.testing.oracle import map_leaves
-from holdall.testing.recipes import n_step_batch
+from holdall.testing.oracle import map_leaves, n_step_batch
 from holdall.testing.strategies import box
 
 from .against_oracle import fed

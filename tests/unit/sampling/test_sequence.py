@@ -9,7 +9,7 @@ import pytest
 
 from holdall import ArgumentError, NStep, Prioritized, Sequence
 from holdall.testing import OracleMemory, assert_same_bits
-from holdall.testing.recipes import ends, is_held, sequence_batch
+from holdall.testing.oracle import ends, is_held, sequence_batch
 
 from .against_oracle import fed
 from .chi_square import DRAWS, chi_square

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from holdall.machine import LINUX
-from holdall.watch import allocators
+from holdall.tools.watch import allocators
 
 pytestmark = pytest.mark.skipif(not LINUX or allocators.heap() is None, reason="the GNU C library alone is asked")
 
@@ -24,7 +24,7 @@ def test_python_objects_are_counted_to_the_block() -> None:
 def test_heap_in_use_and_mapped_blocks_are_told_apart() -> None:
     program = """
 import ctypes
-from holdall.watch.allocators import heap
+from holdall.tools.watch.allocators import heap
 library = ctypes.CDLL(None)
 library.malloc.restype, library.malloc.argtypes = ctypes.c_void_p, (ctypes.c_size_t,)
 library.free.argtypes = (ctypes.c_void_p,)
@@ -45,7 +45,7 @@ assert heap().in_use - before.in_use < 100_000, (before, heap())
 def test_a_trim_returns_what_the_library_keeps() -> None:
     program = """
 import numpy as np
-from holdall.watch.trim import trim_self
+from holdall.tools.watch.agent_files import trim_self
 arrays = [np.ones(64 * 1024, np.uint8) for _ in range(2000)]
 last = arrays[-1]
 del arrays

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from holdall.machine import LINUX
-from holdall.watch.reading import GROUPS, Reading
-from holdall.watch.watcher import Watcher
+from holdall.tools.watch.process_watcher import ProcessWatcher
+from holdall.tools.watch.reading import GROUPS, MemoryReading
 
 pytestmark = pytest.mark.skipif(not LINUX, reason="mappings are told apart on Linux alone")
 MIB = 2**20
@@ -21,7 +21,7 @@ PROGRAM = """
 import json, mmap, sys, threading
 import numpy as np
 from holdall import watch
-from holdall.watch.agent import agent
+from holdall.tools.watch.agent import agent
 
 big = np.zeros(64 * 2**20, np.uint8)           # a mapping of its own
 big[: 20 * 2**20] = 1
@@ -58,28 +58,28 @@ def trainer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[int, dic
 
 
 @pytest.fixture(scope="module")
-def reading(trainer: tuple[int, dict[str, Any]]) -> Reading:
-    return Watcher(trainer[0]).read()
+def reading(trainer: tuple[int, dict[str, Any]]) -> MemoryReading:
+    return ProcessWatcher(trainer[0]).read()
 
 
-def part(reading: Reading, name: str) -> tuple[str, int, int]:
+def part(reading: MemoryReading, name: str) -> tuple[str, int, int]:
     found = [(one.group, one.resident, one.allocated) for one in reading.parts if one.name == name]
     assert len(found) == 1, name
     return found[0]
 
 
-def test_the_parts_add_up(reading: Reading) -> None:
+def test_the_parts_add_up(reading: MemoryReading) -> None:
     assert sum(one.resident for one in reading.parts) == reading.pss
     assert {one.group for one in reading.parts} <= set(GROUPS)
     assert all(one.resident >= 0 for one in reading.parts)
     assert reading.pss * (1 - reading.attributed) == pytest.approx(reading.of("unattributed"))
 
 
-def test_what_no_allocator_knows_of_is_not_given_a_name(reading: Reading) -> None:
+def test_what_no_allocator_knows_of_is_not_given_a_name(reading: MemoryReading) -> None:
     assert reading.of("unattributed") == pytest.approx(24 * MIB, rel=0.1)
 
 
-def test_a_named_array_takes_what_was_touched_of_it(reading: Reading) -> None:
+def test_a_named_array_takes_what_was_touched_of_it(reading: MemoryReading) -> None:
     group, resident, allocated = part(reading, "big.part")
     assert group == "buffers"
     assert allocated == 64 * MIB
@@ -88,7 +88,7 @@ def test_a_named_array_takes_what_was_touched_of_it(reading: Reading) -> None:
 
 
 def test_python_objects_and_blocks_without_a_name_are_told_by_their_allocators(
-    reading: Reading, trainer: tuple[int, dict[str, Any]]
+    reading: MemoryReading, trainer: tuple[int, dict[str, Any]]
 ) -> None:
     group, resident, _ = part(reading, "objects")
     assert group == "python"
@@ -98,7 +98,7 @@ def test_python_objects_and_blocks_without_a_name_are_told_by_their_allocators(
     assert resident == pytest.approx(32 * MIB, rel=0.1)
 
 
-def test_stacks_are_told_resident_beside_virtual(reading: Reading) -> None:
+def test_stacks_are_told_resident_beside_virtual(reading: MemoryReading) -> None:
     group, resident, allocated = part(reading, "threads")
     assert group == "stacks"
     assert allocated >= 20 * MIB
@@ -106,12 +106,12 @@ def test_stacks_are_told_resident_beside_virtual(reading: Reading) -> None:
     assert reading.threads >= 21
 
 
-def test_memory_between_processes_is_told_apart(reading: Reading) -> None:
+def test_memory_between_processes_is_told_apart(reading: MemoryReading) -> None:
     assert reading.of("shared") >= 8 * MIB
     assert reading.of("libraries") > MIB
 
 
-def test_steps_come_from_the_process_itself(reading: Reading) -> None:
+def test_steps_come_from_the_process_itself(reading: MemoryReading) -> None:
     assert reading.step == 17
 
 
@@ -123,7 +123,7 @@ def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-c", program], **pipes) as child:
         assert child.stdout is not None
         child.stdout.readline()
-        found = Watcher(child.pid).read()
+        found = ProcessWatcher(child.pid).read()
         child.communicate("\n")
     assert sum(one.resident for one in found.parts) == found.pss
     mapped = [one for one in found.parts if one.name.startswith("mapping of 64.0 MiB")]
@@ -133,9 +133,9 @@ def test_without_an_agent_the_kernel_alone_is_asked(tmp_path: Path) -> None:
 
 def test_where_the_system_tells_only_sums_the_watch_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     """The way of macOS and Windows, walked here: psutil's figure, and what was named of it."""
-    monkeypatch.setattr("holdall.watch.watcher.LINUX", False)
+    monkeypatch.setattr("holdall.tools.watch.process_watcher.LINUX", False)
     monkeypatch.setattr("holdall.machine.LINUX", False)
-    found = Watcher(os.getpid()).read()
+    found = ProcessWatcher(os.getpid()).read()
     assert not found.exact
     assert sum(one.resident for one in found.parts) == found.pss
     assert "this system tells only the sum" in {one.name for one in found.parts}

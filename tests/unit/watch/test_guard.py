@@ -11,9 +11,9 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
 from holdall.machine import held_bytes
-from holdall.watch.agent import Agent, agent
-from holdall.watch.guard import Guard
-from holdall.watch.sidecar import told_by
+from holdall.tools.watch.agent import Agent, agent
+from holdall.tools.watch.agent_files import read_agent_report
+from holdall.tools.watch.guard import MemoryGuard
 
 MIB = 2**20
 CAMERA = spaces.Box(0, 255, (3, 64, 64), np.uint8)
@@ -27,9 +27,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
     made.stop()
 
 
-def guard(own: Agent, act: Any, **named: Any) -> Guard:
+def guard(own: Agent, act: Any, **named: Any) -> MemoryGuard:
     """A guard that looks only when it is told to."""
-    made = Guard(own, act, **named)
+    made = MemoryGuard(own, act, **named)
     made.stop()
     return made
 
@@ -56,7 +56,7 @@ def test_a_limit_that_is_near_is_told_once(own: Agent, caplog: pytest.LogCapture
         assert one.look()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["memory is short"]
     own.publish()
-    told = told_by(own._pid)
+    told = read_agent_report(own._pid)
     assert told is not None
     assert told.events[-1][1].startswith("memory is short")
 

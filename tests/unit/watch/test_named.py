@@ -10,13 +10,13 @@ from gymnasium import spaces
 
 from holdall import ReplayMemory, RolloutMemory
 from holdall import report as tracked
-from holdall.watch.named import (
+from holdall.tools.watch.agent import (
     array_regions,
     buffer_regions,
     memory_regions,
     network_regions,
 )
-from holdall.watch.sidecar import Region
+from holdall.tools.watch.agent_files import Region
 
 CAMERA = spaces.Dict({"camera": spaces.Box(0, 255, (3, 64, 64), np.uint8), "state": spaces.Box(-1, 1, (8,))})
 

@@ -10,11 +10,9 @@ from typing import Any
 import pytest
 
 from holdall.errors import WatchError
-from holdall.watch.exposition import Exposition, exposed
-from holdall.watch.newest import newest, publish
-from holdall.watch.reading import GROUPS
-from holdall.watch.record import Recorder, header
-from holdall.watch.turn import Turns
+from holdall.tools.watch.one_pass import WatchLoop, latest_reading, publish_latest
+from holdall.tools.watch.reading import GROUPS
+from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, prometheus_text, record_header
 
 RECORDED = Path(__file__).parent / "run.jsonl"
 
@@ -40,8 +38,8 @@ def check(lines: list[dict[str, Any]]) -> None:
 
 
 def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
-    turns = Turns(os.getpid(), 1.0)
-    recorder = Recorder(tmp_path / "run.jsonl", header(os.getpid(), ["python", "train.py"], 1.0))
+    turns = WatchLoop(os.getpid(), 1.0)
+    recorder = WatchRecorder(tmp_path / "run.jsonl", record_header(os.getpid(), ["python", "train.py"], 1.0))
     for _ in range(3):
         recorder.show(turns.take())
     recorder.close()
@@ -57,27 +55,27 @@ def test_the_recorded_run_that_pages_are_tested_with_is_of_this_format() -> None
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(WatchError, match="--record"):
-        Recorder(tmp_path / "missing" / "run.jsonl", {})
+        WatchRecorder(tmp_path / "missing" / "run.jsonl", {})
 
 
 def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
-    turn = Turns(os.getpid(), 1.0).take()
-    assert newest(os.getpid()) is None
-    publish(os.getpid(), turn)
-    assert newest(os.getpid()) == (turn.reading, turn.verdicts)
+    turn = WatchLoop(os.getpid(), 1.0).take()
+    assert latest_reading(os.getpid()) is None
+    publish_latest(os.getpid(), turn)
+    assert latest_reading(os.getpid()) == (turn.reading, turn.verdicts)
     assert len(turn.lines()) >= 1
 
 
 def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> None:
-    turn = Turns(os.getpid(), 1.0).take()
-    served = Exposition(0)
+    turn = WatchLoop(os.getpid(), 1.0).take()
+    served = PrometheusServer(0)
     try:
         served.show(turn)
         url = f"http://127.0.0.1:{served.port}"
         with urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
             text = answer.read().decode()
             assert answer.headers["Content-Type"].startswith("text/plain; version=0.0.4")
-        assert text == exposed(turn)
+        assert text == prometheus_text(turn)
         assert f"holdall_pss_bytes {turn.reading.pss}" in text.splitlines()
         total = sum(
             int(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith("holdall_memory_bytes{")
@@ -86,6 +84,6 @@ def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> No
         with pytest.raises(urllib.error.HTTPError):
             urllib.request.urlopen(f"{url}/etc/passwd", timeout=10)
         with pytest.raises(WatchError, match="another port"):
-            Exposition(served.port)
+            PrometheusServer(served.port)
     finally:
         served.close()

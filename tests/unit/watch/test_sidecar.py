@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 
 from holdall.errors import WatchError
-from holdall.watch import sidecar
-from holdall.watch.allocators import Heap, PythonObjects
-from holdall.watch.places import own_folder
-from holdall.watch.sidecar import PhasePeak, Region, Told, told_by
+from holdall.tools.watch import agent_files as sidecar
+from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region, own_folder, read_agent_report
+from holdall.tools.watch.allocators import Heap, PythonObjects
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="rights of folders are POSIX's")
 
@@ -25,7 +24,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return place
 
 
-def told(**changed: Any) -> Told:
+def told(**changed: Any) -> AgentReport:
     words: dict[str, Any] = {
         "pid": os.getpid(), "started": sidecar.process_start(os.getpid()), "time": 1.5, "step": 7, "goal": 100,
         "phase": "train", "regions": (Region("buffers", "replay.obs", 4096, 8192, 0.25, False),),
@@ -33,36 +32,36 @@ def told(**changed: Any) -> Told:
         "spilled": {"place": 9}, "phases": {"train": PhasePeak(1, 2, 3.0)}, "events": ((1.0, "spilled"),),
         "seconds_spent": 0.1,
     }  # fmt: skip
-    return Told(**(words | changed))
+    return AgentReport(**(words | changed))
 
 
 def test_what_is_told_is_what_is_read(folder: Path) -> None:
-    sidecar.tell(told())
-    assert told_by(os.getpid()) == told()
+    sidecar.write_agent_report(told())
+    assert read_agent_report(os.getpid()) == told()
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
-    sidecar.withdraw(os.getpid())
-    assert told_by(os.getpid()) is None
+    sidecar.remove_agent_report(os.getpid())
+    assert read_agent_report(os.getpid()) is None
 
 
 def test_a_process_that_had_the_same_id_is_not_believed(folder: Path) -> None:
-    sidecar.tell(told(started=1))
-    assert told_by(os.getpid()) is None
+    sidecar.write_agent_report(told(started=1))
+    assert read_agent_report(os.getpid()) is None
 
 
 def test_a_folder_that_others_can_write_to_is_neither_used_nor_believed(folder: Path) -> None:
-    sidecar.tell(told())
+    sidecar.write_agent_report(told())
     folder.chmod(0o777)
-    assert told_by(os.getpid()) is None
+    assert read_agent_report(os.getpid()) is None
     with pytest.raises(WatchError, match="open to other users"):
         own_folder()
 
 
 def test_a_link_in_the_place_of_the_file_is_not_followed(folder: Path, tmp_path: Path) -> None:
-    sidecar.tell(told())
+    sidecar.write_agent_report(told())
     file = folder / f"agent-{os.getpid()}.json"
     file.rename(tmp_path / "elsewhere.json")
     file.symlink_to(tmp_path / "elsewhere.json")
-    assert told_by(os.getpid()) is None
+    assert read_agent_report(os.getpid()) is None
 
 
 @pytest.mark.parametrize(
@@ -76,32 +75,32 @@ def test_a_link_in_the_place_of_the_file_is_not_followed(folder: Path, tmp_path:
     ],
 )  # fmt: skip
 def test_words_that_make_no_sense_are_not_believed(folder: Path, key: str, value: Any) -> None:
-    sidecar.tell(told())
+    sidecar.write_agent_report(told())
     file = folder / f"agent-{os.getpid()}.json"
     words = json.loads(file.read_text(encoding="utf-8"))
-    assert told_by(os.getpid()) is not None
+    assert read_agent_report(os.getpid()) is not None
     words[key] = value
     file.write_text(json.dumps(words), encoding="utf-8")
-    assert told_by(os.getpid()) is None
+    assert read_agent_report(os.getpid()) is None
 
 
 def test_bytes_that_are_no_json_and_files_beyond_bounds_are_not_believed(folder: Path) -> None:
-    sidecar.tell(told())
+    sidecar.write_agent_report(told())
     file = folder / f"agent-{os.getpid()}.json"
     for content in (b"", b"\xff\xfe", b"[" * 100_000, b" " * (17 * 2**20)):
         file.write_bytes(content)
-        assert told_by(os.getpid()) is None
+        assert read_agent_report(os.getpid()) is None
 
 
 def test_names_cannot_hold_control_sequences(folder: Path) -> None:
-    sidecar.tell(told(phase="\x1b[2Jtrain\n"))
-    found = told_by(os.getpid())
+    sidecar.write_agent_report(told(phase="\x1b[2Jtrain\n"))
+    found = read_agent_report(os.getpid())
     assert found is not None
     assert found.phase == "?[2Jtrain?"
 
 
 def test_what_ended_processes_left_is_swept(folder: Path) -> None:
-    sidecar.tell(told())
+    sidecar.write_agent_report(told())
     (folder / "agent-999999999.json").write_text("{}", encoding="utf-8")
-    sidecar.sweep()
+    sidecar.remove_stale_files()
     assert [path.name for path in folder.iterdir()] == [f"agent-{os.getpid()}.json"]

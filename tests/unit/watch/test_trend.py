@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from holdall.watch.trend import steady_growth, trend
+from holdall.tools.watch.reading import steady_growth, trend
 
 
 def test_the_slope_of_a_line_is_exact() -> None:

@@ -7,134 +7,135 @@ from typing import Any
 
 import pytest
 
-from holdall.watch.history import History, Live
-from holdall.watch.reading import Gpu, Part, Reading
-from holdall.watch.verdicts import Verdict, verdicts_on
-from holdall.watch.verdicts.filling import Fill
-from holdall.watch.verdicts.runout import distance_to
+from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
+from holdall.tools.watch.verdicts import FillingBuffer, WatchVerdict, distance_to, verdicts_for
 
 MIB = 2**20
 STEPS = 100  # between two readings
 
 
-def reading(number: int, parts: list[Part], **changed: Any) -> Reading:
+def reading(number: int, parts: list[AttributedPart], **changed: Any) -> MemoryReading:
     words: dict[str, Any] = {
         "time": 1000.0 + number, "pss": sum(part.resident for part in parts), "peak": 0, "parts": tuple(parts),
         "step": number * STEPS, "goal": 10**9, "steps_per_second": float(STEPS), "threads": 4, "cores": 4,
         "headroom": {"free memory of this machine": 10**12},
     }  # fmt: skip
-    return Reading(**(words | changed))
+    return MemoryReading(**(words | changed))
 
 
-def history_of(count: int, parts: Callable[[int], list[Part]], **changed: Any) -> History:
-    history = History()
+def history_of(count: int, parts: Callable[[int], list[AttributedPart]], **changed: Any) -> ReadingHistory:
+    history = ReadingHistory()
     for number in range(count):
         history.add(reading(number, parts(number), **changed))
     return history
 
 
-def base(resident: int = 300 * MIB) -> Part:
-    return Part("libraries", "torch", resident, resident)
+def base(resident: int = 300 * MIB) -> AttributedPart:
+    return AttributedPart("libraries", "torch", resident, resident)
 
 
-def buffer(fill: float, of: int = 1000 * MIB) -> Part:
-    return Part("buffers", "replay.observations", int(fill * of), of, fill)
+def buffer(fill: float, of: int = 1000 * MIB) -> AttributedPart:
+    return AttributedPart("buffers", "replay.observations", int(fill * of), of, fill)
 
 
-def named(verdicts: list[Verdict], name: str) -> Verdict:
+def named(verdicts: list[WatchVerdict], name: str) -> WatchVerdict:
     found = [verdict for verdict in verdicts if verdict.name == name]
     assert len(found) == 1, [verdict.name for verdict in verdicts]
     return found[0]
 
 
-def names(verdicts: list[Verdict]) -> set[str]:
+def names(verdicts: list[WatchVerdict]) -> set[str]:
     return {verdict.name for verdict in verdicts}
 
 
 def test_a_buffer_that_fills_is_told_with_its_end_and_its_size() -> None:
     history = history_of(40, lambda i: [base(), buffer(i / 100)])
-    verdict = named(verdicts_on(history), "filling")
+    verdict = named(verdicts_for(history), "filling")
     assert verdict.evidence["left"] == pytest.approx(61 * STEPS, rel=0.01)
     assert verdict.evidence["final"] == pytest.approx(1000 * MIB, rel=0.01)
     assert verdict.evidence["final_pss"] == pytest.approx(1300 * MIB, rel=0.01)
-    assert "leak" not in names(verdicts_on(history))
+    assert "leak" not in names(verdicts_for(history))
 
 
 def test_a_full_buffer_and_a_rollout_that_begins_anew_do_not_fill() -> None:
-    assert "filling" not in names(verdicts_on(history_of(40, lambda _: [base(), buffer(1.0)])))
-    assert "filling" not in names(verdicts_on(history_of(40, lambda i: [base(), buffer(i % 10 / 10)])))
+    assert "filling" not in names(verdicts_for(history_of(40, lambda _: [base(), buffer(1.0)])))
+    assert "filling" not in names(verdicts_for(history_of(40, lambda i: [base(), buffer(i % 10 / 10)])))
 
 
 def test_steady_memory_is_a_plateau() -> None:
-    verdicts = verdicts_on(history_of(60, lambda i: [base(300 * MIB + i % 3 * MIB)]))
+    verdicts = verdicts_for(history_of(60, lambda i: [base(300 * MIB + i % 3 * MIB)]))
     assert names(verdicts) == {"plateau"}
 
 
 def test_up_and_down_is_a_sawtooth_and_no_leak() -> None:
-    verdicts = verdicts_on(history_of(60, lambda i: [base(), Part("torch", "heap", (i % 4) * 100 * MIB, 0)]))
+    verdicts = verdicts_for(history_of(60, lambda i: [base(), AttributedPart("torch", "heap", (i % 4) * 100 * MIB, 0)]))
     assert names(verdicts) == {"sawtooth"}
 
 
 def test_kept_heap_is_told_with_what_a_trim_would_return() -> None:
-    kept = Part("heap_retained", "free", 128 * MIB, 128 * MIB)
-    verdict = named(verdicts_on(history_of(3, lambda _: [base(), kept])), "retained heap")
+    kept = AttributedPart("heap_retained", "free", 128 * MIB, 128 * MIB)
+    verdict = named(verdicts_for(history_of(3, lambda _: [base(), kept])), "retained heap")
     assert verdict.evidence["retained"] == 128 * MIB
     assert "trim" in verdict.remedy
 
 
 def test_threads_are_told_with_what_their_stacks_take() -> None:
-    stacks = Part("stacks", "threads", MIB, 480 * MIB)
-    verdict = named(verdicts_on(history_of(3, lambda _: [base(), stacks], threads=60)), "threads")
+    stacks = AttributedPart("stacks", "threads", MIB, 480 * MIB)
+    verdict = named(verdicts_for(history_of(3, lambda _: [base(), stacks], threads=60)), "threads")
     assert verdict.evidence["stacks_resident"] == MIB
     assert "1.0 MiB" in verdict.text
     assert "480.0 MiB" in verdict.text
 
 
-def leaking(history: History, slope: float, noise: float, seed: int = 0, count: int = 200) -> None:
+def leaking(history: ReadingHistory, slope: float, noise: float, seed: int = 0, count: int = 200) -> None:
     """Add what live objects take, told four times as often as it is read."""
     rng = random.Random(seed)
     for i in range(count):
         step = i * STEPS // 4
-        history.hear(Live(1000.0 + i / 4, step, None, int(200 * MIB + slope * step + rng.gauss(0, noise)), 50 * MIB))
+        history.hear(
+            LiveObjects(1000.0 + i / 4, step, None, int(200 * MIB + slope * step + rng.gauss(0, noise)), 50 * MIB)
+        )
 
 
 @pytest.mark.parametrize("slope", [512.0, 2048.0])
 def test_a_leak_is_found_while_a_buffer_fills(slope: float) -> None:
-    history = history_of(200, lambda i: [base(), buffer(i / 400), Part("torch", "heap", int(slope * i * STEPS), 0)])
+    history = history_of(
+        200, lambda i: [base(), buffer(i / 400), AttributedPart("torch", "heap", int(slope * i * STEPS), 0)]
+    )
     leaking(history, slope, noise=300_000.0, count=800)
-    verdict = named(verdicts_on(history), "leak")
+    verdict = named(verdicts_for(history), "leak")
     assert verdict.evidence["slope"] == pytest.approx(slope, rel=0.15)
     assert 0 < verdict.evidence["low"] <= slope <= verdict.evidence["high"]
-    assert "filling" in names(verdicts_on(history))
+    assert "filling" in names(verdicts_for(history))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_leak_is_told_where_there_is_none(seed: int) -> None:
     history = history_of(200, lambda i: [base(), buffer(i / 400)])
     leaking(history, 0.0, noise=2e6, seed=seed, count=800)
-    assert "leak" not in names(verdicts_on(history))
+    assert "leak" not in names(verdicts_for(history))
 
 
 def test_objects_that_are_made_once_are_no_leak() -> None:
     history = history_of(100, lambda _: [base()])
     for i in range(400):
-        history.hear(Live(1000.0 + i, i * STEPS, None, 200 * MIB + (64 * MIB if i > 150 else 0), 0))
-    assert "leak" not in names(verdicts_on(history))
+        history.hear(LiveObjects(1000.0 + i, i * STEPS, None, 200 * MIB + (64 * MIB if i > 150 else 0), 0))
+    assert "leak" not in names(verdicts_for(history))
 
 
 def test_only_one_phase_is_looked_at() -> None:
     history = history_of(10, lambda _: [base()])
     for i in range(400):  # ever more of what is told is told in the phase that takes more
         phase = "train" if i % 10 < i / 60 else "collect"
-        history.hear(Live(1000.0 + i, i * STEPS, phase, 200 * MIB + (90 * MIB if phase == "train" else 0), 0))
-    assert "leak" not in names(verdicts_on(history))
+        history.hear(LiveObjects(1000.0 + i, i * STEPS, phase, 200 * MIB + (90 * MIB if phase == "train" else 0), 0))
+    assert "leak" not in names(verdicts_for(history))
 
 
 def test_a_process_that_tells_no_steps_is_judged_by_time() -> None:
     history = history_of(
-        100, lambda i: [base(), Part("python", "C heap, in use and kept", i * MIB, 0)], step=None, goal=None
+        100, lambda i: [base(), AttributedPart("python", "C heap, in use and kept", i * MIB, 0)], step=None, goal=None
     )
-    verdict = named(verdicts_on(history), "leak")
+    verdict = named(verdicts_for(history), "leak")
     assert verdict.evidence["unit"] == "a second"
     assert verdict.evidence["slope"] == pytest.approx(MIB, rel=0.01)
 
@@ -143,7 +144,7 @@ def test_the_step_at_which_a_limit_is_reached_is_told() -> None:
     history = history_of(40, lambda i: [base(), buffer(i / 100)])
     left = 305 * MIB  # at 10 MiB a reading of 100 steps
     history.add(reading(40, [base(), buffer(0.40)], headroom={"control group x": left}))
-    verdict = named(verdicts_on(history), "running out")
+    verdict = named(verdicts_for(history), "running out")
     assert verdict.severity == "error"
     assert verdict.evidence["step"] == pytest.approx(40 * STEPS + 30.5 * STEPS, rel=0.02)
     assert verdict.evidence["limit"] == "control group x"
@@ -152,16 +153,16 @@ def test_the_step_at_which_a_limit_is_reached_is_told() -> None:
 
 def test_a_gpu_and_a_disk_run_out_too() -> None:
     gpu = {"requested": 0, "allocated": 0, "fragmented": 0, "other": 100 * MIB, "limit": 1000 * MIB}
-    history = History()
+    history = ReadingHistory()
     for i in range(40):
-        history.add(reading(i, [base()], gpu=Gpu(**gpu, reserved=(100 + 10 * i) * MIB)))
-    verdict = named(verdicts_on(history), "running out")
+        history.add(reading(i, [base()], gpu=GpuMemory(**gpu, reserved=(100 + 10 * i) * MIB)))
+    verdict = named(verdicts_for(history), "running out")
     assert verdict.evidence["limit"] == "GPU memory"
     assert verdict.evidence["step"] == pytest.approx(80 * STEPS, rel=0.02)
-    history = History()
+    history = ReadingHistory()
     for i in range(40):
         history.add(reading(i, [base()], spilled=i * MIB, disk_free=100 * MIB))
-    verdict = named(verdicts_on(history), "running out")
+    verdict = named(verdicts_for(history), "running out")
     assert verdict.evidence["limit"] == "disk that memories spill to"
     assert verdict.evidence["distance"] == pytest.approx(100 * STEPS, rel=0.02)
 
@@ -169,11 +170,11 @@ def test_a_gpu_and_a_disk_run_out_too() -> None:
 def test_a_limit_beyond_the_end_of_the_training_is_not_told() -> None:
     history = history_of(40, lambda i: [base(), buffer(i / 100)], goal=5000)
     history.add(reading(40, [base(), buffer(0.40)], goal=5000, headroom={"control group x": 305 * MIB}))
-    assert "running out" not in names(verdicts_on(history))
+    assert "running out" not in names(verdicts_for(history))
 
 
 def test_a_buffer_grows_until_it_is_full_and_a_leak_for_ever() -> None:
-    fills = [Fill("a", 0.5, 0, slope=10.0, left=100.0), Fill("b", 0.5, 0, slope=5.0, left=10.0)]
+    fills = [FillingBuffer("a", 0.5, 0, slope=10.0, left=100.0), FillingBuffer("b", 0.5, 0, slope=5.0, left=10.0)]
     assert distance_to(100.0, fills, 0.0) == pytest.approx(100 / 15)
     assert distance_to(150.0 + 300.0, fills, 0.0) == pytest.approx(10 + 30)
     assert distance_to(150.0 + 900.0 + 1.0, fills, 0.0) == math.inf
@@ -182,7 +183,7 @@ def test_a_buffer_grows_until_it_is_full_and_a_leak_for_ever() -> None:
 
 
 def test_a_history_is_bounded_and_keeps_its_beginning() -> None:
-    history = History(most=100)
+    history = ReadingHistory(most=100)
     for number in range(5000):
         history.add(reading(number, [base()]))
     assert len(history.readings) <= 100

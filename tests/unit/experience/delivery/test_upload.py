@@ -326,7 +326,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
     """Let memories use a line that notes what is pinned."""
     Watched.pinned.clear()
     monkeypatch.setattr(Watched, "most", 0)
-    monkeypatch.setattr(batches, "HostLine", Watched)
+    monkeypatch.setattr(batches, "HostStream", Watched)
     monkeypatch.setattr("holdall.storage.segment.SEGMENT_BYTES", 30_000)
     return Watched
 

@@ -1,0 +1,453 @@
+"""The replay buffers that are compared: how each library is used, and which setups of it are measured.
+
+A library is imported when one of its buffers is opened, never before: any of them may be missing. A setup that cannot
+be measured here reports why. Nothing is left out silently.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from holdall.errors import ArgumentError
+from holdall.replay import ReplayMemory
+from holdall.tools.bench.child_process import version_of
+from holdall.tools.bench.trace import TraceStep
+
+
+class BufferAdapter(ABC):
+    """One buffer of one environment, from any library."""
+
+    @abstractmethod
+    def arranged(self, step: TraceStep) -> Any:
+        """Bring a step into the form that `add` takes; not timed."""
+
+    @abstractmethod
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+
+    @abstractmethod
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch, as torch tensors."""
+
+    @abstractmethod
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Return obs, action, reward, next_obs, terminated, truncated of transitions, counted from the first.
+
+        A buffer that does not distinguish the two ends returns `done` in place of both.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path) -> None:
+        """Write the content into an empty folder."""
+
+    @abstractmethod
+    def load(self, folder: Path) -> BufferAdapter:
+        """Return a buffer with what was saved there."""
+
+    def settle(self) -> None:  # noqa: B027 most have no background work
+        """Wait for background work."""
+
+    def close(self) -> None:
+        """Free the content; what `load` needs stays."""
+        vars(self).pop("buffer", None)
+
+
+def open_sb3(
+    observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, optimize_memory_usage: bool = False
+) -> Sb3Adapter:
+    """Make a buffer of Stable-Baselines3; with `optimize_memory_usage`, it allows no time limits."""
+    from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer  # noqa: PLC0415 may be missing
+
+    cls: Any = DictReplayBuffer if isinstance(observation, spaces.Dict) else ReplayBuffer
+    settings: dict[str, Any] = {}
+    if optimize_memory_usage:
+        settings = {"optimize_memory_usage": True, "handle_timeout_termination": False}
+    return Sb3Adapter(cls(capacity, observation, action, "cpu", n_envs=1, **settings))
+
+
+def open_sb3_extra(
+    observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, method: str
+) -> Sb3Adapter:
+    """Make a buffer of sb3-extra-buffers, which compresses every observation.
+
+    It takes the element type of the space; a Dict has one for all keys, by default bytes.
+    """
+    from sb3_extra_buffers.compressed import compressed_replay  # noqa: PLC0415 may be missing
+
+    if isinstance(observation, spaces.Dict):
+        kind = compressed_replay.CompressedDictReplayBuffer
+        return Sb3Adapter(kind(capacity, observation, action, "cpu", compression_method=method))
+    types = {"elem_type": np.dtype(observation.dtype).type, "runs_type": np.uint16}
+    return Sb3Adapter(
+        compressed_replay.CompressedReplayBuffer(
+            capacity, observation, action, "cpu", compression_method=method, dtypes=types
+        )
+    )
+
+
+class Sb3Adapter(BufferAdapter):
+    """A buffer of Stable-Baselines3, or one with the same interface."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def arranged(self, step: TraceStep) -> Any:
+        """Both kinds of ending are `done` to Stable-Baselines3."""
+        infos = [{"TimeLimit.truncated": bool(step.truncated[0])}]
+        return step.obs, step.next_obs, step.action, step.reward, step.terminated | step.truncated, infos
+
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+        self.buffer.add(*arranged)
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch."""
+        return self.buffer.sample(batch_size)
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Read rows as `sample` does, and the flags from their arrays."""
+        batch = self.buffer._get_samples(ids)
+        ended, cut = (flags[ids, 0].astype(np.bool_) for flags in (self.buffer.dones, self.buffer.timeouts))
+        found = {
+            "obs": batch.observations,
+            "next_obs": batch.next_observations,
+            "action": batch.actions,
+            "reward": batch.rewards,
+        }
+        if not self.buffer.handle_timeout_termination:
+            return found | {"done": ended}
+        return found | {"terminated": ended & ~cut, "truncated": cut}
+
+    def save(self, folder: Path) -> None:
+        """Pickle it, as `model.save_replay_buffer` does."""
+        from stable_baselines3.common.save_util import save_to_pkl  # noqa: PLC0415 loaded with the buffer
+
+        save_to_pkl(folder / "buffer.pkl", self.buffer)
+
+    def load(self, folder: Path) -> Sb3Adapter:
+        """Read the pickle."""
+        from stable_baselines3.common.save_util import load_from_pkl  # noqa: PLC0415 loaded with the buffer
+
+        return Sb3Adapter(load_from_pkl(folder / "buffer.pkl"))
+
+
+_CPPRB_FLAGS = ("terminated", "truncated")
+
+
+class CpprbAdapter(BufferAdapter):
+    """A buffer of cpprb that stores every observation once (`next_of`); the keys of a Dict are separate fields."""
+
+    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> None:
+        from cpprb import ReplayBuffer  # noqa: PLC0415 may be missing
+
+        self._made_of = (observation, action, capacity)
+        parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
+        self._observed = {f"obs_{key}": part for key, part in parts.items()}
+        self._is_dict = isinstance(observation, spaces.Dict)
+        fields: dict[str, Any] = {
+            name: {"shape": part.shape, "dtype": part.dtype} for name, part in self._observed.items()
+        }
+        fields |= {"action": {"shape": action.shape or 1, "dtype": action.dtype}, "reward": {"dtype": np.float32}}
+        fields |= {name: {"dtype": np.bool_} for name in _CPPRB_FLAGS}
+        self.buffer = ReplayBuffer(capacity, fields, next_of=tuple(self._observed))
+
+    def arranged(self, step: TraceStep) -> Any:
+        """Name every field; the flag beside them says whether the episode ends."""
+        given = {"action": step.action[0], "reward": step.reward[0]}
+        given |= {name: getattr(step, name)[0] for name in _CPPRB_FLAGS}
+        for name in self._observed:
+            given[name] = self._part(step.obs, name)
+            given[f"next_{name}"] = self._part(step.next_obs, name)
+        return given, bool(step.terminated[0] or step.truncated[0])
+
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+        given, ends = arranged
+        self.buffer.add(**given)
+        if ends:
+            self.buffer.on_episode_end()
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch."""
+        import torch  # noqa: PLC0415 heavy; loaded before anything is timed
+
+        return {name: torch.as_tensor(array) for name, array in self.buffer.sample(batch_size).items()}
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Read rows as `sample` does."""
+        batch = self.buffer._encode_sample(ids)
+        found = {name: batch[name] for name in ("action", "reward", *_CPPRB_FLAGS)}
+        for side, start in (("obs", ""), ("next_obs", "next_")):
+            parts = {name.removeprefix("obs_"): batch[f"{start}{name}"] for name in self._observed}
+            found[side] = parts if self._is_dict else parts[""]
+        return found
+
+    def save(self, folder: Path) -> None:
+        """Write what it calls safe: whole transitions."""
+        self.buffer.save_transitions(str(folder / "buffer.npz"), safe=True)
+
+    def load(self, folder: Path) -> CpprbAdapter:
+        """Read them into a new buffer."""
+        loaded = CpprbAdapter(*self._made_of)
+        loaded.buffer.load_transitions(str(folder / "buffer.npz"))
+        return loaded
+
+    def _part(self, observation: Any, name: str) -> Any:
+        return (observation[name.removeprefix("obs_")] if self._is_dict else observation)[0]
+
+
+_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
+
+
+def open_torchrl(observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> TorchrlAdapter:
+    """Make a buffer of TorchRL, which learns the spaces from the first transition."""
+    return TorchrlAdapter(capacity)
+
+
+class TorchrlAdapter(BufferAdapter):
+    """TorchRL's TensorDictReplayBuffer over a LazyTensorStorage, transition by transition."""
+
+    def __init__(self, capacity: int) -> None:
+        from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415 may be missing
+
+        self._capacity = capacity
+        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=1)
+
+    def arranged(self, step: TraceStep) -> Any:
+        """Make the nested record that TorchRL's collectors make."""
+        import torch  # noqa: PLC0415 loaded with the buffer
+        from tensordict import TensorDict  # noqa: PLC0415 loaded with the buffer
+
+        after = {"obs": _tensors(step.next_obs)}
+        after |= {name: torch.as_tensor(getattr(step, name)) for name in _TORCHRL_FIELDS}
+        return TensorDict({"obs": _tensors(step.obs), "action": torch.as_tensor(step.action[0]), "next": after})
+
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+        self.buffer.add(arranged)
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch."""
+        return self.buffer.sample(batch_size)
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Read rows from the storage."""
+        import torch  # noqa: PLC0415 loaded with the buffer
+
+        batch = self.buffer.storage.get(torch.as_tensor(ids))
+        obs, next_obs = _as_dict(batch["obs"]), _as_dict(batch["next", "obs"])
+        found = {"obs": obs, "next_obs": next_obs, "action": batch["action"]}
+        return found | {name: batch["next", name] for name in _TORCHRL_FIELDS}
+
+    def save(self, folder: Path) -> None:
+        """Write memory maps."""
+        self.buffer.dumps(folder)
+
+    def load(self, folder: Path) -> TorchrlAdapter:
+        """Read them into a new buffer."""
+        loaded = TorchrlAdapter(self._capacity)
+        loaded.buffer.loads(folder)
+        return loaded
+
+
+def _tensors(observation: Any) -> Any:
+    import torch  # noqa: PLC0415 loaded with the buffer
+
+    if isinstance(observation, dict):
+        return {key: _tensors(part) for key, part in observation.items()}
+    return torch.as_tensor(np.ascontiguousarray(observation[0]))
+
+
+def open_tianshou(
+    observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, ignore_obs_next: bool = False
+) -> TianshouAdapter:
+    """Make a buffer of Tianshou.
+
+    With `ignore_obs_next` it stores observations once, and only the last frame of a stack. Small leading axes of bytes
+    are taken to be stacked frames.
+    """
+    from tianshou.data import ReplayBuffer  # noqa: PLC0415 may be missing
+
+    settings: dict[str, Any] = {"ignore_obs_next": ignore_obs_next}
+    shape = observation.shape or ()
+    is_stack = isinstance(observation, spaces.Box) and len(shape) == 3 and shape[0] == 4
+    if ignore_obs_next and is_stack:
+        settings |= {"stack_num": shape[0], "save_only_last_obs": True}
+    return TianshouAdapter(ReplayBuffer(capacity, **settings))
+
+
+class TianshouAdapter(BufferAdapter):
+    """A buffer of Tianshou."""
+
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
+
+    def arranged(self, step: TraceStep) -> Any:
+        """Make the record that Tianshou's collector makes."""
+        from tianshou.data import Batch  # noqa: PLC0415 loaded with the buffer
+
+        return Batch(
+            obs=_first_env(step.obs),
+            act=step.action[0],
+            rew=step.reward[0],
+            terminated=step.terminated[0],
+            truncated=step.truncated[0],
+            obs_next=_first_env(step.next_obs),
+            info={},
+        )
+
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+        self.buffer.add(arranged)
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch."""
+        batch, _ = self.buffer.sample(batch_size)
+        return batch.to_torch_()
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Read rows as `sample` does."""
+        batch = self.buffer[np.asarray(ids)]
+        found = {"obs": _as_dict(batch.obs), "next_obs": _as_dict(batch.obs_next), "action": batch.act}
+        return found | {"reward": batch.rew, "terminated": batch.terminated, "truncated": batch.truncated}
+
+    def save(self, folder: Path) -> None:
+        """Write HDF5."""
+        self.buffer.save_hdf5(str(folder / "buffer.h5"))
+
+    def load(self, folder: Path) -> TianshouAdapter:
+        """Read it."""
+        from tianshou.data import ReplayBuffer  # noqa: PLC0415 loaded with the buffer
+
+        return TianshouAdapter(ReplayBuffer.load_hdf5(str(folder / "buffer.h5")))
+
+
+def _first_env(observation: Any) -> Any:
+    return {key: part[0] for key, part in observation.items()} if isinstance(observation, dict) else observation[0]
+
+
+def _as_dict(observed: Any) -> Any:
+    """Return a Batch of Tianshou or a TensorDict, which iterate over rows, as a dict; leave arrays as they are."""
+    if not hasattr(observed, "keys"):
+        return observed
+    return {key: observed[key] for key in observed.keys()}  # noqa: SIM118 iterating gives rows
+
+
+def open_holdall(
+    observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int, *, budget: str | int | None = "auto"
+) -> HoldallAdapter:
+    """Make a memory whose batches are torch tensors."""
+    return HoldallAdapter(ReplayMemory(observation, action, capacity, device="cpu", seed=0, budget=budget), budget)
+
+
+class HoldallAdapter(BufferAdapter):
+    """A ReplayMemory."""
+
+    def __init__(self, memory: ReplayMemory, budget: str | int | None) -> None:
+        self.memory = memory
+        self._budget = budget
+
+    def arranged(self, step: TraceStep) -> Any:
+        """Pass the arrays as they are."""
+        return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated
+
+    def add(self, arranged: Any) -> None:
+        """Add one transition."""
+        self.memory.add(*arranged)
+
+    def settle(self) -> None:
+        """Wait until all compression is done."""
+        self.memory.drain()
+
+    def close(self) -> None:
+        """Free the blocks at once."""
+        self.memory.close()
+
+    def sample(self, batch_size: int) -> Any:
+        """Draw a batch."""
+        return self.memory.sample(batch_size)
+
+    def rows(self, ids: Any) -> dict[str, Any]:
+        """Gather."""
+        batch = self.memory.gather(ids)
+        names = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
+        return {name: getattr(batch, name) for name in names}
+
+    def save(self, folder: Path) -> None:
+        """Write a checkpoint and wait for it."""
+        self.memory.save(folder).result()
+
+    def load(self, folder: Path) -> HoldallAdapter:
+        """Load the checkpoint."""
+        return HoldallAdapter(ReplayMemory.load(folder, device="cpu", budget=self._budget), self._budget)
+
+
+@dataclass(frozen=True, slots=True)
+class BufferSetup:
+    """One library, set up in one way."""
+
+    name: str
+    distribution: str
+    opener: Callable[..., BufferAdapter]
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    is_box_only: bool = False
+    needs: str = ""  # a further distribution
+
+    @property
+    def version(self) -> str | None:
+        """The installed version."""
+        return version_of(self.distribution)
+
+    def missing(self, space: spaces.Space[Any] | None = None) -> str | None:
+        """Return why it cannot be measured; None if it can."""
+        for distribution in (self.distribution, self.needs):
+            if distribution and version_of(distribution) is None:
+                return f"{distribution} is not installed"
+        if self.is_box_only and isinstance(space, spaces.Dict):
+            return "it takes no Dict observations"
+        return None
+
+    def open(self, observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> BufferAdapter:
+        """Make the buffer."""
+        return self.opener(observation, action, capacity, **self.settings)
+
+
+_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
+
+BUFFER_SETUPS = {
+    setup.name: setup
+    for setup in (
+        BufferSetup("sb3", _SB3, open_sb3),
+        BufferSetup("sb3 optimize_memory_usage", _SB3, open_sb3, {"optimize_memory_usage": True}, is_box_only=True),
+        BufferSetup("sb3-extra-buffers zstd", _EXTRA, open_sb3_extra, {"method": "zstd-3"}, needs="zstd"),
+        BufferSetup("sb3-extra-buffers lz4", _EXTRA, open_sb3_extra, {"method": "lz4-frame/1"}, needs="lz4"),
+        BufferSetup("cpprb next_of", "cpprb", CpprbAdapter),
+        BufferSetup("torchrl", "torchrl", open_torchrl),
+        BufferSetup("tianshou", _TIANSHOU, open_tianshou, needs="h5py"),
+        BufferSetup("tianshou ignore_obs_next", _TIANSHOU, open_tianshou, {"ignore_obs_next": True}, needs="h5py"),
+        BufferSetup("holdall", "holdall", open_holdall),
+        BufferSetup("holdall compressed", "holdall", open_holdall, {"budget": None}),
+    )
+}
+LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
+"""A library's name on the command line selects all of its setups."""
+
+
+def setups_named(names: list[str]) -> list[BufferSetup]:
+    """Return the setups selected by names of libraries or of single setups."""
+    found: dict[str, BufferSetup] = {}
+    for name in names:
+        start = f"{name} "
+        meant = [one for one in BUFFER_SETUPS.values() if name in {"all", one.name} or one.name.startswith(start)]
+        if not meant:
+            known = f"all, {', '.join(LIBRARIES)}, or {', '.join(BUFFER_SETUPS)}"
+            raise ArgumentError(f"libraries ({name!r}) must be among {known}")
+        found |= {setup.name: setup for setup in meant}
+    return list(found.values())

@@ -1,0 +1,128 @@
+"""Measurements in processes of their own: memory that one leaves behind cannot affect the next.
+
+A child prints one JSON object a line; the parent reads them as they come. A child never outlives its reader, and its
+last error message is in the error that is raised. `machine` and `versions` describe where a measurement was made.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+import psutil
+
+from holdall.errors import HoldallError
+
+
+class ChildError(HoldallError, RuntimeError):
+    """A measurement in a process of its own did not end well."""
+
+
+_CHANNEL: dict[str, TextIO] = {}
+
+
+def emit(message: Mapping[str, Any]) -> None:
+    """Write one JSON line and push it out at once: the parent's progress bar waits for it.
+
+    Libraries greet on stdout, too; from the first line on, whatever else is printed goes to stderr.
+    """
+    if not _CHANNEL:
+        sys.stdout.flush()
+        _CHANNEL["lines"] = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        os.dup2(2, 1)
+    print(json.dumps(message), file=_CHANNEL["lines"], flush=True)
+
+
+def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Generator[dict[str, Any], None, None]:
+    """Yield the JSON lines that `command` prints; raise what it complained of if it fails."""
+    with (
+        tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
+        subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=complaints, text=True, encoding="utf-8", env=environment
+        ) as child,
+    ):
+        try:
+            for line in child.stdout or ():
+                yield json.loads(line)
+        except BaseException:  # Ctrl-C, or nobody reads on: the child must not outlive its parent
+            child.kill()
+            raise
+        if child.wait() != 0:
+            complaints.seek(0)
+            last = (complaints.read().strip().splitlines() or ["it said nothing"])[-1]
+            ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
+            msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{' '.join(command)}` alone."
+            raise ChildError(msg)
+
+
+def module_command(name: str, *arguments: object) -> list[str]:
+    """Return the command that runs a module of holdall with this Python."""
+    return [sys.executable, "-m", f"holdall.{name}", *map(str, arguments)]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What one process trains."""
+
+    env_id: str
+    algo: str
+    buffer: str
+    size: int  # capacity of a replay buffer, or steps of a rollout
+    batch_size: int
+    timesteps: int
+    seed: int
+    fills: bool
+    features: str
+    policy_kwargs: dict[str, Any]
+    threads: int  # of torch; 0: as many as it takes by itself
+    num_envs: int = 1
+
+
+def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
+    """Run one training in a process of its own; yield what it says."""
+    return messages(module_command("tools.bench.training", json.dumps(asdict(task))))
+
+
+_DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
+
+
+def machine() -> dict[str, Any]:
+    """Describe this machine, and how busy it is."""
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "memory_bytes": int(psutil.virtual_memory().total),
+        "system": platform.platform(),
+        "load_average": [round(load, 2) for load in psutil.getloadavg()],
+    }
+
+
+def versions(*more: str) -> dict[str, str | None]:
+    """Return the versions of everything whose speed or memory is in the figures; None: not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    return found | {name: version_of(name) for name in (*_DISTRIBUTIONS, *more)}
+
+
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution."""
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), "unknown")

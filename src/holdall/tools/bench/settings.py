@@ -1,0 +1,284 @@
+"""What a bench measures: environment, algorithm, profiles, seeds and buffers, under one memory limit.
+
+A profile is a share of the limit. Short trials measure memory and speed first; from them follow the size of every
+profile, by the same arithmetic as `holdall plan`, and the seconds that every run is expected to take.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from holdall.errors import ArgumentError
+from holdall.machine import Limit, memory_limits
+from holdall.tools.bench.child_process import Task, run_task
+from holdall.tools.plan.environments import space_from_dict
+from holdall.tools.plan.measure_memory import need_from_spaces
+from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
+from holdall.tools.plan.recommend import PROFILES, PlanInputs, profiles
+from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.units import parse_bytes
+
+ALGOS = ("sac", "td3", "dqn", "ppo")
+BUFFERS = ("sb3", "holdall")
+
+
+@dataclass(frozen=True, slots=True)
+class ShippedEnv:
+    """An environment that comes with holdall, and the sizes at which a bench of it takes minutes."""
+
+    env: str
+    features: str  # the extractor of its policy
+    limit: str
+    timesteps: int
+    batch_size: int
+    threads: int  # more than one wait for each other longer than networks of this size take
+
+
+SHIPPED_ENVS = {
+    "demo": ShippedEnv(
+        "holdall.tools.demo.camera:CameraRover",
+        "holdall.tools.bench.training:CameraExtractor",
+        limit="2GiB",
+        timesteps=400,
+        batch_size=16,
+        threads=1,
+    )
+}
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """Everything that decides what is run; what is left out takes its default."""
+
+    env: str
+    algo: str
+    profiles: tuple[str, ...]
+    timesteps: int
+    seeds: int
+    buffers: tuple[str, ...]
+    limit_bytes: int
+    batch_size: int
+    fills: bool = True
+    limit_said: str = ""  # where the limit comes from
+    env_id: str = ""
+    features: str = ""
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    threads: int = 0  # of torch; 0: as many as it takes by itself
+
+    @property
+    def on_policy(self) -> bool:
+        """Whether experience is used once and then dropped."""
+        return ALGORITHMS[self.algo].on_policy
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return asdict(self) | {"policy_kwargs": dict(self.policy_kwargs)}
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> BenchSettings:
+        """Make settings of what `as_dict` returned."""
+        return cls(**{**data, "profiles": tuple(data["profiles"]), "buffers": tuple(data["buffers"])})
+
+
+def settings_of(
+    env: str,
+    algo: str,
+    profiles: list[str],
+    timesteps: int | None,
+    seeds: int,
+    buffers: list[str],
+    limit: str | None,
+    *,
+    fills: bool = True,
+    threads: int | None = None,
+) -> BenchSettings:
+    """Check what was asked for, and complete it."""
+    names = list(PROFILES) if profiles == ["all"] else profiles
+    _require("algo", [algo], ALGOS)
+    _require("profiles", names, tuple(PROFILES))
+    _require("buffers", buffers, BUFFERS)
+    shipped = SHIPPED_ENVS.get(env)
+    limit_bytes, said = _limit(limit, shipped)
+    return BenchSettings(
+        env=env,
+        algo=algo,
+        profiles=tuple(dict.fromkeys(names)),
+        timesteps=timesteps or (shipped.timesteps if shipped else 5_000),
+        seeds=seeds,
+        buffers=tuple(dict.fromkeys(buffers)),
+        limit_bytes=limit_bytes,
+        batch_size=shipped.batch_size if shipped else ALGORITHMS[algo].batch_size or 0,
+        fills=fills,
+        limit_said=said,
+        env_id=shipped.env if shipped else env,
+        features=shipped.features if shipped else "",
+        policy_kwargs={"net_arch": [64, 64]} if shipped else {},
+        threads=threads if threads is not None else shipped.threads if shipped else 0,
+    )
+
+
+def _limit(limit: str | None, shipped: ShippedEnv | None) -> tuple[int, str]:
+    here = memory_limits()[0]
+    if limit == "machine" or (limit is None and shipped is None):
+        return here.free_bytes, here.name
+    if limit is None and shipped is not None:
+        return parse_bytes(shipped.limit), "scaled down so that this takes minutes; --limit machine for all there is"
+    given = parse_bytes(limit, "limit")
+    if given > here.free_bytes:
+        raise ArgumentError(
+            f"limit ({limit}) is more than the {here.free_bytes} bytes that are free ({here.name}); lower it, or write "
+            "--limit machine"
+        )
+    return given, "--limit"
+
+
+def _require(name: str, values: list[str], known: tuple[str, ...]) -> None:
+    unknown = [value for value in values if value not in known]
+    if unknown or not values:
+        raise ArgumentError(f"{name} ({', '.join(unknown) or None}) must be among {', '.join(known)}")
+
+
+TRIAL_SIZE = 1_000
+_TRIAL_STEPS = 120
+_TRIAL_ROLLOUT = 256
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileSize:
+    """What one profile comes to: the same for either buffer, so that the buffer is all that differs."""
+
+    share: float
+    limit_bytes: int
+    batch_size: int
+    size: int  # capacity of a replay buffer, or steps of a rollout; 0: nothing fits
+    holdall_size: int | None  # what holdall's would hold in the same share
+    fits: tuple[str, ...]  # buffers with which it fits
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredRates:
+    """What one trial showed of how long things take."""
+
+    start_s: float  # until the model is there, and after the end
+    fill_per_second: float | None
+    steps_per_second: float
+    save_s_per_byte: float
+
+    def seconds(self, size: ProfileSize, timesteps: int, bytes_each: float, *, fills: bool) -> float:
+        """Work out what a run takes."""
+        filling = size.size / self.fill_per_second if self.fill_per_second and fills else 0.0
+        steps = timesteps if self.fill_per_second else -(-max(timesteps, size.size) // size.size) * size.size
+        return self.start_s + filling + steps / self.steps_per_second + self.save_s_per_byte * size.size * bytes_each
+
+
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """Everything that was found out before."""
+
+    sizes: dict[str, ProfileSize]
+    seconds: dict[str, float]  # by "profile/buffer"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"sizes": {name: asdict(size) for name, size in self.sizes.items()}, "seconds": self.seconds}
+
+    @classmethod
+    def from_dict(cls, data: Any) -> Calibration:
+        """Make it of what `as_dict` returned."""
+        sizes = {name: ProfileSize(**{**size, "fits": tuple(size["fits"])}) for name, size in data["sizes"].items()}
+        return cls(sizes, dict(data["seconds"]))
+
+
+def calibrate(settings: BenchSettings, tell: Callable[[str, float], None]) -> Calibration:
+    """Try every batch size with every buffer, at a small size."""
+    factors = {name: PROFILES[name][1] for name in settings.profiles}
+    batches = sorted({settings.batch_size * factor for factor in factors.values()})
+    trials: dict[tuple[int, str], dict[str, Any]] = {}
+    wanted = [(batch, buffer) for batch in batches for buffer in settings.buffers]
+    for number, (batch, buffer) in enumerate(wanted):
+        tell(f"trial with {buffer}, batches of {batch}", number / len(wanted))
+        trials[batch, buffer] = _trial(settings, batch, buffer)
+    sizes = {}
+    for name, factor in factors.items():
+        batch = settings.batch_size * factor
+        sizes[name] = _size(settings, name, batch, {buffer: trials[batch, buffer] for buffer in settings.buffers})
+    seconds = {
+        f"{name}/{buffer}": _rates(trials[size.batch_size, buffer]).seconds(
+            size, settings.timesteps, trials[size.batch_size, buffer]["bytes_each"], fills=settings.fills
+        )
+        for name, size in sizes.items()
+        for buffer in settings.buffers
+        if buffer in size.fits
+    }
+    return Calibration(sizes, seconds)
+
+
+def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
+    size = _TRIAL_ROLLOUT if settings.on_policy else max(TRIAL_SIZE, 2 * batch)
+    steps = 2 * size if settings.on_policy else _TRIAL_STEPS
+    task = Task(
+        settings.env_id,
+        settings.algo,
+        buffer,
+        size,
+        batch,
+        steps,
+        0,
+        True,
+        settings.features,
+        dict(settings.policy_kwargs),
+        settings.threads,
+    )
+    start = time.perf_counter()
+    found: dict[str, Any] = {}
+    for message in run_task(task):
+        found = message.get("result", found)
+    found["size"] = size
+    found["whole_seconds"] = time.perf_counter() - start
+    found["bytes_each"] = found["checkpoint"]["bytes"] / size if not settings.on_policy else 0.0
+    return found
+
+
+def _rates(trial: dict[str, Any]) -> MeasuredRates:
+    """Tell what grows with a run from what every run has: warming up and reading memory, too, which count once."""
+    filled = trial["size"] / trial["fill_per_second"] if trial["fill_per_second"] else 0.0
+    saved = trial["checkpoint"]
+    known = filled + trial["steps"] / trial["steps_per_second"] + saved["seconds"]
+    return MeasuredRates(
+        start_s=trial["whole_seconds"] - known,
+        fill_per_second=trial["fill_per_second"],
+        steps_per_second=trial["steps_per_second"],
+        save_s_per_byte=saved["seconds"] / max(saved["bytes"], 1),
+    )
+
+
+def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict[str, Any]]) -> ProfileSize:
+    """Ask the plan for what fits into a profile's share, over the memory that the trial showed."""
+    trial = trials.get("sb3") or next(iter(trials.values()))
+    spec = Spec(
+        settings.algo,
+        space_from_dict(trial["observation"]),
+        space_from_dict(trial["action"]),
+        batch_size=batch,
+        n_steps=settings.batch_size if settings.on_policy else 0,
+    )
+    tried = spec.but(n_steps=trial["size"]) if settings.on_policy else spec.but(capacity=trial["size"])
+    probe = {
+        "constructed": trial["peaks"]["construct"],
+        "trained": trial["peaks"]["train"],
+        "buffer_bytes": tried.layout().resident_bytes(trial["size"]) if "sb3" in trials else 0,
+        "processes": [],
+    }
+    room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
+    known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
+    found = next(profile for profile in profiles(spec, known) if profile.name == name)
+    fits = tuple(
+        buffer
+        for buffer in settings.buffers
+        if (found.sb3_size if buffer == "sb3" else found.holdall_size or 0) > batch
+    )
+    size = found.sb3_size if "sb3" in fits else (found.holdall_size or 0)
+    return ProfileSize(found.share, found.limit_bytes, batch, size, found.holdall_size, fits)

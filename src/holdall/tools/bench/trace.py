@@ -1,0 +1,232 @@
+"""Recorded experience: the file format, reading, and `python -m holdall.tools.bench.trace` to record.
+
+The file is an .npz: `f_<key>` holds the frames of all episodes, one after another, each episode with its final
+observation (`f_obs` if the space is no Dict); `ep` holds rows of [first frame, number of transitions]; `action`,
+`reward`, `terminated`, `truncated` have one row a transition; `meta` is JSON, and its `stack` is the number of frames
+in an observation (the first frame is repeated after a reset). Images are channels first, as in Stable-Baselines3.
+Invariant: reading a file runs no code of it, and a file that is inconsistent is refused before the first step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError
+from holdall.tools.bench.child_process import emit
+from holdall.tools.plan.environments import make_single_env, random_steps
+
+_PER_TRANSITION = ("action", "reward", "terminated", "truncated")
+
+
+@dataclass(frozen=True, slots=True)
+class TraceStep:
+    """One transition with a lane axis of one; `next_obs` is the final observation where an episode ended."""
+
+    obs: Any
+    action: NDArray[Any]
+    reward: NDArray[np.float32]
+    next_obs: Any
+    terminated: NDArray[np.bool_]
+    truncated: NDArray[np.bool_]
+
+
+class Trace:
+    """A trace in memory."""
+
+    def __init__(self, arrays: dict[str, NDArray[Any]], name: str) -> None:
+        self.name = name
+        self._frames = {key[2:]: array for key, array in arrays.items() if key.startswith("f_")}
+        self._arrays = arrays
+        try:
+            self._stack = int(json.loads(str(arrays["meta"]))["stack"])
+            self._check()
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ArgumentError(
+                f"trace ({name}) is no trace ({error}); docs/bench.md says what one holds, and `--env` records one"
+            ) from error
+
+    @classmethod
+    def load(cls, file: Path) -> Trace:
+        """Read a file."""
+        try:
+            with np.load(file, allow_pickle=False) as loaded:
+                return cls({name: loaded[name] for name in loaded.files}, file.name)
+        except (OSError, EOFError, ValueError, zipfile.BadZipFile) as error:
+            if isinstance(error, ArgumentError):
+                raise
+            raise ArgumentError(f"trace ({file}) cannot be read ({error}); name an .npz file") from error
+
+    def __len__(self) -> int:
+        """Count the transitions."""
+        return len(self._arrays["reward"])
+
+    @property
+    def observation_space(self) -> spaces.Space[Any]:
+        """What an observation looks like; the bounds are those of its dtype."""
+        return _space_of(self._observe(0, 0))
+
+    @property
+    def action_space(self) -> spaces.Space[Any]:
+        """What an action looks like."""
+        actions = self._arrays["action"]
+        if actions.dtype.kind in "iu" and actions.ndim == 1:
+            return spaces.Discrete(int(actions.max()) + 1)
+        return spaces.Box(-1, 1, actions.shape[1:], actions.dtype.type)
+
+    def steps(self) -> Iterator[TraceStep]:
+        """Play the trace once, in arrays of the caller's own."""
+        arrays = self._arrays
+        done = 0
+        for begin, length in arrays["ep"].tolist():
+            obs = self._observe(begin, begin)
+            for step in range(length):
+                next_obs = self._observe(begin, begin + step + 1)
+                ended = arrays["terminated"][None, done].astype(np.bool_)
+                yield TraceStep(
+                    obs=obs,
+                    action=arrays["action"][None, done].copy(),
+                    reward=arrays["reward"][None, done].astype(np.float32),
+                    next_obs=next_obs,
+                    terminated=ended,
+                    truncated=arrays["truncated"][None, done].astype(np.bool_) & ~ended,
+                )
+                obs = next_obs
+                done += 1
+
+    def repeated(self) -> Iterator[TraceStep]:
+        """Play the trace for ever."""
+        return itertools.chain.from_iterable(self.steps() for _ in itertools.count())
+
+    def _observe(self, begin: int, frame: int) -> Any:
+        """Return the observation at `frame` of the episode that begins at `begin`, with a lane axis."""
+        if self._stack > 1:
+            return self._frames["obs"][np.maximum(np.arange(frame - self._stack + 1, frame + 1), begin)][None]
+        seen = {key: _channels_first(frames[frame : frame + 1].copy()) for key, frames in self._frames.items()}
+        return seen["obs"] if set(seen) == {"obs"} else seen
+
+    def _check(self) -> None:
+        episodes = self._arrays["ep"]
+        counts = {name: len(self._arrays[name]) for name in _PER_TRANSITION}
+        if episodes.ndim != 2 or episodes.shape[1] != 2 or len(episodes) == 0 or (episodes < 0).any():
+            raise ValueError("`ep` must be rows of first frame and number of transitions")
+        total = int(episodes[:, 1].sum())
+        if total == 0 or set(counts.values()) != {total}:
+            raise ValueError(f"`ep` counts {total} transitions, the other arrays {counts}")
+        if not self._frames or (self._stack > 1 and set(self._frames) != {"obs"}) or self._stack < 1:
+            raise ValueError(f"a stack of {self._stack} of the frames {sorted(self._frames)}")
+        last = int(episodes.sum(axis=1).max())
+        if any(frames.dtype.kind not in "biuf" or len(frames) <= last for frames in self._frames.values()):
+            raise ValueError(f"frames must be numbers, and there must be more than {last} of each key")
+
+
+class TraceRecorder:
+    """Collects what an environment shows and writes it as a trace.
+
+    Args:
+        stack: Frames that the agent's observation stacks; a single frame is given.
+    """
+
+    def __init__(self, stack: int = 1) -> None:
+        self._stack = stack
+        self._frames: dict[str, list[NDArray[Any]]] = {}
+        self._episodes: list[list[int]] = []
+        self._taken: dict[str, list[Any]] = {name: [] for name in _PER_TRANSITION}
+        self._count = 0
+
+    def begin(self, frame: Any) -> None:
+        """Take the first observation of an episode."""
+        self._episodes.append([self._count, 0])
+        self._see(frame)
+
+    def step(self, action: Any, reward: float, frame: Any, terminated: bool, truncated: bool) -> None:
+        """Take one transition."""
+        for name, value in zip(_PER_TRANSITION, (action, reward, terminated, truncated), strict=True):
+            self._taken[name].append(value)
+        self._episodes[-1][1] += 1
+        self._see(frame)
+
+    def save(self, file: Path) -> None:
+        """Write the trace."""
+        frames: dict[str, Any] = {f"f_{key}": np.stack(rows) for key, rows in self._frames.items()}
+        taken: dict[str, Any] = {name: np.array(values) for name, values in self._taken.items()}
+        episodes = np.array([episode for episode in self._episodes if episode[1]], np.int64)
+        np.savez(file, meta=np.array(json.dumps({"stack": self._stack})), ep=episodes, **frames, **taken)
+
+    def _see(self, frame: Any) -> None:
+        named = frame if isinstance(frame, dict) else {"obs": frame}
+        for key, seen in named.items():
+            array = np.array(seen)
+            is_screen = self._stack > 1 and array.ndim == 3 and array.shape[-1] == 1
+            self._frames.setdefault(key, []).append(array[..., 0] if is_screen else array)
+        self._count += 1
+
+
+def _channels_first(batch: NDArray[Any]) -> NDArray[Any]:
+    is_image = batch.ndim == 4 and batch.dtype == np.uint8 and batch.shape[-1] <= 4
+    return np.moveaxis(batch, -1, -3) if is_image else batch
+
+
+def _space_of(observation: Any) -> spaces.Space[Any]:
+    if isinstance(observation, dict):
+        return spaces.Dict({key: _space_of(part) for key, part in observation.items()})
+    array = np.asarray(observation)
+    if array.dtype.kind == "f":
+        return spaces.Box(-np.inf, np.inf, array.shape[1:], array.dtype.type)
+    if array.dtype.kind == "b":
+        return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
+    limits = np.iinfo(array.dtype)
+    return spaces.Box(int(limits.min), int(limits.max), array.shape[1:], array.dtype.type)
+
+
+_EMIT_EVERY = 200
+
+
+def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) -> None:
+    """Play at random, and write what was seen."""
+    _require_flat(env.observation_space)
+    recorder = TraceRecorder(stack)
+    begins = True
+    for count, step in enumerate(itertools.islice(random_steps(env, seed), transitions)):
+        obs, action, reward, next_obs, terminated, truncated = step
+        if begins:
+            recorder.begin(obs)
+        recorder.step(action, reward, next_obs, terminated, truncated)
+        begins = terminated or truncated
+        if count % _EMIT_EVERY == 0:
+            emit({"done": count, "total": transitions})
+    recorder.save(file)
+
+
+def _require_flat(space: spaces.Space[Any]) -> None:
+    parts = list(space.spaces.values()) if isinstance(space, spaces.Dict) else [space]
+    if not all(isinstance(part, spaces.Box) for part in parts):
+        raise ArgumentError(f"env observes {space}; a trace holds a Box, or a Dict of them")
+
+
+def main() -> None:
+    """Read the command line and record."""
+    parser = argparse.ArgumentParser(prog="python -m holdall.tools.bench.trace")
+    parser.add_argument("--env", required=True)
+    parser.add_argument("--wrapper", default="")
+    parser.add_argument("--stack", type=int, default=1)
+    parser.add_argument("--transitions", type=int, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, required=True)
+    wanted = parser.parse_args()
+    emit({"done": 0, "total": wanted.transitions})
+    record_trace(make_single_env(wanted.env, wanted.wrapper), wanted.transitions, wanted.stack, wanted.seed, wanted.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""One training in a process of its own: `python -m holdall.tools.bench.training TASK`, the task as JSON.
+
+Out: JSON lines, {"phase", "done", "total"} while it runs and {"result"} last. Random actions in the real environment
+fill the buffer first; only then are memory and speed measured. Peaks are resident bytes, reset for every phase. The
+features extractor of the shipped environment is here because it needs torch and Stable-Baselines3, as a training does.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from stable_baselines3.common.buffers import DictReplayBuffer, ReplayBuffer
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
+
+from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.tools.bench.child_process import Task, emit
+from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
+from holdall.tools.plan.spec import ALGORITHMS
+
+PATCH_PX = 12  # what the network sees at once
+
+
+class CameraExtractor(BaseFeaturesExtractor):
+    """One wide convolution and the state vector."""
+
+    def __init__(self, observation_space: Any) -> None:
+        super().__init__(observation_space, features_dim=32 + observation_space["state"].shape[0])
+        channels, height, width = observation_space["camera"].shape  # SB3 has moved the channels to the front
+        patches = (height // PATCH_PX) * (width // PATCH_PX)
+        self.look = torch.nn.Sequential(
+            torch.nn.Conv2d(channels, 8, kernel_size=PATCH_PX, stride=PATCH_PX),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * patches, 32),
+            torch.nn.ReLU(),
+        )
+
+    def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Join what the camera shows with the state."""
+        return torch.cat([self.look(observations["camera"]), observations["state"]], dim=1)
+
+
+_EMIT_EVERY_S = 0.2
+_READINGS = 50
+_WARM_UP = 0.2  # share of the steps that are not timed
+
+
+class MeasureCallback(BaseCallback):
+    """Reads memory at even distances, notes when steps were done, and what episodes returned."""
+
+    def __init__(self, phase: str, total: int) -> None:
+        super().__init__()
+        self.phase, self.total = phase, total
+        self.moments: list[float] = []  # when each step, or each rollout, began
+        self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
+        self.returns: list[float] = []
+        self._every = max(total // _READINGS, 1)
+        self._told = 0.0
+        self._steps = 0
+
+    def _on_rollout_start(self) -> None:
+        self.moments.append(time.perf_counter())
+
+    def _on_step(self) -> bool:
+        self._steps += self.training_env.num_envs
+        now = time.perf_counter()
+        self.returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
+        if self._steps // self._every != (self._steps - self.training_env.num_envs) // self._every:
+            self.readings.append((self._steps, held_bytes().unique))
+        if now - self._told > _EMIT_EVERY_S:
+            self._told = now
+            resident = held_bytes().resident
+            emit({"phase": self.phase, "done": self._steps, "total": self.total, "resident": resident})
+        return True
+
+    def _on_training_end(self) -> None:
+        self.moments.append(time.perf_counter())
+
+
+def measure_training(task: Task) -> dict[str, Any]:
+    """Construct, fill, train, save; measure each."""
+    started = time.perf_counter()
+    peaks = {"base": held_bytes().resident}
+    if task.threads:
+        torch.set_num_threads(task.threads)
+    begin_peak()
+    model = _make_model(task)
+    found: dict[str, Any] = {
+        "observation": space_to_dict(model.observation_space),
+        "action": space_to_dict(model.action_space),
+        "processes": [],
+    }
+    peaks["construct"] = peak_bytes()
+    on_policy = ALGORITHMS[task.algo].on_policy
+    found |= (_measure_on_policy if on_policy else _measure_off_policy)(model, task, peaks)
+    found["checkpoint"] = _measure_save(model, task, peaks)
+    return found | {"peaks": peaks, "seconds": time.perf_counter() - started}
+
+
+def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    fill = task.size if task.fills else max(2 * task.batch_size, 100)
+    filling = MeasureCallback("fill", fill)
+    begin_peak()
+    model.learning_starts = fill + 1  # no update happens before, only random actions
+    model.learn(fill, callback=filling)
+    peaks["collect"] = peak_bytes()
+    if task.buffer == "holdall":
+        model.replay_buffer.memory.drain()
+    held = model.replay_buffer.size()
+    model.learning_starts = 0
+    training = MeasureCallback("train", task.timesteps)
+    begin_peak()
+    model.learn(task.timesteps, callback=training, reset_num_timesteps=False)
+    peaks["train"] = peak_bytes()
+    seconds = np.diff(training.moments)
+    settled = seconds[int(_WARM_UP * len(seconds)) :]
+    return {
+        "steps": len(seconds) * task.num_envs,
+        "filled": held / model.replay_buffer.buffer_size,
+        # The median: on a shared machine the mean tells more about the neighbours than about the run.
+        "steps_per_second": task.num_envs / float(np.median(settled)),
+        "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
+        "bytes_per_transition": _slope(filling.readings),
+        "rewards": training.returns[-1_000:],
+    }
+
+
+def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    rollout = task.size * task.num_envs
+    total = max(task.timesteps, rollout) if task.fills else task.timesteps
+    training = MeasureCallback("train", -(-total // rollout) * rollout)
+    begin_peak()
+    model.learn(total, callback=training)
+    peaks["train"] = peaks["collect"] = peak_bytes()
+    seconds = np.diff(training.moments)
+    return {
+        "steps": training.num_timesteps,
+        "filled": min(training.num_timesteps / rollout, 1.0),
+        "steps_per_second": rollout / float(np.median(seconds)),
+        "fill_per_second": None,
+        "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= rollout]),
+        "rewards": training.returns[-1_000:],
+    }
+
+
+def _make_model(task: Task) -> Any:
+    algorithm = ALGORITHMS[task.algo]
+    env = make_vec_env(partial(make_single_env, task.env_id), n_envs=task.num_envs)
+    cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
+    is_dict = hasattr(env.observation_space, "spaces")
+    if algorithm.on_policy:
+        settings |= {"n_steps": task.size, "n_epochs": 2}
+        if task.buffer == "holdall":
+            settings["rollout_buffer_class"] = importlib.import_module("holdall.sb3").RolloutBuffer
+    else:
+        own = importlib.import_module("holdall.sb3").ReplayBuffer if task.buffer == "holdall" else None
+        # As many updates as steps: with more environments, no fewer updates a transition.
+        settings |= {"buffer_size": task.size, "train_freq": 1, "gradient_steps": -1}
+        settings["replay_buffer_class"] = own or (DictReplayBuffer if is_dict else ReplayBuffer)
+    if task.features:
+        module, _, name = task.features.partition(":")
+        settings["policy_kwargs"]["features_extractor_class"] = getattr(importlib.import_module(module), name)
+    policy = "MultiInputPolicy" if is_dict else _policy(env)
+    model = cls(policy, env, seed=task.seed, device="cpu", **settings)
+    model.set_logger(configure(None, []))
+    return model
+
+
+def _policy(env: Any) -> str:
+    return "CnnPolicy" if has_images(env.observation_space) else "MlpPolicy"
+
+
+def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
+    """Save what a resumed training needs: the model, and the replay buffer if there is one."""
+    emit({"phase": "save", "done": 0, "total": 1})
+    before = held_bytes().resident
+    has_peak = begin_peak()
+    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
+        place = Path(folder)
+        start = time.perf_counter()
+        replay = getattr(model, "replay_buffer", None)
+        if replay is not None and task.buffer == "holdall":
+            files = importlib.import_module("holdall.sb3.checkpoint").training_files(model, None)
+            replay.memory.save(place / "run", attach=files).result()
+        else:
+            model.save(place / "model.zip")
+            if replay is not None:
+                model.save_replay_buffer(place / "buffer.pkl")
+        seconds = time.perf_counter() - start
+        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+    peaks["save"] = peak_bytes()
+    return {"seconds": seconds, "bytes": size, "extra": max(peaks["save"] - before, 0) if has_peak else None}
+
+
+def _slope(readings: list[tuple[int, int]]) -> float | None:
+    """Return the bytes that one more transition costs: a line through the later readings."""
+    late = readings[len(readings) // 4 :]
+    if len(late) < 3:
+        return None
+    held, taken = np.array(late, np.float64).T
+    return float(np.polyfit(held, taken, 1)[0])
+
+
+def main() -> None:
+    """Read the task, train, and print the result."""
+    task = Task(**json.loads(sys.argv[1]))
+    emit({"phase": "construct", "done": 0, "total": 1})
+    emit({"result": measure_training(task)})
+
+
+if __name__ == "__main__":
+    main()

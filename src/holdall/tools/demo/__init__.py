@@ -1,0 +1,6 @@
+"""The demo: plan, train, watch, checkpoint, kill, resume, and compare with Stable-Baselines3's buffer.
+
+camera.py is the environment, training.py one training in a process of its own, walkthrough.py runs everything.
+"""
+
+from __future__ import annotations

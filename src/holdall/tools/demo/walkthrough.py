@@ -1,0 +1,287 @@
+"""The demo from beginning to end: plan, train, watch, checkpoint, kill -9, resume, compare.
+
+Only the replay buffer differs between the two trainings, and the second one is killed half-way. So any difference in
+the end comes from the buffer or from the crash. The plan leaves the demo's network out: a few hundred kilobytes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from holdall.errors import ArgumentError, HoldallError, MissingPackageError
+from holdall.machine import Limit
+from holdall.tools.bench.child_process import messages, module_command
+from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
+from holdall.tools.plan.measure_memory import need_from_spaces
+from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
+from holdall.tools.plan.recommend import PlanInputs, need_bytes
+from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.subprocess_probe import run_probe
+from holdall.tools.report import read_report
+from holdall.units import format_bytes
+
+MIN_STEPS = 240
+MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
+_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+
+
+def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
+    """Run the whole story."""
+    _check(steps, transitions)
+    begun = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
+    shutil.rmtree(checkpoint, ignore_errors=True)
+
+    _print_heading(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
+    fitted = plan_fit(steps + transitions, limit_bytes)
+    console.print(f"  There is to be no more than {format_bytes(fitted.limit_bytes)}.")
+    _print_fit(console, fitted)
+
+    _print_heading(console, 2, "Train with Stable-Baselines3's replay buffer")
+    sizes = ("--steps", steps, "--transitions", transitions)
+    plain = _result_of(_train(console, "sb3", module_command("tools.demo.training", "--buffer", "sb3", *sizes)))
+
+    _print_heading(console, 3, "Train with holdall's, save a checkpoint half-way, and kill -9")
+    own = ("--buffer", "holdall", *sizes, "--checkpoint", checkpoint)
+    saved = _train_until_killed(console, module_command("tools.demo.training", *own))
+
+    _print_heading(console, 4, "Resume, and watch the memory while it fills")
+    told = _train(
+        console, "holdall", module_command("tools.demo.training", *own, "--resume", "--record", record), record
+    )
+    resumed = CheckpointFingerprint(**told["resumed"])
+    same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
+    console.print(
+        f"  loaded in {resumed.seconds:.1f} s at step {resumed.step}; the next batches are {same}, bit for bit"
+    )
+    if now := latest_reading(record):
+        console.print(f"  at the end {now}", soft_wrap=True)
+
+    comparison = Comparison(fitted, plain, _result_of(told), saved, resumed)
+    page = _write_report(record, folder / "report.html")
+    return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=page)
+
+
+def _print_heading(console: Console, number: int, title: str) -> None:
+    console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
+
+
+def _print_fit(console: Console, fitted: DemoFit) -> None:
+    for buffer, (size, said) in fitted.rows().items():
+        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[said]}]{said}[/]")
+    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
+
+
+def _train(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
+    """Run one training to its end behind a bar; return what it said, by kind."""
+    told: dict[str, Any] = {}
+    with _bars(console) as bars:
+        task = bars.add_task(TITLES[buffer], total=1.0, memory="")
+        for message in messages(command):
+            if "done" not in message:
+                told |= message
+                continue
+            memory = "" if record is None else latest_reading(record).partition(", torch")[0]
+            bars.update(task, completed=message["done"] / message["total"], memory=memory)
+    return told
+
+
+def _train_until_killed(console: Console, command: list[str]) -> CheckpointFingerprint:
+    """Run a training until its checkpoint is safe, and kill it some steps later."""
+    saved: CheckpointFingerprint | None = None
+    with _bars(console) as bars:
+        task = bars.add_task(TITLES["holdall"], total=1.0, memory="")
+        lines = messages(command)
+        try:
+            for message in lines:
+                if "saved" in message:
+                    saved = CheckpointFingerprint(**message["saved"])
+                elif saved is not None and message.get("done", 0) > saved.step:
+                    break  # it has learnt something that the checkpoint does not know
+                elif "done" in message:
+                    bars.update(task, completed=message["done"] / message["total"])
+        finally:
+            lines.close()  # kills the child, with SIGKILL
+    if saved is None:
+        raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
+    size = format_bytes(saved.checkpoint_bytes)
+    console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
+    return saved
+
+
+def _result_of(told: dict[str, Any]) -> DemoResult:
+    if "result" not in told:
+        raise HoldallError("The training ended without a result; run `python -m holdall.tools.demo.training` alone.")
+    return DemoResult(**told["result"])
+
+
+def _bars(console: Console) -> Progress:
+    columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
+    return Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
+
+
+def _write_report(record: Path, target: Path) -> str:
+    """Make the page of what the watch recorded, as `holdall report` does."""
+    target.write_text(read_report(record).page(), encoding="utf-8")
+    return str(target)
+
+
+def _check(steps: int, transitions: int) -> None:
+    if importlib.util.find_spec("stable_baselines3") is None:
+        msg = "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
+        raise MissingPackageError(msg)
+    for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
+        if value < least:
+            msg = f"{name} ({value}) is too few to measure anything by; give at least {least}."
+            raise ArgumentError(msg)
+
+
+_ROUND_BYTES = 50 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class DemoFit:
+    """What the plan says."""
+
+    limit_bytes: int
+    sb3_bytes: int
+    sb3: str  # verdict
+    holdall_bytes: int
+    holdall: str
+
+    def rows(self) -> dict[str, tuple[int, str]]:
+        """Return need and verdict by buffer."""
+        return {"sb3": (self.sb3_bytes, self.sb3), "holdall": (self.holdall_bytes, self.holdall)}
+
+
+def plan_fit(transitions: int, limit_bytes: int | None) -> DemoFit:
+    """Plan the demo's training."""
+    rover = CameraRover()
+    spec = Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
+    base = run_probe("baseline", spec=spec, networks=True)
+    measured = MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
+    needs = [need_bytes(spec, _known(measured, spec, 0), holdall=holdall) for holdall in (False, True)]
+    limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
+    known = _known(measured, spec, limit)
+    plain, own = (str(known.verdict(spec, holdall=holdall)) for holdall in (False, True))
+    return DemoFit(limit, needs[0], plain, needs[1], own)
+
+
+def _known(measured: MeasuredCosts, spec: Spec, limit_bytes: int) -> PlanInputs:
+    return PlanInputs(measured, MachineLimits((Limit("--limit", limit_bytes, limit_bytes),)), need_from_spaces(spec))
+
+
+_TAIL_BYTES = 65_536
+_SHOWN = ("buffers", "torch", "python", "libraries")
+
+
+def latest_reading(record: Path) -> str:
+    """Return the newest reading in words."""
+    try:
+        with record.open("rb") as file:
+            file.seek(max(record.stat().st_size - _TAIL_BYTES, 0))
+            lines = file.read().decode("utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    for line in reversed(lines):
+        try:
+            reading = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(reading, dict) and reading.get("kind") == "reading":
+            return _reading_text(reading)
+    return ""
+
+
+def _reading_text(reading: dict[str, object]) -> str:
+    sums = dict.fromkeys(_SHOWN, 0)
+    parts = reading.get("parts")
+    for part in parts if isinstance(parts, list | tuple) else ():
+        if part["group"] in sums:
+            sums[part["group"]] += int(part["resident"])
+    shown = ", ".join(f"{group} {format_bytes(size)}" for group, size in sums.items() if size)
+    return f"{format_bytes(float(str(reading['pss'])))}: {shown}"
+
+
+TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The same training with either buffer; the second one was killed half-way and resumed."""
+
+    fit: DemoFit
+    sb3: DemoResult
+    holdall: DemoResult
+    saved: CheckpointFingerprint
+    resumed: CheckpointFingerprint
+    seconds: float = 0.0
+    report: str = ""  # the page
+
+    @property
+    def weights_identical(self) -> bool:
+        """Whether both trainings ended with the same weights, bit for bit."""
+        return self.sb3.weights_sha256 == self.holdall.weights_sha256
+
+    @property
+    def batches_identical(self) -> bool:
+        """Whether the resumed memory draws the batches that the killed one would have drawn."""
+        return self.saved.batches_sha256 == self.resumed.batches_sha256
+
+    @property
+    def holds(self) -> bool:
+        """Whether all is as promised."""
+        return self.weights_identical and self.batches_identical
+
+    def as_json(self) -> str:
+        """Write the comparison as one JSON object."""
+        found = {"weights_identical": self.weights_identical, "batches_identical": self.batches_identical}
+        return json.dumps({**dataclasses.asdict(self), **found})
+
+
+def table(comparison: Comparison) -> Table:
+    """Lay the two trainings out as a table for people."""
+    drawn = Table(title=f"SAC on a camera and a vector, {comparison.sb3.transitions:,} transitions held")
+    drawn.add_column("replay buffer")
+    for heading in ("bytes/transition", "peak memory", "within limit", "steps/s"):
+        drawn.add_column(heading, justify="right")
+    for result in (comparison.sb3, comparison.holdall):
+        drawn.add_row(
+            TITLES[result.buffer],
+            f"{result.bytes_per_transition:,.0f}",
+            format_bytes(result.peak_bytes),
+            "yes" if result.peak_bytes < comparison.fit.limit_bytes else "no",
+            f"{result.steps_per_second:.1f}",
+        )
+    return drawn
+
+
+def verdict(comparison: Comparison) -> str:
+    """Say whether the two policies are the same, and what the memory came to."""
+    ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
+    if not comparison.batches_identical:
+        return (
+            f"BATCHES DIFFER: {comparison.saved.batches_sha256[:12]} before the kill, "
+            f"{comparison.resumed.batches_sha256[:12]} after it."
+        )
+    if comparison.weights_identical:
+        return (
+            f"Weights identical, bit for bit ({comparison.holdall.weights_sha256[:12]}), though holdall's training was "
+            f"killed and resumed; {ratio:.1f} x less memory."
+        )
+    return (
+        f"WEIGHTS DIFFER: {comparison.sb3.weights_sha256[:12]} with Stable-Baselines3's buffer, "
+        f"{comparison.holdall.weights_sha256[:12]} with holdall's."
+    )

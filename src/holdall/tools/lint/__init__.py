@@ -1,0 +1,50 @@
+"""Lint: find mistakes in a training's configuration, with their numbers, before it starts.
+
+`text(source)` and `files(paths)` read scripts and hyperparameter files as syntax and execute nothing;
+`model(model)` looks at a live model. The public name of this package is `holdall.lint`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from holdall.tools.lint.engine import LintSettings, check_runs, check_text, find_files, read_text
+from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.source.models import read_model
+
+__all__ = ["RULES", "Edit", "Finding", "LintSettings", "Machine", "Severity", "SourceRange", "files", "model", "text"]
+
+
+def text(source: str, path: str = "train.py", settings: LintSettings | None = None) -> list[Finding]:
+    """Return what is wrong with a script, or with YAML if `path` ends so."""
+    chosen = settings or LintSettings()
+    return check_text(source, path, chosen.rules(), chosen.machine())
+
+
+def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[Finding]:
+    """Return what is wrong with files, and with the scripts and YAML files in directories."""
+    chosen = settings or LintSettings()
+    rules, machine = chosen.rules(), chosen.machine()
+    found = find_files(paths, chosen.exclude)
+    return [finding for path in found for finding in check_text(read_text(path), str(path), rules, machine)]
+
+
+def model(
+    model: Any,
+    total_timesteps: int | None = None,
+    callbacks: Iterable[Any] = (),
+    settings: LintSettings | None = None,
+) -> list[Finding]:
+    """Return what is wrong with a model of Stable-Baselines3 that is about to be trained.
+
+    Args:
+        total_timesteps: What `learn` will get; rules about the length of the run are silent without it.
+        callbacks: Those that `learn` will get.
+    """
+    chosen = settings or LintSettings()
+    run = read_model(model, total_timesteps, callbacks)
+    return sorted(check_runs([run], chosen.rules(), chosen.machine()), key=lambda one: (-one.severity, one.rule))

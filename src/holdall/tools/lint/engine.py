@@ -1,0 +1,251 @@
+"""The lint itself: settings, files in, findings out.
+
+In:  prefixes of rule ids and a `[tool.holdall.lint]` table; paths, or the text of a script or hyperparameter file.
+Out: findings in the order of the text, without those that a comment ignores.
+Invariant: nothing of a file is executed or imported; a file that cannot be parsed is one finding, not an exception.
+"""
+
+from __future__ import annotations
+
+import codecs
+import io
+import tokenize
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from holdall.errors import ArgumentError
+from holdall.tools.lint.finding import Finding, Severity, SourceRange, drop_stale_edits, read_ignores
+from holdall.tools.lint.machine import Machine, detect_machine
+from holdall.tools.lint.rule import CheckedScript, NotParsed, Rule, RunRule, ScriptRule, UnusedIgnore
+from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.run import ConfiguredRun
+from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
+from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.script import Script
+from holdall.tools.plan.spec import parse_version
+from holdall.units import parse_bytes
+
+ALL_RULES = "ALL"
+
+
+@dataclass(frozen=True, slots=True)
+class LintSettings:
+    """What a user can set; None and empty stand for the default."""
+
+    select: tuple[str, ...] = (ALL_RULES,)
+    ignore: tuple[str, ...] = ()
+    fail_on: str = "error"  # or "warning", "info", "never"
+    budget: str | int | None = None  # the memory to judge by, instead of this machine's
+    vram: str | int | None = None
+    sb3_version: str | None = None  # to judge by, instead of the one that is installed
+    exclude: tuple[str, ...] = ()  # names or patterns of paths that a directory's walk leaves out
+
+    def rules(self) -> dict[str, Rule]:
+        """Return the rules in force."""
+        for prefix in (*self.select, *self.ignore):
+            if prefix != ALL_RULES and not any(rule.startswith(prefix) for rule in RULES):
+                raise ArgumentError(
+                    f"rule ({prefix!r}) is none; rules are {', '.join(RULES)}, or a prefix, or {ALL_RULES}"
+                )
+        return {
+            name: rule
+            for name, rule in RULES.items()
+            if _matches(name, self.select) and not _matches(name, self.ignore)
+        }
+
+    def machine(self) -> Machine:
+        """Return this machine, with the limits that were set."""
+        return detect_machine(
+            None if self.budget is None else parse_bytes(self.budget, "budget"),
+            None if self.vram is None else parse_bytes(self.vram, "vram"),
+            None if self.sb3_version is None else parse_version(self.sb3_version),
+        )
+
+    @property
+    def fails_from(self) -> Severity | None:
+        """The least severity that makes the command fail; None: nothing does."""
+        if self.fail_on == "never":
+            return None
+        try:
+            return Severity[self.fail_on.upper()]
+        except KeyError:
+            raise ArgumentError(f"fail_on ({self.fail_on!r}) must be one of error, warning, info, never") from None
+
+    def but(self, **changes: Any) -> LintSettings:
+        """Return the settings with those that are not None changed."""
+        return replace(self, **{name: value for name, value in changes.items() if value is not None})
+
+
+def _matches(name: str, prefixes: Sequence[str]) -> bool:
+    return any(prefix == ALL_RULES or name.startswith(prefix) for prefix in prefixes)
+
+
+def find_settings(start: Path) -> LintSettings:
+    """Read `[tool.holdall.lint]` of the nearest pyproject.toml, upwards from a directory."""
+    for directory in (start, *start.parents):
+        file = directory / "pyproject.toml"
+        if file.is_file():
+            return read_settings(file)
+    return LintSettings()
+
+
+def read_settings(file: Path) -> LintSettings:
+    """Read `[tool.holdall.lint]` of a file."""
+    try:
+        document = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArgumentError(f"{file} cannot be read: {error}") from error
+    table = document.get("tool", {}).get("holdall", {}).get("lint", {})
+    known = {field.name.replace("_", "-"): field.name for field in fields(LintSettings)}
+    for key, value in table.items():
+        if key not in known:
+            raise ArgumentError(f"{file}: [tool.holdall.lint] {key} is unknown; known are {', '.join(known)}")
+        wants_list = isinstance(getattr(LintSettings(), known[key]), tuple)
+        is_list = isinstance(value, list) and all(isinstance(item, str) for item in value)
+        if wants_list != is_list:
+            wanted = "a list of strings" if wants_list else "one value"
+            raise ArgumentError(f"{file}: [tool.holdall.lint] {key} ({value!r}) must be {wanted}")
+    return LintSettings().but(
+        **{known[key]: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
+    )
+
+
+YAML_SUFFIXES = (".yml", ".yaml")
+
+Rules = Mapping[str, Rule]
+
+
+def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
+    """Return what is wrong with a file: a Python script, or YAML by its name's ending."""
+    check = _check_yaml if path.endswith(YAML_SUFFIXES) else _check_script
+    found = list(check(text, path, rules, machine))
+    kept = drop_stale_edits(text, _not_ignored(found, text, path, rules))
+    return sorted(kept, key=lambda one: (one.place, one.rule))
+
+
+def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) -> Iterator[Finding]:
+    """Yield what is wrong with runs, whatever they were read from."""
+    for run in runs:
+        for rule in rules.values():
+            if isinstance(rule, RunRule):
+                yield from _check_run(rule, run, machine)
+
+
+def _check_run(rule: RunRule, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+    seen: set[SourceRange] = set()
+    for variant in (run,) if rule.sees_searches else run.variants:
+        for finding in rule.check(variant, machine):
+            if finding.place not in seen:
+                seen.add(finding.place)
+                yield finding
+
+
+def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
+    try:
+        script = Script.parse(text, path)
+    except SyntaxError as error:
+        line, column = error.lineno or 1, error.offset or 1
+        yield from _not_parsed(rules, error.msg, SourceRange(path, line, column, line, column + 1))
+        return
+    except (ValueError, RecursionError, MemoryError) as error:
+        yield from _not_parsed(rules, str(error) or type(error).__name__, SourceRange.whole(path))
+        return
+    training = TrainingReader(script)
+    yield from check_runs(training.runs, rules, machine)
+    subject = CheckedScript(script, training)
+    for rule in rules.values():
+        if isinstance(rule, ScriptRule):
+            yield from rule.check(subject, machine)
+
+
+def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
+    try:
+        runs = read_runs(text, path)
+    except YamlError as error:
+        yield from _not_parsed(rules, str(error), error.place)
+        return
+    yield from check_runs(runs, rules, machine)
+
+
+def _not_parsed(rules: Rules, message: str, place: SourceRange) -> Iterator[Finding]:
+    rule = rules.get(NotParsed.id)
+    if isinstance(rule, NotParsed):
+        yield from rule.report(message, place)
+
+
+def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
+    """Yield the findings that no comment accepts, and the comments that accept nothing."""
+    ignores = read_ignores(text)
+    yield from (one for one in found if not any(ignore.accepts(one) for ignore in ignores))
+    unused = rules.get(UnusedIgnore.id)
+    for ignore in ignores:
+        used = {one.rule for one in found if ignore.accepts(one)}
+        idle = ignore.ids - used
+        # A rule that was not asked for may well find something; only what was looked for is idle.
+        if not isinstance(unused, UnusedIgnore) or not idle <= rules.keys() or (not ignore.ids and used):
+            continue
+        if idle or not ignore.ids:
+            place = SourceRange(path, ignore.line, ignore.start + 1, ignore.line, ignore.end + 1)
+            line = text.split("\n")[ignore.line - 1]
+            yield from unused.report(ignore, idle, place, line[ignore.start : ignore.end])
+
+
+_SUFFIXES = (".py", *YAML_SUFFIXES)
+_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
+
+
+def find_files(paths: Iterable[Path], exclude: Iterable[str] = ()) -> list[Path]:
+    """Return the files that paths mean, each once."""
+    patterns = tuple(exclude)
+    found: dict[Path, None] = {}
+    for path in paths:
+        if path.is_dir():
+            found |= dict.fromkeys(sorted(_walk(path, patterns)))
+        elif path.is_file() and path.suffix in _SUFFIXES:
+            found[path] = None
+        elif path.exists():
+            raise ArgumentError(
+                f"path ({path}) is no script and no YAML file; holdall lint reads {', '.join(_SUFFIXES)}"
+            )
+        else:
+            raise ArgumentError(f"path ({path}) does not exist")
+    return list(found)
+
+
+def _walk(directory: Path, exclude: tuple[str, ...]) -> Iterator[Path]:
+    for entry in directory.iterdir():
+        is_excluded = any(fnmatch(entry.name, pattern) or fnmatch(str(entry), pattern) for pattern in exclude)
+        if entry.name.startswith(".") or is_excluded:
+            continue
+        if entry.is_dir() and not entry.is_symlink():
+            if entry.name not in _SKIPPED and not (entry / "pyvenv.cfg").exists():
+                yield from _walk(entry, exclude)
+        elif entry.suffix in _SUFFIXES and entry.is_file():
+            yield entry
+
+
+def read_text(path: Path) -> str:
+    """Return a file's text, in the encoding that it declares and with the line ends that it has."""
+    try:
+        data = path.read_bytes()
+        return data.decode(_encoding(path, data))
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ArgumentError(f"path ({path}) cannot be read: {error}") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file's text back, in the encoding that it declared."""
+    try:
+        path.write_bytes(text.encode(_encoding(path, path.read_bytes())))
+    except OSError as error:
+        raise ArgumentError(f"path ({path}) cannot be written: {error}") from error
+
+
+def _encoding(path: Path, data: bytes) -> str:
+    if path.suffix in YAML_SUFFIXES:
+        return "utf-8-sig" if data.startswith(codecs.BOM_UTF8) else "utf-8"
+    return tokenize.detect_encoding(io.BytesIO(data).readline)[0]

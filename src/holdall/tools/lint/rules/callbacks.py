@@ -1,0 +1,300 @@
+"""Rules about callbacks: whether they are passed, and how often they act."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import ClassVar
+
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.run import Callback, ConfiguredRun, whole
+from holdall.tools.lint.source.script import Script
+
+_FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
+_LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
+_VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
+
+_CALLBACK_LIST_SCRIPT = """
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import CallbackList, CheckpointCallback, EvalCallback
+
+checkpoint_callback = CheckpointCallback(save_freq=10_000, save_path="models")
+eval_callback = EvalCallback("CartPole-v1", eval_freq=10_000)
+callback_list = CallbackList([{callbacks}])
+PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=callback_list)
+"""
+
+
+class CallbackNeverPassed(ScriptRule):
+    """Finds callbacks that are created and reach no call of `learn`."""
+
+    id = "L01"
+    name = "callback-never-passed"
+    severity = Severity.ERROR
+    why = "It looks as if the run were evaluated, or saved, or stopped early, and it is not."
+    fix = "Add it to the list that `learn` gets, or delete it."
+    BAD: ClassVar = (
+        RuleExample(_CALLBACK_LIST_SCRIPT.replace("{callbacks}", "checkpoint_callback")),
+        RuleExample(
+            _CALLBACK_LIST_SCRIPT.replace("callback=callback_list", "").replace(
+                "{callbacks}", "checkpoint_callback, eval_callback"
+            )
+        ),
+        RuleExample(
+            """
+            from holdall.sb3 import CheckpointCallback
+            from stable_baselines3 import SAC
+            checkpoint = CheckpointCallback(10_000, "runs/dog")
+            SAC("MlpPolicy", "Pendulum-v1").learn(100_000)
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(_CALLBACK_LIST_SCRIPT.replace("{callbacks}", "checkpoint_callback, eval_callback")),
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, EveryNTimesteps
+            from stable_baselines3.common.callbacks import CheckpointCallback, StopTrainingOnRewardThreshold
+
+            class Own(BaseCallback):
+                def _on_step(self):
+                    return True
+
+            stop = StopTrainingOnRewardThreshold(reward_threshold=-200)
+            evaluate = EvalCallback("Pendulum-v1", callback_on_new_best=stop)
+            save = CheckpointCallback(save_freq=1, save_path="logs")
+            event = EveryNTimesteps(n_steps=500, callback=save)
+            own = Own()
+            callbacks = [evaluate, event]
+            callbacks.append(own)
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks)
+            """
+        ),
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            def callbacks():
+                evaluate = EvalCallback("Pendulum-v1")
+                return evaluate
+
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks())
+            """
+        ),
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            evaluate = EvalCallback("Pendulum-v1")
+            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=globals()["eval" + "uate"])
+            """
+        ),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield for every callback whose name leads nowhere."""
+        script = subject.script
+        looks_names_up = any(
+            isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in script.calls
+        )
+        if not subject.training.learn_calls or looks_names_up:
+            return
+        made = dict(_created(script))
+        dead = _never_read(script)
+        for name, node in made.items():
+            if name in dead:
+                kind = script.dotted(node.func).rpartition(".")[2]
+                yield self.finding(
+                    f"{kind} is created as {name!r} and never passed to learn", script.place(node), callback=kind
+                )
+
+
+def _created(script: Script) -> Iterator[tuple[str, ast.Call]]:
+    """Yield the callbacks that are assigned to a name."""
+    for node in script.nodes:
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _is_callback(script, call):
+                yield name, call
+            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as call) if _is_callback(script, call):
+                yield name, call
+
+
+def _is_callback(script: Script, call: ast.Call) -> bool:
+    dotted = script.dotted(call.func)
+    if dotted.startswith("holdall.sb3."):
+        return dotted.endswith("Callback")
+    if dotted.startswith(("stable_baselines3.", "sb3_contrib.")):
+        return ".callbacks." in dotted and dotted.rpartition(".")[2] != "CallbackList"
+    own = script.classes.get(dotted)
+    return own is not None and any(script.dotted(base).endswith("BaseCallback") for base in own.bases)
+
+
+def _never_read(script: Script) -> set[str]:
+    """Return the names that nothing reads, or only what goes to names of the same kind."""
+    readers: dict[str, list[str | None]] = {}
+    for node in script.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            readers.setdefault(node.id, [])
+    for node in script.nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in readers:
+            readers[node.id].append(_assigned_name(script, node))
+    exported = {part.value for part in script.nodes if isinstance(part, ast.Constant) and isinstance(part.value, str)}
+    dead: set[str] = set()
+    while True:
+        more = {
+            name
+            for name, to in readers.items()
+            if name not in dead and name not in exported and all(target in dead for target in to)
+        }
+        if not more:
+            return dead
+        dead |= more
+
+
+def _assigned_name(script: Script, node: ast.Name) -> str | None:
+    """Return the one name that the statement around a use assigns to; None for any other use.
+
+    A list or CallbackList around it only collects; whatever else is called may keep or run what it gets.
+    """
+    for parent in script.ancestors(node):
+        if isinstance(parent, ast.Assign):
+            return parent.targets[0].id if isinstance(parent.targets[0], ast.Name) else None
+        is_collection = isinstance(parent, ast.List | ast.Tuple)
+        is_list = isinstance(parent, ast.Call) and script.dotted(parent.func).endswith(".CallbackList")
+        if not is_collection and not is_list:
+            return None
+    return None
+
+
+_VECTORISED_SCRIPT = """
+from stable_baselines3 import PPO
+from stable_baselines3.common.callbacks import CheckpointCallback
+from stable_baselines3.common.env_util import make_vec_env
+
+n_envs = 2
+model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
+checkpoint = CheckpointCallback(save_freq={freq}, save_path="models")
+model.learn(10_000_000, callback=checkpoint)
+"""
+
+
+def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
+    """Yield the callbacks of a run that act every so many steps, with the argument and its value."""
+    for callback in run.callbacks:
+        name = _FREQUENCIES.get(callback.kind)
+        every = whole(callback.value(name)) if name else None
+        if name and every is not None and every > 0:
+            yield callback, name, every
+
+
+class FrequencyIgnoresEnvironments(RunRule):
+    """Finds `save_freq` and `eval_freq` that are not divided by the number of environments."""
+
+    id = "L02"
+    name = "frequency-ignores-environments"
+    severity = Severity.WARNING
+    why = """
+    Callbacks count calls of `env.step`, and each call is a step of every environment: with n of them they act n times
+    less often than the number says.
+    """
+    fix = (
+        "`save_freq=max(SAVE_FREQ // n_envs, 1)`, or keep it and know that it counts calls (`# holdall: ignore[L02]`)."
+    )
+    BAD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920")),)
+    GOOD: ClassVar = (
+        RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "max(81_920 // n_envs, 1)")),
+        RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920").replace("n_envs = 2", "n_envs = 1")),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a frequency counts fewer steps than are made."""
+        count = run.environments.number
+        for callback, name, every in _frequencies(run):
+            setting = callback.settings[name]
+            if count is None or count < 2 or setting.divisors is None or count in setting.divisors:
+                continue
+            text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
+            steps = run.count("n_steps") if run.algorithm.on_policy else None
+            if steps:
+                text += f", which is every {every / steps:g} rollouts"
+            yield self.finding(text, setting.place, every=every, every_steps=every * count, n_envs=count)
+
+
+class FrequencyBeyondRun(RunRule):
+    """Finds callbacks that the run ends before."""
+
+    id = "L17"
+    name = "frequency-beyond-run"
+    severity = Severity.WARNING
+    why = "Nothing is ever saved or evaluated. With several environments a run has fewer calls than steps."
+    fix = "A smaller number; remember to divide by the number of environments."
+    BAD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920").replace("10_000_000", "100_000")),)
+    GOOD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "8_192").replace("10_000_000", "100_000")),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a callback never acts."""
+        steps, count = run.total_timesteps, run.environments.number
+        if steps is None or count is None:
+            return
+        per_round = count * (run.count("n_steps") or 1) if run.algorithm.on_policy else count
+        calls = -(-steps // per_round) * per_round // count
+        for callback, name, every in _frequencies(run):
+            if every > calls:
+                yield self.finding(
+                    f"{name}={every:,}, but {steps:,} steps of {count} environments are {calls:,} calls: it never acts",
+                    callback.settings[name].place,
+                    every=every,
+                    calls=calls,
+                )
+
+
+class EvaluatesOnTrainingEnvironment(RunRule):
+    """Finds an EvalCallback that is given the environment that is trained on."""
+
+    id = "L18"
+    name = "evaluated-on-training-environment"
+    severity = Severity.WARNING
+    why = """
+    Evaluation resets and steps it. The training goes on with the observation from before, so the next transition joins
+    two episodes, and statistics of VecNormalize and Monitor mix.
+    """
+    fix = "Make a second environment for the callback."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            import gymnasium as gym
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            env = gym.make("Pendulum-v1")
+            SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(env, eval_freq=1000))
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            import gymnasium as gym
+            from stable_baselines3 import SAC
+            from stable_baselines3.common.callbacks import EvalCallback
+
+            env = gym.make("Pendulum-v1")
+            eval_env = gym.make("Pendulum-v1")
+            SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(eval_env, eval_freq=1000))
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if both are one object."""
+        origin = run.environments.origin
+        for callback in run.callbacks:
+            if origin is not None and callback.environments and callback.environments.origin == origin:
+                yield self.finding(
+                    f"{callback.kind} evaluates on the environment that the model is trained on", callback.place
+                )

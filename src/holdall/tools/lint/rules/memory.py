@@ -1,0 +1,317 @@
+"""Rules about the size of a buffer against the memory there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.machine import BufferNeed, Machine, buffer_need, percent, sized
+from holdall.tools.lint.rule import GIB, RuleExample, RunRule
+from holdall.tools.lint.run import ConfiguredRun, OneOf, candidates
+
+_SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
+
+CAMERA_SCRIPT = """
+import numpy as np
+import gymnasium as gym
+from gymnasium import spaces
+from stable_baselines3 import SAC
+
+class Dog(gym.Env):
+    def __init__(self):
+        self.observation_space = spaces.Dict({
+            "image": spaces.Box(0, 255, (84, 84, 3), np.uint8),
+            "vector": spaces.Box(-1, 1, (31,), np.float32),
+        })
+        self.action_space = spaces.Box(-1, 1, (8,), np.float32)
+
+"""
+
+
+def camera_script(line: str, **machine: object) -> RuleExample:
+    """Return a script that trains on a camera and a vector with this last line."""
+    return RuleExample(CAMERA_SCRIPT.lstrip() + line, machine=machine)
+
+
+def _largest_that_fits(run: ConfiguredRun, needed: BufferNeed, machine: Machine) -> str:
+    """Say what would fit into a comfortable share of the limit."""
+    room = int(machine.limit_bytes * _SAFE_SHARE)
+    rows = needed.layout.rows
+    per_row = (needed.layout.nbytes + needed.layout.flatten_bytes) / rows
+    fitting = int(room // per_row)
+    if run.algorithm.on_policy:
+        return f"n_steps={fitting:,} would take {percent(_SAFE_SHARE, 1)} of it"
+    return f"buffer_size={fitting * needed.layout.n_envs:,} would take {percent(_SAFE_SHARE, 1)} of it"
+
+
+def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
+    size = "rollout" if run.algorithm.on_policy else "replay buffer"
+    text = f"the {size} of {needed.layout.transitions:,} transitions {needed.words} {sized(needed.resident_bytes)}"
+    if not needed.is_certain:
+        text += " once it is full"
+    if needed.layout.flatten_bytes:
+        text += f", and {sized(needed.peak_bytes)} while it is flattened"
+    return text
+
+
+def _warning_if_uncertain(finding: Finding, needed: BufferNeed) -> Finding:
+    """Return a finding as a warning where the run may be too short for it to come true."""
+    return finding if needed.is_certain else replace(finding, severity=Severity.WARNING)
+
+
+class BufferBeyondMemory(RunRule):
+    """Compares the buffer, as full as the run makes it, with this machine's memory.
+
+    A warning where the number of steps is not known.
+    """
+
+    id = "M01"
+    name = "buffer-beyond-memory"
+    severity = Severity.ERROR
+    why = """
+    The buffer's pages are touched one by one as it fills, so the run starts well and is killed hours later. The figure
+    is the buffer alone; the interpreter, the libraries and the networks come on top.
+    """
+    fix = """
+    Take the capacity that the message names, or `replay_buffer_class=holdall.sb3.ReplayBuffer`, which stores every
+    observation once. `holdall plan` says what fits.
+    """
+    BAD: ClassVar = (
+        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(2_000_000)'),
+        camera_script(
+            'SAC("MultiInputPolicy", Dog(), buffer_size=300_000).learn(2_000_000)',
+            limit_bytes=9_210_000_000,
+            limit_name="budget",
+        ),
+    )
+    GOOD: ClassVar = (
+        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=400_000)'),
+        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(50_000)'),
+        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=int(input()))'),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the buffer cannot fit."""
+        needed = buffer_need(run, machine)
+        if needed is None or needed.peak_bytes <= machine.limit_bytes:
+            return
+        if machine.is_contained and needed.peak_bytes <= machine.ram_bytes:
+            return
+        finding = self.finding(
+            f"{_buffer_words(run, needed)}; {machine.limit_name} is {sized(machine.limit_bytes)}; "
+            f"{_largest_that_fits(run, needed, machine)}",
+            run.place_of("buffer_size", "n_steps"),
+            needed_bytes=needed.peak_bytes,
+            limit_bytes=machine.limit_bytes,
+        )
+        yield _warning_if_uncertain(finding, needed)
+
+
+class BufferNearLimit(RunRule):
+    """Warns if the buffer alone takes more than 80 % of the memory there is."""
+
+    id = "M02"
+    name = "buffer-near-limit"
+    severity = Severity.WARNING
+    why = """
+    What is left has to hold the interpreter, the libraries, the networks with their gradients and optimizer, and every
+    environment. On the way to the limit the system starts to swap or to kill.
+    """
+    fix = "Take the capacity that the message names, or a buffer that stores every observation once."
+    BAD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=700_000)'),)
+    GOOD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=600_000)'),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the buffer fits with little room."""
+        needed = buffer_need(run, machine)
+        if needed is None or not machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
+            return
+        yield self.finding(
+            f"{_buffer_words(run, needed)}: {percent(needed.peak_bytes, machine.limit_bytes)} of "
+            f"{machine.limit_name} ({sized(machine.limit_bytes)}); {_largest_that_fits(run, needed, machine)}",
+            run.place_of("buffer_size", "n_steps"),
+            needed_bytes=needed.peak_bytes,
+            limit_bytes=machine.limit_bytes,
+        )
+
+
+class BufferBeyondContainer(RunRule):
+    """Tells a container that is too small from a machine that is too small.
+
+    A warning where the number of steps is not known.
+    """
+
+    id = "M03"
+    name = "buffer-beyond-container"
+    severity = Severity.ERROR
+    why = """
+    `free`, `psutil.virtual_memory()` and Stable-Baselines3's own warning see the host's memory. The kernel kills at the
+    container's limit.
+    """
+    fix = "Raise the container's limit (`docker run --memory`), or take the capacity that the message names."
+    BAD: ClassVar = (
+        camera_script(
+            'SAC("MultiInputPolicy", Dog(), buffer_size=500_000).learn(2_000_000)',
+            limit_bytes=16 * GIB,
+            limit_name="control group /",
+        ),
+    )
+    GOOD: ClassVar = (
+        camera_script(
+            'SAC("MultiInputPolicy", Dog(), buffer_size=300_000)', limit_bytes=16 * GIB, limit_name="control group /"
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the host would do and the container does not."""
+        needed = buffer_need(run, machine)
+        if needed is None or not machine.is_contained:
+            return
+        if machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
+            finding = self.finding(
+                f"{_buffer_words(run, needed)}; the host has {sized(machine.ram_bytes)}, but {machine.limit_name} "
+                f"allows {sized(machine.limit_bytes)}; {_largest_that_fits(run, needed, machine)}",
+                run.place_of("buffer_size", "n_steps"),
+                needed_bytes=needed.peak_bytes,
+                limit_bytes=machine.limit_bytes,
+                ram_bytes=machine.ram_bytes,
+            )
+            yield _warning_if_uncertain(finding, needed)
+
+
+class BufferNeverFills(RunRule):
+    """Compares the buffer's capacity with the steps of the run."""
+
+    id = "M09"
+    name = "buffer-never-fills"
+    severity = Severity.INFO
+    why = """
+    What is never written is never resident, so a smaller buffer saves no memory here; but `save_replay_buffer` writes
+    the whole capacity to disk, and a measured peak says nothing about a longer run.
+    """
+    fix = "Set `buffer_size` to the steps of the run."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=200_000)
+            model.learn(total_timesteps=50_000)
+            """
+        ),
+        RuleExample("Pendulum-v1:\n  n_timesteps: 20000\n  policy: MlpPolicy", file="sac.yml"),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
+            model.learn(total_timesteps=50_000)
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the run is shorter than the buffer."""
+        size, steps = run.count("buffer_size"), run.total_timesteps
+        if size is not None and steps is not None and size > steps:
+            yield self.finding(
+                f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used",
+                run.place_of("buffer_size"),
+                buffer_size=size,
+                total_timesteps=steps,
+            )
+
+
+class CapacityRounded(RunRule):
+    """Says how many transitions a replay buffer really holds when the number of environments does not divide it."""
+
+    id = "M10"
+    name = "capacity-rounded-down"
+    severity = Severity.INFO
+    why = "Stable-Baselines3 divides `buffer_size` by the number of environments and drops the rest."
+    fix = "Make `buffer_size` a multiple of the number of environments."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import DQN
+            from stable_baselines3.common.env_util import make_vec_env
+            DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=6), buffer_size=100_000)
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import DQN
+            from stable_baselines3.common.env_util import make_vec_env
+            DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=100_000)
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if some of the capacity is dropped."""
+        size, count = run.count("buffer_size"), run.environments.number
+        if size is None or count is None or size % count == 0:
+            return
+        held = max(size // count, 1) * count
+        yield self.finding(
+            f"buffer_size={size:,} over {count} environments holds {held:,} transitions",
+            run.place_of("buffer_size"),
+            buffer_size=size,
+            capacity=held,
+        )
+
+
+class ComparisonNeverFills(RunRule):
+    """Looks for a comparison of buffer sizes none of which the run fills."""
+
+    id = "M18"
+    name = "comparison-never-fills"
+    severity = Severity.WARNING
+    sees_searches = True
+    why = """
+    A buffer's pages cost memory when they are written. Profiles of 200,000 and of 500,000 transitions take the same
+    memory, and learn the same, in a run of 50,000 steps: the comparison measures nothing of what it compares.
+    """
+    fix = "Train for more steps than the largest buffer holds, or pre-fill the buffers before measuring."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            for buffer_size in (200_000, 300_000, 400_000, 500_000):
+                model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
+                model.learn(total_timesteps=50_000)
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import SAC
+            for buffer_size in (20_000, 50_000):
+                model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
+                model.learn(total_timesteps=100_000)
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if every size is larger than the run is long."""
+        searched = run.value("buffer_size")
+        sizes = candidates(searched) if isinstance(searched, OneOf) else ()
+        steps = [candidates(learn.total_timesteps.value) for learn in run.learns]
+        if len(sizes) < 2 or len(steps) != 1 or not steps[0]:
+            return
+        longest = max(steps[0])
+        if longest < min(sizes):
+            yield self.finding(
+                f"the sizes {min(sizes):,} to {max(sizes):,} are compared over {longest:,} steps, which fill none: "
+                f"at most {percent(longest, min(sizes))} of the smallest is ever used",
+                run.place_of("buffer_size"),
+                smallest=min(sizes),
+                largest=max(sizes),
+                total_timesteps=longest,
+            )

@@ -1,0 +1,384 @@
+"""Rules about the processes and threads of vector environments."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import ClassVar
+
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.machine import Machine, sized
+from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.run import ConfiguredRun, candidates
+from holdall.tools.lint.source.script import Function, Script
+
+_OVERSUBSCRIBED = 2  # threads a core
+_OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
+_POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
+
+_SUBPROCESSES = """
+from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import SubprocVecEnv
+"""
+
+
+def _subprocesses(lines: str, **machine: object) -> RuleExample:
+    return RuleExample(_SUBPROCESSES.lstrip() + lines, machine=machine)
+
+
+def _starts_processes(subject: CheckedScript, call: ast.Call) -> bool:
+    """Whether a call certainly starts SubprocVecEnv's processes by anything but fork."""
+    made = subject.training.environments(call)
+    return made.vector == "subproc" and made.start_method in {None, "forkserver", "spawn"}
+
+
+class NoPreload(ScriptRule):
+    """Finds SubprocVecEnv with the default start method and no preloaded libraries."""
+
+    id = "M11"
+    name = "no-forkserver-preload"
+    severity = Severity.INFO
+    why = """
+    Stable-Baselines3 starts its environments from a fork server. Without preloading, every process imports the
+    libraries for itself, and none of that memory is shared.
+    """
+    fix = """
+    `multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])` before the environments are made: the
+    server imports them once and the processes share the pages.
+    """
+    BAD: ClassVar = (
+        _subprocesses(
+            """
+if __name__ == "__main__":
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+"""
+        ),
+    )
+    GOOD: ClassVar = (
+        _subprocesses(
+            """
+import multiprocessing
+
+if __name__ == "__main__":
+    multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+"""
+        ),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield for every set of processes that preloads nothing."""
+        script = subject.script
+        if any(isinstance(node, ast.Attribute) and node.attr == "set_forkserver_preload" for node in script.nodes):
+            return
+        for call in script.calls:
+            made = subject.training.environments(call) if _names_subproc(script, call) else None
+            if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
+                count = made.number
+                yield self.finding(
+                    f"each of the {'' if count is None else f'{count} '}processes imports the libraries for itself",
+                    script.place(call),
+                    processes="unknown" if count is None else count,
+                )
+
+
+def _names_subproc(script: Script, call: ast.Call) -> bool:
+    named = [call.func, *(keyword.value for keyword in call.keywords if keyword.arg == "vec_env_cls")]
+    return any(script.dotted(node).endswith("SubprocVecEnv") for node in named)
+
+
+class NoMainGuard(ScriptRule):
+    """Finds processes that are started while the module is imported."""
+
+    id = "M12"
+    name = "no-main-guard"
+    severity = Severity.ERROR
+    why = """
+    With spawn and forkserver (Stable-Baselines3's default) every process imports the script again, gets to the same
+    line and would start processes itself. Python stops it with a RuntimeError.
+    """
+    fix = 'Put the code that starts them under `if __name__ == "__main__":`.'
+    BAD: ClassVar = (
+        _subprocesses('env = make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv)\n'),
+        _subprocesses(
+            """
+def main():
+    return PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+
+main()
+"""
+        ),
+    )
+    GOOD: ClassVar = (
+        _subprocesses(
+            """
+def main():
+    return PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+
+if __name__ == "__main__":
+    main()
+"""
+        ),
+        _subprocesses(
+            'env = SubprocVecEnv([lambda: None for _ in range(4)], start_method="fork")\n',
+        ),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield for every start that importing the module reaches."""
+        script = subject.script
+        reached = _run_by_import(script)
+        for call in script.calls:
+            if not _names_subproc(script, call) or not _starts_processes(subject, call):
+                continue
+            owner = script.function(call)
+            if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
+                yield self.finding(
+                    "processes are started outside `if __name__ == '__main__':`, so that each of them would start more",
+                    script.place(call),
+                )
+
+
+def _is_guarded(script: Script, node: ast.AST) -> bool:
+    """Whether a node is under a condition, or not run by an import for another reason."""
+    return any(isinstance(a, ast.If | ast.ClassDef | ast.Lambda | Function) for a in script.ancestors(node))
+
+
+def _run_by_import(script: Script) -> set[str]:
+    """Return the module's functions that importing it calls, directly or through others."""
+    called_by: dict[str | None, set[str]] = {}
+    for call in script.calls:
+        if isinstance(call.func, ast.Name) and call.func.id in script.functions:
+            owner = script.function(call)
+            if owner is not None or not _is_guarded(script, call):
+                called_by.setdefault(owner.name if owner else None, set()).add(call.func.id)
+    reached: set[str] = set()
+    waiting = set(called_by.get(None, ()))
+    while waiting:
+        name = waiting.pop()
+        reached.add(name)
+        waiting |= called_by.get(name, set()) - reached
+    return reached
+
+
+class SharedMemoryTooSmall(ScriptRule):
+    """Compares the observations that Gymnasium's vector environments share with /dev/shm."""
+
+    id = "M13"
+    name = "shared-memory-too-small"
+    severity = Severity.WARNING
+    why = """
+    `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it unless told otherwise, and
+    writing beyond it kills the process with a bus error.
+    """
+    fix = "`docker run --shm-size`, fewer environments, or `shared_memory=False`."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            import numpy as np
+            import gymnasium as gym
+            from gymnasium import spaces
+            from gymnasium.vector import AsyncVectorEnv
+
+            class Camera(gym.Env):
+                observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
+
+            envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)])
+            """,
+            machine={"shm_bytes": 64 * 2**20},
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            import numpy as np
+            import gymnasium as gym
+            from gymnasium import spaces
+            from gymnasium.vector import AsyncVectorEnv
+
+            class Camera(gym.Env):
+                observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
+
+            envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)], shared_memory=False)
+            """,
+            machine={"shm_bytes": 64 * 2**20},
+        ),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield if the observations do not fit."""
+        for call in subject.script.calls:
+            if not subject.script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
+                continue
+            shares = [k for k in call.keywords if k.arg == "shared_memory"]
+            if shares and subject.training.evaluator.value(shares[0].value) is not True:
+                continue
+            made = subject.training.environments(call)
+            if made.observation is None or made.number is None:
+                continue
+            wanted = made.observation.nbytes * made.number
+            if wanted > machine.shm_bytes:
+                yield self.finding(
+                    f"{made.number} environments share {sized(wanted)}, /dev/shm has {sized(machine.shm_bytes)}",
+                    subject.script.place(call),
+                    shared_bytes=wanted,
+                    shm_bytes=machine.shm_bytes,
+                )
+
+
+class OversubscribedThreads(ScriptRule):
+    """Multiplies torch's threads with the workers that each get a pool of them."""
+
+    id = "L09"
+    name = "threads-oversubscribed"
+    severity = Severity.WARNING
+    why = """
+    Every Python thread that computes with torch gets an OpenMP pool of its own, and so does autograd: threads x
+    (workers + 2). More of them than cores wait for each other. Their stacks cost next to no memory: what is lost is
+    time.
+    """
+    fix = "`torch.set_num_threads(1)`, or `OMP_NUM_THREADS=1` in the environment, in whatever runs several workers."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            import torch
+            worker_num = 3
+            thread_num = 12
+            torch.set_num_threads(thread_num)
+            """
+        ),
+        RuleExample("def objective(trial, args):\n    args.thread_num = trial.suggest_int('thread_num', 4, 15)\n"),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            import torch
+            worker_num = 3
+            thread_num = 2
+            torch.set_num_threads(thread_num)
+            """
+        ),
+        RuleExample("import torch\nimport sys\ntorch.set_num_threads(int(sys.argv[1]))"),
+        RuleExample("data.memmap_like(path, num_threads=32)"),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield if there are more threads than twice the cores, or one pool larger than the cores."""
+        threads = list(_counts(subject, {"thread_num", "num_threads"}, "set_num_threads"))
+        workers = [most for _, most in _counts(subject, {"worker_num", "num_workers", "n_workers"}, None)]
+        if not threads:
+            return
+        node, most = max(threads, key=lambda pair: pair[1])
+        pools = max(workers) + _POOLS_BESIDES_WORKERS if workers else 1
+        if most > machine.cores or most * pools > _OVERSUBSCRIBED * machine.cores:
+            total = (
+                f"{most} threads" if pools == 1 else f"{most} threads x ({max(workers)} workers + 2) = {most * pools}"
+            )
+            yield self.finding(
+                f"{total} on {machine.cores} cores",
+                subject.script.place(node),
+                threads=most * pools,
+                cores=machine.cores,
+            )
+
+
+def _counts(subject: CheckedScript, names: set[str], function: str | None) -> Iterator[tuple[ast.AST, int]]:
+    """Yield the largest number that an assignment or argument of one of these names, or a call, is given."""
+    for node in subject.script.nodes:
+        value: ast.expr | None = None
+        match node:
+            case ast.Assign(targets=[ast.Name(id=name)], value=given) if name in names:
+                value = given
+            case ast.Assign(targets=[ast.Attribute(attr=name)], value=given) if name in names:
+                value = given
+            case ast.keyword(arg=str() as name, value=given) if name in names and name not in _OTHER_THREADS:
+                value = given
+            case ast.Call(args=[given]) if function and subject.script.dotted(node.func) == f"torch.{function}":
+                value = given
+        numbers = candidates(subject.training.evaluator.value(value)) if value is not None else ()
+        if numbers:
+            yield node, max(numbers)
+
+
+class MoreProcessesThanCores(RunRule):
+    """Compares the number of environment processes with the cores."""
+
+    id = "L19"
+    name = "more-processes-than-cores"
+    severity = Severity.WARNING
+    why = "Each environment of a SubprocVecEnv is a process. Beyond the cores they take turns, and take memory each."
+    fix = "As many environments as there are cores, or several in one process with DummyVecEnv."
+    BAD: ClassVar = (
+        _subprocesses(
+            """
+if __name__ == "__main__":
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=64, vec_env_cls=SubprocVecEnv))
+"""
+        ),
+    )
+    GOOD: ClassVar = (
+        _subprocesses(
+            """
+if __name__ == "__main__":
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv))
+"""
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if there are more processes than cores."""
+        count = run.environments.number
+        if run.environments.vector == "subproc" and count is not None and count > machine.cores:
+            yield self.finding(
+                f"{count} environment processes on {machine.cores} cores",
+                run.environments.place or run.place,
+                processes=count,
+                cores=machine.cores,
+            )
+
+
+class FewerEnvironmentsThanCores(RunRule):
+    """Says which `n_steps` would use more cores with the same rollout."""
+
+    id = "L08"
+    name = "cores-left-idle"
+    severity = Severity.INFO
+    why = """
+    More environments collect faster where the environment is the slow part. With `n_steps` unchanged they also make the
+    rollout larger, and twice that while it is flattened; with their product unchanged nothing grows.
+    """
+    fix = "Raise `n_envs` and divide `n_steps` by the same factor."
+    BAD: ClassVar = (
+        _subprocesses(
+            """
+if __name__ == "__main__":
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv), n_steps=8192)
+"""
+        ),
+    )
+    GOOD: ClassVar = (
+        _subprocesses(
+            """
+if __name__ == "__main__":
+    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv), n_steps=2048)
+"""
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if half of the cores or more have no environment."""
+        count, steps = run.environments.number, run.count("n_steps")
+        if not run.algorithm.on_policy or run.environments.vector != "subproc" or not count or not steps:
+            return
+        factor = machine.cores // count
+        while factor > 1 and steps % factor:
+            factor -= 1
+        if factor > 1:
+            yield self.finding(
+                f"{count} environments on {machine.cores} cores; n_envs={count * factor} with "
+                f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory",
+                run.environments.place or run.place,
+                n_envs=count * factor,
+                n_steps=steps // factor,
+            )

@@ -1,0 +1,438 @@
+"""Rules about updates and the training loop: batches, update frequencies, when learning starts, repeated `learn`."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import ClassVar
+
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.machine import Machine
+from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, whole
+
+
+def zoo_file(algorithm: str, **values: object) -> RuleExample:
+    """Return a hyperparameter file with one entry."""
+    lines = [f"  {name}: {value}" for name, value in ({"policy": "MlpPolicy"} | values).items()]
+    return RuleExample("Env-v0:\n" + "\n".join(lines), file=f"{algorithm}.yml")
+
+
+def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
+    """Return `train_freq` as a number and its unit, if both are known."""
+    value = run.value("train_freq")
+    unit: object = "step"
+    if isinstance(value, list | tuple) and len(value) == 2:
+        value, unit = value
+    number = whole(value)
+    return (number, unit) if number is not None and unit in {"step", "episode"} and isinstance(unit, str) else None
+
+
+class BufferSmallerThanBatch(RunRule):
+    """Compares the replay buffer with one batch."""
+
+    id = "L04"
+    name = "buffer-smaller-than-batch"
+    severity = Severity.WARNING
+    why = "Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times."
+    fix = "A larger `buffer_size`, or a smaller `batch_size`."
+    BAD: ClassVar = (zoo_file("sac", buffer_size=128, batch_size=256),)
+    GOOD: ClassVar = (zoo_file("sac", buffer_size=100_000, batch_size=256),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a batch is larger than the buffer."""
+        size, batch = run.count("buffer_size"), run.count("batch_size")
+        if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
+            yield self.finding(
+                f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
+                run.place_of("buffer_size", "batch_size"),
+                buffer_size=size,
+                batch_size=batch,
+            )
+
+
+def samples_per_rollout(run: ConfiguredRun) -> int | None:
+    """Return the transitions of one rollout of an on-policy run."""
+    steps, count = run.count("n_steps"), run.environments.number
+    return steps * count if run.algorithm.on_policy and steps and count else None
+
+
+def _divisors_near(number: int, near: int) -> list[int]:
+    """Return the divisors of a number that lie next to another number."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    every = sorted({*small, *(number // d for d in small)} - {1})
+    below, above = [d for d in every if d <= near], [d for d in every if d > near]
+    return [*below[-2:], *above[:2]]
+
+
+class BatchDoesNotDivide(RunRule):
+    """Compares the batch with the samples that a rollout collects."""
+
+    id = "L05"
+    name = "batch-does-not-divide-rollout"
+    severity = Severity.WARNING
+    why = """
+    The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that is
+    larger than the rollout is cut to it: one update an epoch.
+    """
+    fix = "One of the divisors that the message names."
+    BAD: ClassVar = (
+        zoo_file("ppo", n_envs=2, n_steps=100, batch_size=64),
+        zoo_file("ppo", n_envs=1, n_steps=128, batch_size=256),
+    )
+    GOOD: ClassVar = (
+        zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048),
+        RuleExample('from stable_baselines3 import PPO\nPPO("MlpPolicy", make(), n_steps=100, batch_size=64)'),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the batches are not all of one size."""
+        collected, batch = samples_per_rollout(run), run.count("batch_size")
+        if collected is None or not batch or collected % batch == 0:
+            return
+        better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch))
+        text = (
+            f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
+            if batch > collected
+            else f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave one of {collected % batch:,}"
+        )
+        yield self.finding(
+            f"{text}; divisors near it: {better}",
+            run.place_of("batch_size", "n_steps"),
+            collected=collected,
+            batch_size=batch,
+            remainder=collected % batch,
+        )
+
+
+class UpdatesFallBehind(RunRule):
+    """Finds off-policy runs whose updates a step fall with the number of environments."""
+
+    id = "L06"
+    name = "updates-fall-behind"
+    severity = Severity.WARNING
+    why = """
+    `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight of
+    them the same number of steps brings an eighth of the updates.
+    """
+    fix = "`gradient_steps=-1`: as many updates as transitions were collected."
+    BAD: ClassVar = (zoo_file("sac", n_envs=8, gradient_steps=1), zoo_file("dqn", n_envs=2))
+    GOOD: ClassVar = (zoo_file("sac", n_envs=8, gradient_steps=-1), zoo_file("sac", n_envs=1, gradient_steps=1))
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if several environments share one update."""
+        count, updates, freq = run.environments.number, run.whole("gradient_steps"), train_freq(run)
+        if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
+            return
+        steps = freq[0] * count
+        yield self.finding(
+            f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
+            f"with one environment it would be one for every {freq[0]}",
+            run.place_of("gradient_steps", "train_freq"),
+            steps_per_update=steps,
+            n_envs=count,
+        )
+
+
+class NothingToNormalise(RunRule):
+    """Finds on-policy runs whose advantages cannot be normalised."""
+
+    id = "L13"
+    name = "one-sample-to-normalise"
+    severity = Severity.ERROR
+    why = "The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError."
+    fix = "`batch_size` and `n_steps x n_envs` of 2 or more, or `normalize_advantage=False`."
+    BAD: ClassVar = (zoo_file("ppo", batch_size=1, n_steps=2048), zoo_file("ppo", n_steps=1, n_envs=1))
+    GOOD: ClassVar = (
+        zoo_file("ppo", batch_size=64, n_steps=2048),
+        zoo_file("ppo", batch_size=1, n_steps=2048, normalize_advantage="false"),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a batch, or a rollout, is one sample."""
+        if (
+            run.algorithm.name not in {"PPO", "MaskablePPO", "RecurrentPPO"}
+            or run.value("normalize_advantage") is not True
+        ):
+            return
+        if run.count("batch_size") == 1 or samples_per_rollout(run) == 1:
+            which = "batch_size" if run.count("batch_size") == 1 else "n_steps x n_envs"
+            yield self.finding(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
+
+
+class EpisodicWithMany(RunRule):
+    """Finds `train_freq` in episodes with several environments."""
+
+    id = "L14"
+    name = "episodic-training-of-many"
+    severity = Severity.ERROR
+    why = (
+        "Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError."
+    )
+    fix = '`train_freq=(n, "step")`, or one environment.'
+    BAD: ClassVar = (zoo_file("td3", n_envs=4, train_freq='[1, "episode"]'),)
+    GOOD: ClassVar = (zoo_file("td3", n_envs=1, train_freq='[1, "episode"]'), zoo_file("td3", n_envs=4, train_freq=1))
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the two meet."""
+        freq, count = train_freq(run), run.environments.number
+        if freq is not None and freq[1] == "episode" and count is not None and count > 1:
+            yield self.finding(
+                f"train_freq counts episodes, and there are {count} environments",
+                run.place_of("train_freq"),
+                n_envs=count,
+            )
+
+
+class TargetUpdatedEveryStep(RunRule):
+    """Compares DQN's `target_update_interval` with the number of environments."""
+
+    id = "L15"
+    name = "target-updated-every-step"
+    severity = Severity.WARNING
+    why = (
+        "The interval is counted in steps and divided by the number of environments: the target then follows each step."
+    )
+    fix = "A larger `target_update_interval`."
+    BAD: ClassVar = (zoo_file("dqn", n_envs=16, target_update_interval=10),)
+    GOOD: ClassVar = (zoo_file("dqn", n_envs=8, target_update_interval=1000),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the interval is shorter than one vectorised step."""
+        interval, count = run.count("target_update_interval"), run.environments.number
+        if "target_update_interval" not in run.algorithm.defaults or interval is None or count is None:
+            return
+        if 1 < count > interval > 0:
+            yield self.finding(
+                f"target_update_interval={interval:,} with {count} environments updates the target at every call",
+                run.place_of("target_update_interval"),
+                interval=interval,
+                n_envs=count,
+            )
+
+
+class SmallNetworkOnGpu(RunRule):
+    """Finds on-policy runs of `MlpPolicy` that are put on a GPU."""
+
+    id = "L16"
+    name = "small-network-on-gpu"
+    severity = Severity.INFO
+    why = "The networks are small and acting is step by step: moving each step to the GPU costs more than it saves."
+    fix = '`device="cpu"`.'
+    BAD: ClassVar = (RuleExample('from stable_baselines3 import PPO\nPPO("MlpPolicy", "CartPole-v1", device="cuda")'),)
+    GOOD: ClassVar = (RuleExample('from stable_baselines3 import PPO\nPPO("CnnPolicy", "Pong-v0", device="cuda")'),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a GPU is asked for."""
+        device = run.value("device")
+        if run.algorithm.name not in {"A2C", "PPO"} or run.value("policy") != "MlpPolicy" or device is UNKNOWN:
+            return
+        if isinstance(device, str) and device.startswith("cuda"):
+            yield self.finding(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
+
+
+_MANY_EPISODES = 10
+
+
+class LearningNeverStarts(RunRule):
+    """Compares `learning_starts` with the steps of the run."""
+
+    id = "L03"
+    name = "learning-never-starts"
+    severity = Severity.ERROR
+    why = "Until then actions are random and nothing is updated: the run ends with the weights that it began with."
+    fix = "A smaller `learning_starts`, or more steps."
+    BAD: ClassVar = (
+        RuleExample(
+            'from stable_baselines3 import SAC\nSAC("MlpPolicy", "Pendulum-v1", learning_starts=10_000).learn(5_000)'
+        ),
+        zoo_file("dqn", n_timesteps=50_000, learning_starts=100_000),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            'from stable_baselines3 import SAC\nSAC("MlpPolicy", "Pendulum-v1", learning_starts=1_000).learn(5_000)'
+        ),
+        zoo_file("dqn", n_timesteps=200_000, learning_starts=100_000),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if no update is made."""
+        starts, steps = run.whole("learning_starts"), run.total_timesteps
+        count, freq = run.environments.number, train_freq(run)
+        if starts is None or steps is None or not count or freq is None or freq[1] != "step":
+            return
+        if any(learn.reset_num_timesteps is not True for learn in run.learns):
+            return
+        per_round = max(freq[0] * count, 1)
+        made = -(-steps // per_round) * per_round
+        if made <= starts:
+            yield self.finding(
+                f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt",
+                run.place_of("learning_starts"),
+                learning_starts=starts,
+                total_timesteps=steps,
+            )
+
+
+class ManyEpisodesPerRollout(RunRule):
+    """Compares `n_steps` with the time limit of the environment."""
+
+    id = "L07"
+    name = "rollout-spans-many-episodes"
+    severity = Severity.INFO
+    why = "The policy stays the same for that many episodes in every environment, and all of them are kept in memory."
+    fix = "A smaller `n_steps` updates more often and takes less memory."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            import gymnasium as gym
+            from stable_baselines3 import PPO
+            PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=8192)
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            import gymnasium as gym
+            from stable_baselines3 import PPO
+            PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=2048)
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if a rollout holds ten episodes or more of each environment."""
+        steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
+        if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
+            yield self.finding(
+                f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps",
+                run.place_of("n_steps"),
+                n_steps=steps,
+                episode_steps=limit,
+            )
+
+
+class Overshoot(RunRule):
+    """Says how many steps an on-policy run makes if the total is no multiple of its rollout."""
+
+    id = "L10"
+    name = "total-is-no-multiple"
+    severity = Severity.INFO
+    why = "A rollout is always completed, so the run is longer than `total_timesteps` says, and so are its schedules."
+    fix = "Nothing, or the multiple that the message names."
+    BAD: ClassVar = (zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048, n_timesteps=10_000_000),)
+    GOOD: ClassVar = (zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048, n_timesteps=16_384_000),)
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield if the last rollout goes beyond the total."""
+        collected, steps = samples_per_rollout(run), run.total_timesteps
+        if collected is None or steps is None or steps % collected == 0:
+            return
+        rounds = -(-steps // collected)
+        yield self.finding(
+            f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps",
+            run.learns[0].total_timesteps.place,
+            rollouts=rounds,
+            steps=rounds * collected,
+        )
+
+
+_LOOP_SCRIPT = """
+from stable_baselines3 import PPO
+
+model = PPO("MlpPolicy", "CartPole-v1")
+for iteration in range(610):
+    model.learn(total_timesteps=16_384{more})
+"""
+
+
+class LearnStartsOver(RunRule):
+    """Finds `learn` in a loop without `reset_num_timesteps=False`."""
+
+    id = "L11"
+    name = "learn-starts-over"
+    severity = Severity.WARNING
+    why = """
+    Each call counts steps from zero: schedules of learning rate, clipping and exploration start again, logs begin a new
+    run, and checkpoints overwrite those of the call before.
+    """
+    fix = "`model.learn(..., reset_num_timesteps=False)`, or one call with the whole total and a callback."
+    BAD: ClassVar = (RuleExample(_LOOP_SCRIPT.replace("{more}", "")),)
+    GOOD: ClassVar = (
+        RuleExample(_LOOP_SCRIPT.replace("{more}", ", reset_num_timesteps=False")),
+        RuleExample(
+            """
+            from stable_baselines3 import PPO
+            for seed in range(5):
+                model = PPO("MlpPolicy", "CartPole-v1", seed=seed)
+                model.learn(total_timesteps=16_384)
+            """
+        ),
+    )
+
+    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
+        """Yield for calls that are repeated on one model."""
+        for learn in run.learns:
+            if learn.repeats_model and learn.reset_num_timesteps is True:
+                yield self.finding("learn is called in a loop, and counts its steps from zero each time", learn.place)
+
+
+class ResetByHand(ScriptRule):
+    """Finds `env.reset()` between calls of `learn` that go on where the last one stopped."""
+
+    id = "L12"
+    name = "reset-by-hand"
+    severity = Severity.WARNING
+    why = """
+    The model goes on with the last observation that it saw. After a reset by hand that belongs to an episode that is no
+    more: one transition is wrong at every call.
+    """
+    fix = "Leave the reset out: `learn` resets the environment where it has to."
+    BAD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import PPO
+            from stable_baselines3.common.env_util import make_vec_env
+            env = make_vec_env("CartPole-v1", n_envs=2)
+            model = PPO("MlpPolicy", env)
+            for iteration in range(610):
+                env.reset()
+                model.learn(total_timesteps=16_384, reset_num_timesteps=False)
+            """
+        ),
+    )
+    GOOD: ClassVar = (
+        RuleExample(
+            """
+            from stable_baselines3 import PPO
+            from stable_baselines3.common.env_util import make_vec_env
+            env = make_vec_env("CartPole-v1", n_envs=2)
+            model = PPO("MlpPolicy", env)
+            for iteration in range(610):
+                model.learn(total_timesteps=16_384, reset_num_timesteps=False)
+            """
+        ),
+    )
+
+    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+        """Yield for every reset in the loop of a `learn` that continues."""
+        script, training = subject.script, subject.training
+        origins = [run.environments.origin for run in training.runs if run.environments.origin is not None]
+        loops = {
+            id(script.loop(call))
+            for call, made in training.learn_calls
+            if made is not None and script.loop(call) is not None and _continues(subject, call)
+        }
+        for call in script.calls:
+            match call.func:
+                case ast.Attribute(attr="reset", value=ast.Name() as env) if id(script.loop(call)) in loops:
+                    if script.definition(env) in origins:
+                        yield self.finding(
+                            "the environment is reset by hand between two calls of learn", script.place(call)
+                        )
+
+
+def _continues(subject: CheckedScript, call: ast.Call) -> bool:
+    value = [k.value for k in call.keywords if k.arg == "reset_num_timesteps"]
+    return bool(value) and subject.training.evaluator.value(value[0]) is False

@@ -1,0 +1,302 @@
+"""One training run as far as it is known: values, the algorithm's arguments and defaults, settings with their place.
+
+In:  what was read from a script, a hyperparameter file or a live model.  Out: what every rule about runs reads.
+Invariant: a value that is not certain is UNKNOWN, or names every candidate; no rule sees a guess. A test compares
+the algorithms' tables with the signatures of the installed Stable-Baselines3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+from typing import Any, Final
+
+import numpy as np
+
+from holdall.schema import Leaf
+from holdall.tools.lint.finding import SourceRange
+
+
+class Unknown:
+    """The value cannot be told from the file."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "unknown"
+
+
+UNKNOWN: Final = Unknown()
+
+
+@dataclass(frozen=True, slots=True)
+class OneOf:
+    """One of several values: a loop over constants, or a search space."""
+
+    values: tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KnownLength:
+    """A sequence of known length whose items are not constants."""
+
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """Something of another module, or a class or function of this one, by its full name: `numpy.uint8`."""
+
+    dotted: str
+
+    @property
+    def last(self) -> str:
+        """The name without its modules."""
+        return self.dotted.rpartition(".")[2]
+
+
+def whole(value: object) -> int | None:
+    """Return a known whole number (1e6 is one), or None."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    return None
+
+
+def candidates(value: object) -> tuple[int, ...]:
+    """Return every whole number that the value can be; none if one of them is not known."""
+    values = value.values if isinstance(value, OneOf) else (value,)
+    numbers = [whole(one) for one in values]
+    return () if None in numbers else tuple(number for number in numbers if number is not None)
+
+
+_PACKAGES = ("stable_baselines3", "sb3_contrib")
+
+
+@dataclass(frozen=True, slots=True)
+class AlgorithmSignature:
+    """One algorithm."""
+
+    name: str
+    on_policy: bool
+    positional: tuple[str, ...]  # the leading arguments, whose order no version has changed
+    defaults: Mapping[str, object]
+    has_plain_buffer: bool = True  # False: a buffer class of its own, whose size is not known here
+
+
+def _off_policy(name: str, batch_size: int, train_freq: int, **more: object) -> AlgorithmSignature:
+    positional = ("policy", "env", "learning_rate", "buffer_size", "learning_starts", "batch_size")
+    defaults = {
+        "buffer_size": 1_000_000,
+        "learning_starts": 100,
+        "batch_size": batch_size,
+        "train_freq": train_freq,
+        "gradient_steps": 1,
+        "replay_buffer_class": None,
+        "replay_buffer_kwargs": None,
+        "optimize_memory_usage": False,
+        "n_steps": 1,
+        "device": "auto",
+    }
+    return AlgorithmSignature(name, False, positional, defaults | more)
+
+
+def _on_policy(name: str, has_plain_buffer: bool = True, **defaults: object) -> AlgorithmSignature:
+    positional = ("policy", "env", "learning_rate", "n_steps", *(("batch_size",) if "batch_size" in defaults else ()))
+    return AlgorithmSignature(
+        name, True, positional, defaults | {"rollout_buffer_class": None, "device": "auto"}, has_plain_buffer
+    )
+
+
+ALGORITHMS = {
+    algorithm.name: algorithm
+    for algorithm in (
+        _off_policy("DQN", 32, 4, target_update_interval=10_000),
+        _off_policy("DDPG", 256, 1),
+        _off_policy("TD3", 256, 1),
+        _off_policy("SAC", 256, 1),
+        _off_policy("QRDQN", 32, 4, target_update_interval=10_000),
+        _off_policy("TQC", 256, 1),
+        _off_policy("CrossQ", 256, 1),
+        _on_policy("PPO", n_steps=2048, batch_size=64, n_epochs=10, normalize_advantage=True),
+        _on_policy("A2C", n_steps=5, normalize_advantage=False),
+        _on_policy("TRPO", n_steps=2048, batch_size=128, normalize_advantage=True),
+        _on_policy("MaskablePPO", False, n_steps=2048, batch_size=64, n_epochs=10, normalize_advantage=True),
+        _on_policy("RecurrentPPO", False, n_steps=128, batch_size=128, n_epochs=10, normalize_advantage=True),
+    )
+}
+
+# The names that rl-baselines3-zoo gives to files and folders.
+_ZOO_NAMES = {name.lower(): name for name in ALGORITHMS} | {"ppo_lstm": "RecurrentPPO"}
+
+
+def algorithm_by_import(dotted: str) -> AlgorithmSignature | None:
+    """Return the algorithm that a full name such as `stable_baselines3.PPO` means."""
+    package, _, rest = dotted.partition(".")
+    return ALGORITHMS.get(rest.rpartition(".")[2]) if package in _PACKAGES else None
+
+
+def algorithm_by_zoo_name(word: str) -> AlgorithmSignature | None:
+    """Return the algorithm that a file or key calls `ppo` or `PPO`."""
+    return ALGORITHMS.get(_ZOO_NAMES.get(word.lower(), ""))
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """The value of one argument, and where it stands."""
+
+    value: object
+    place: SourceRange
+    is_given: bool = True  # False: the library's default
+    divisors: tuple[int, ...] | None = None  # what its expression divides by; None: there is no expression to read
+
+
+@dataclass(frozen=True, slots=True)
+class SpaceInfo:
+    """An observation or action space, as leaves; bounds where they are known."""
+
+    leaves: tuple[Leaf, ...]
+    is_dict: bool
+    place: SourceRange
+    bounds: Mapping[str, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one value of the whole space."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def elements(self) -> int:
+        """Numbers in one value of the whole space."""
+        return sum(prod(leaf.shape) for leaf in self.leaves)
+
+    def is_image(self, leaf: Leaf) -> bool:
+        """Whether Stable-Baselines3 takes a leaf for an image: three axes, uint8, 0 to 255."""
+        return len(leaf.shape) == 3 and leaf.dtype == np.uint8
+
+    @property
+    def images(self) -> tuple[Leaf, ...]:
+        """The leaves that are images."""
+        return tuple(leaf for leaf in self.leaves if self.is_image(leaf))
+
+    def stacked(self, count: int) -> SpaceInfo:
+        """Return the space of `count` values side by side along the last axis."""
+        wide = [replace(leaf, shape=(*leaf.shape[:-1], leaf.shape[-1] * count)) for leaf in self.leaves if leaf.shape]
+        return replace(self, leaves=tuple(wide))
+
+
+@dataclass(frozen=True, slots=True)
+class Environments:
+    """The environments of a run."""
+
+    count: object = UNKNOWN
+    vector: str = ""  # "single", "dummy", "subproc", "async"; empty: not known
+    start_method: object = None  # of subprocesses; None: the library's choice
+    observation: SpaceInfo | None = None  # None: not known
+    action: SpaceInfo | None = None
+    stack: int = 1  # frames side by side in one observation, as far as wrappers say
+    episode_steps: object = UNKNOWN  # the time limit
+    place: SourceRange | None = None
+    origin: object = None  # the same for the same object; None where it cannot be told
+
+    @property
+    def number(self) -> int | None:
+        """How many, if known: 1 or more."""
+        number = whole(self.count)
+        return number if number is not None and number > 0 else None
+
+
+@dataclass(frozen=True, slots=True)
+class Callback:
+    """A callback: its class and its arguments."""
+
+    kind: str
+    settings: Mapping[str, Setting]
+    place: SourceRange
+    environments: Environments | None = None  # those it evaluates on
+
+    def value(self, name: str) -> object:
+        """The value of an argument that was given; UNKNOWN otherwise."""
+        return self.settings[name].value if name in self.settings else UNKNOWN
+
+
+@dataclass(frozen=True, slots=True)
+class LearnCall:
+    """One call of `learn`."""
+
+    total_timesteps: Setting
+    callbacks: tuple[Callback, ...]
+    place: SourceRange
+    repeats_model: bool = False  # in a loop that the model is made before
+    reset_num_timesteps: object = True
+
+
+@dataclass(frozen=True, slots=True)
+class ConfiguredRun:
+    """A model and what it is trained with."""
+
+    title: str
+    algorithm: AlgorithmSignature
+    given: Mapping[str, Setting]
+    environments: Environments
+    learns: tuple[LearnCall, ...]
+    place: SourceRange
+    has_more: bool = False  # further arguments were passed that could not be read
+    filled: int | None = None  # transitions already held, for a live model
+
+    def setting(self, name: str) -> Setting:
+        """What an argument is: given, the default, or UNKNOWN."""
+        if name in self.given:
+            return self.given[name]
+        if self.has_more or name not in self.algorithm.defaults:
+            return Setting(UNKNOWN, self.place, is_given=False)
+        return Setting(self.algorithm.defaults[name], self.place, is_given=False)
+
+    def value(self, name: str) -> object:
+        """The value of an argument."""
+        return self.setting(name).value
+
+    def whole(self, name: str) -> int | None:
+        """The value of an argument as a whole number, if it is certain."""
+        return whole(self.value(name))
+
+    def count(self, name: str) -> int | None:
+        """The value of an argument as a number of things, if it is certain: 1 or more."""
+        number = self.whole(name)
+        return number if number is not None and number > 0 else None
+
+    def place_of(self, *names: str) -> SourceRange:
+        """Where the first of these arguments that was given stands, or else the run."""
+        return next((self.given[name].place for name in names if name in self.given), self.place)
+
+    @property
+    def total_timesteps(self) -> int | None:
+        """The steps of its one call of `learn`; None if there are several, or it is not known."""
+        if len(self.learns) != 1 or self.learns[0].repeats_model:
+            return None
+        steps = whole(self.learns[0].total_timesteps.value)
+        return steps if steps is not None and steps > 0 else None
+
+    @property
+    def callbacks(self) -> tuple[Callback, ...]:
+        """The callbacks of all calls of `learn`."""
+        return tuple(callback for learn in self.learns for callback in learn.callbacks)
+
+    def with_values(self, **values: object) -> ConfiguredRun:
+        """Return the run with other arguments."""
+        given = dict(self.given) | {name: Setting(value, self.place_of(name)) for name, value in values.items()}
+        return replace(self, given=given)
+
+    def with_environments(self, **changes: Any) -> ConfiguredRun:
+        """Return the run with other environments."""
+        return replace(self, environments=replace(self.environments, **changes))
+
+    @property
+    def variants(self) -> tuple[ConfiguredRun, ...]:
+        """The run once for every value of a searched argument; a single argument is searched at a time."""
+        for name, setting in self.given.items():
+            if isinstance(setting.value, OneOf):
+                return tuple(self.with_values(**{name: value}) for value in setting.value.values)
+        return (self,)

@@ -1,0 +1,217 @@
+"""The runs of a YAML file of hyperparameters, in the words of rl-baselines3-zoo or of `holdall plan`.
+
+In:  YAML text: entries by environment, each with the arguments of one algorithm; or one flat entry with `algo`.
+Out: one ConfiguredRun for each entry whose algorithm is known.
+Nothing in the file is executed: strings such as "dict(net_arch=[64])" are read as syntax.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import PurePath
+from typing import Any
+
+from holdall.errors import HoldallError, MissingPackageError
+from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.run import (
+    UNKNOWN,
+    AlgorithmSignature,
+    ConfiguredRun,
+    Environments,
+    LearnCall,
+    Reference,
+    Setting,
+    SpaceInfo,
+    algorithm_by_zoo_name,
+    whole,
+)
+from holdall.tools.lint.source.environments import atari_space, space_of
+from holdall.tools.lint.source.evaluate import Evaluator
+from holdall.tools.lint.source.script import Script
+from holdall.tools.plan.environments import parse_observation
+
+_ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
+_MARKS = frozenset(
+    {"capacity", "obs", "policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"}
+)
+# Keys of the zoo that are not arguments of an algorithm.
+_NOT_ARGUMENTS = frozenset(
+    {"n_timesteps", "n_envs", "frame_stack", "env_wrapper", "vec_env_wrapper", "normalize", "callback"}
+)
+# The words of `holdall plan` for what the zoo, or an algorithm, calls otherwise.
+_RENAMED = {
+    "buffer_class": "replay_buffer_class",
+    "capacity": "buffer_size",
+    "num_envs": "n_envs",
+    "total_timesteps": "n_timesteps",
+}
+_HER = "stable_baselines3.her.her_replay_buffer.HerReplayBuffer"
+
+Entry = Mapping[str, Setting]
+
+
+class YamlError(ValueError):
+    """The text is no YAML; `place` says where."""
+
+    def __init__(self, message: str, place: SourceRange) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+def read_runs(text: str, path: str) -> tuple[ConfiguredRun, ...]:
+    """Return the runs of a file; none if it holds no hyperparameters."""
+    return tuple(_runs(text, path))
+
+
+def _runs(text: str, path: str) -> Iterator[ConfiguredRun]:
+    document = _document(text, path)
+    if document is None:
+        return
+    stem = PurePath(path).stem
+    if _is_entry(document) and (algorithm := _algorithm(document, stem)):
+        yield _run(stem, algorithm, {_RENAMED.get(name, name): value for name, value in document.items()})
+        return
+    for title, setting in document.items():
+        entry = setting.value
+        if isinstance(entry, dict) and _is_entry(entry) and (algorithm := _algorithm(entry, stem)):
+            yield _run(title, algorithm, entry)
+
+
+def _is_entry(entry: Entry) -> bool:
+    return bool(_MARKS & entry.keys()) and not all(isinstance(value.value, dict) for value in entry.values())
+
+
+def _algorithm(entry: Entry, stem: str) -> AlgorithmSignature | None:
+    for key in _ALGORITHM_KEYS:
+        if key in entry:
+            return algorithm_by_zoo_name(str(entry[key].value))
+    return algorithm_by_zoo_name(stem)
+
+
+def _run(title: str, algorithm: AlgorithmSignature, entry: Entry) -> ConfiguredRun:
+    place = min(setting.place for setting in entry.values())
+    given = {name: _converted(name, setting) for name, setting in entry.items() if name not in _NOT_ARGUMENTS}
+    if "handle_timeout_termination" in entry:
+        handles = entry["handle_timeout_termination"]
+        given["replay_buffer_kwargs"] = replace(handles, value={"handle_timeout_termination": handles.value})
+    steps = entry.get("n_timesteps")
+    learns = (LearnCall(steps, (), steps.place),) if steps else ()
+    return ConfiguredRun(title, algorithm, given, _environments(entry, place), learns, place)
+
+
+def _environments(entry: Entry, place: SourceRange) -> Environments:
+    count = entry["n_envs"].value if "n_envs" in entry else 1
+    stack = whole(entry["frame_stack"].value) if "frame_stack" in entry else 1
+    observation = _observation(entry, place)
+    if stack is None or stack < 1:
+        return Environments(count=count, place=place)
+    return Environments(
+        count=count,
+        vector=_vector(entry, count),
+        start_method=entry["start_method"].value if "start_method" in entry else None,
+        observation=observation.stacked(stack) if observation else None,
+        action=_space(entry, "action"),
+        stack=stack,
+        place=place,
+    )
+
+
+def _vector(entry: Entry, count: object) -> str:
+    if "vec_env" in entry:
+        return str(entry["vec_env"].value)
+    return "single" if count == 1 else "dummy"
+
+
+def _space(entry: Entry, name: str) -> SpaceInfo | None:
+    """Return a space that is written as `holdall plan` takes it: `84x84x3:uint8`, or several of them by key."""
+    if name not in entry:
+        return None
+    given = _plain(entry[name].value)
+    if isinstance(given, dict):
+        texts = [f"{key}={text}" for key, text in given.items()]
+    else:
+        texts = [str(text) for text in (given if isinstance(given, list) else [given])]
+    try:
+        return space_of(parse_observation(texts, name), name, entry[name].place)
+    except HoldallError:
+        return None
+
+
+def _observation(entry: Entry, place: SourceRange) -> SpaceInfo | None:
+    """Return the observations that are written out, or that wrappers settle whatever the environment: Atari's."""
+    if "obs" in entry:
+        return _space(entry, "obs")
+    wrappers = entry["env_wrapper"].value if "env_wrapper" in entry else None
+    names = wrappers if isinstance(wrappers, list) else [wrappers]
+    is_atari = names == ["stable_baselines3.common.atari_wrappers.AtariWrapper"]
+    normalises = "normalize" in entry and entry["normalize"].value is not False
+    return atari_space(place) if is_atari and not normalises else None
+
+
+def _converted(name: str, setting: Setting) -> Setting:
+    """Return a value as the zoo hands it to the algorithm."""
+    value = _plain(setting.value)
+    if name == "replay_buffer_class" and isinstance(value, str):
+        value = Reference(_HER) if value == "HerReplayBuffer" else UNKNOWN
+    elif name in {"policy_kwargs", "replay_buffer_kwargs"} and isinstance(value, str):
+        value = _expression(value)
+    return Setting(value, setting.place)
+
+
+def _plain(value: object) -> object:
+    """Return a mapping of settings as a mapping of their values."""
+    if not isinstance(value, dict):
+        return value
+    return {key: inner.value if isinstance(inner, Setting) else inner for key, inner in value.items()}
+
+
+def _expression(text: str) -> object:
+    """Return what a string of Python is, if it is constant."""
+    try:
+        script = Script.parse(f"value = ({text})", "hyperparameters")
+    except (SyntaxError, ValueError, RecursionError):
+        return UNKNOWN
+    statement = script.tree.body[0]
+    return Evaluator(script).value(statement.value) if isinstance(statement, ast.Assign) else UNKNOWN
+
+
+# ------------------------------------------------------------ YAML with places
+
+
+def _document(text: str, path: str) -> dict[str, Setting] | None:
+    """Return the first document as nested mappings of settings; None if it is no mapping."""
+    try:
+        import yaml  # noqa: PLC0415  an extra: scripts and live models are read without it
+    except ImportError as error:
+        raise MissingPackageError(
+            f"{path} is YAML, and PyYAML is not installed; run \"pip install 'holdall[yaml]'\""
+        ) from error
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        return _mapping(loader, node, path, depth=2) if isinstance(node, yaml.MappingNode) else None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark
+        at = (
+            SourceRange(path, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
+            if mark
+            else SourceRange.whole(path)
+        )
+        raise YamlError(str(error.problem or error.context), at) from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise YamlError(str(error).splitlines()[0], SourceRange.whole(path)) from error
+
+
+def _mapping(loader: Any, node: Any, path: str, depth: int) -> dict[str, Setting]:
+    """Return a mapping node's entries, merge keys included; the entries of entries keep their places too."""
+    loader.flatten_mapping(node)
+    entries = {}
+    for key, value in node.value:
+        is_nested = depth > 1 and value.tag.endswith(":map")
+        content = _mapping(loader, value, path, depth - 1) if is_nested else loader.construct_object(value, deep=True)
+        start, end = value.start_mark, value.end_mark
+        place = SourceRange(path, start.line + 1, start.column + 1, end.line + 1, end.column + 1)
+        entries[str(key.value)] = Setting(content, place)
+    return entries

@@ -1,0 +1,274 @@
+"""The runs of models: those that a script constructs, with their environments and calls of `learn`; and a live model.
+
+In:  a parsed script, or a model of Stable-Baselines3 and what `learn` will get.  Out: one ConfiguredRun a model.
+Stable-Baselines3 is not imported here: a live model brings it along.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from typing import Any
+
+from holdall.errors import ArgumentError
+from holdall.tools.lint.finding import SourceRange
+from holdall.tools.lint.run import (
+    ALGORITHMS,
+    UNKNOWN,
+    AlgorithmSignature,
+    Callback,
+    ConfiguredRun,
+    Environments,
+    LearnCall,
+    Reference,
+    Setting,
+    algorithm_by_import,
+    whole,
+)
+from holdall.tools.lint.source.environments import EnvironmentReader, space_of
+from holdall.tools.lint.source.evaluate import Evaluator
+from holdall.tools.lint.source.script import Script
+
+_DEEPEST = 4  # names that stand for names that ...
+
+# The leading arguments of Stable-Baselines3's callbacks.
+_CALLBACK_ARGUMENTS = {
+    "CheckpointCallback": ("save_freq", "save_path"),
+    "EvalCallback": ("eval_env", "callback_on_new_best", "callback_after_eval", "n_eval_episodes", "eval_freq"),
+    "MaskableEvalCallback": ("eval_env", "callback_on_new_best", "callback_after_eval", "n_eval_episodes", "eval_freq"),
+    "EveryNTimesteps": ("n_steps", "callback"),
+    "CallbackList": ("callbacks",),
+}
+
+
+class TrainingReader:
+    """What one script trains."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self.evaluator = Evaluator(script)
+        self._environments = EnvironmentReader(self.evaluator)
+
+    @cached_property
+    def runs(self) -> tuple[ConfiguredRun, ...]:
+        """Every model that the script constructs."""
+        return tuple(self._run(call, made) for call, made in self.constructions)
+
+    @cached_property
+    def constructions(self) -> list[tuple[ast.Call, AlgorithmSignature]]:
+        """The calls that construct a model."""
+        found = [(call, algorithm_by_import(self.script.dotted(call.func))) for call in self.script.calls]
+        return [(call, algorithm) for call, algorithm in found if algorithm is not None]
+
+    @cached_property
+    def learn_calls(self) -> list[tuple[ast.Call, ast.Call | None]]:
+        """The calls of `learn`, each with the construction of its model if that is certain."""
+        return [
+            (call, self.constructed(call.func.value))
+            for call in self.script.calls
+            if isinstance(call.func, ast.Attribute) and call.func.attr == "learn"
+        ]
+
+    def constructed(self, node: ast.expr) -> ast.Call | None:
+        """Return the call that constructed the model that an expression means."""
+        match node:
+            case ast.Call() if algorithm_by_import(self.script.dotted(node.func)):
+                return node
+            case ast.Call(func=ast.Attribute(attr="learn", value=model)):
+                return self.constructed(model)
+            case ast.Name():
+                found = self.script.definition(node)
+                return self.constructed(found.value) if found and found.value else None
+            case ast.Attribute():
+                value = self.evaluator.attribute_node(node)
+                return self.constructed(value) if value else None
+        return None
+
+    def environments(self, node: ast.expr | None) -> Environments:
+        """Describe the environments that an expression makes."""
+        return self._environments.read(node)
+
+    def settings(self, call: ast.Call, positional: tuple[str, ...]) -> tuple[dict[str, Setting], bool]:
+        """Return the arguments of a call by name, and whether there are some that cannot be read."""
+        has_more = len(call.args) > len(positional) or any(isinstance(a, ast.Starred) for a in call.args)
+        given: dict[str, Setting] = {}
+        for name, argument in zip(positional, call.args, strict=False):
+            if isinstance(argument, ast.Starred):
+                break
+            given[name] = self._setting(argument)
+        for keyword in call.keywords:
+            if keyword.arg:
+                given[keyword.arg] = self._setting(keyword.value)
+                continue
+            unpacked = self.evaluator.value(keyword.value)
+            if not isinstance(unpacked, dict):
+                has_more = True
+                continue
+            place = self.script.place(keyword.value)
+            given |= {str(name): Setting(value, place) for name, value in unpacked.items()}
+        return given, has_more
+
+    def _setting(self, node: ast.expr) -> Setting:
+        divisors = tuple(number for number in self._divisors(node) if number is not None)
+        return Setting(self.evaluator.value(node), self.script.place(node), divisors=divisors)
+
+    def _divisors(self, node: ast.expr, depth: int = 0) -> Iterator[int | None]:
+        """Yield what an expression, or one that it names, divides by."""
+        for part in ast.walk(node):
+            if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
+                yield whole(self.evaluator.value(part.right))
+            elif isinstance(part, ast.Name) and depth < _DEEPEST:
+                found = self.script.definition(part)
+                if found and found.value is not None:
+                    yield from self._divisors(found.value, depth + 1)
+
+    def _run(self, call: ast.Call, algorithm: AlgorithmSignature) -> ConfiguredRun:
+        given, has_more = self.settings(call, algorithm.positional)
+        given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
+        learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
+        learns += tuple(self._unknown_learn(learn) for learn, made in self.learn_calls if made is None)
+        return ConfiguredRun(
+            algorithm.name,
+            algorithm,
+            given,
+            self.environments(self._argument(call, "env", 1)),
+            learns,
+            self.script.place(call),
+            has_more,
+        )
+
+    @staticmethod
+    def _argument(call: ast.Call, name: str, index: int) -> ast.expr | None:
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                return keyword.value
+        return call.args[index] if index < len(call.args) else None
+
+    # ------------------------------------------------------------ learn and its callbacks
+
+    def _learn(self, call: ast.Call, model: ast.Call) -> LearnCall:
+        given, has_more = self.settings(call, ("total_timesteps", "callback"))
+        place = self.script.place(call)
+        loop = self.script.loop(call)
+        return LearnCall(
+            given.get("total_timesteps", Setting(UNKNOWN, place)),
+            tuple(self._callbacks(self._argument(call, "callback", 1))),
+            place,
+            loop is not None and loop not in self.script.ancestors(model),
+            given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
+        )
+
+    def _unknown_learn(self, call: ast.Call) -> LearnCall:
+        """Return a call on a model that cannot be told; as it may be this run's, the steps are not known."""
+        place = self.script.place(call)
+        return LearnCall(Setting(UNKNOWN, place), (), place, reset_num_timesteps=UNKNOWN)
+
+    def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
+        """Yield the callbacks that an expression holds, as far as they can be told."""
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items):
+                for item in items:
+                    yield from self._callbacks(item)
+            case ast.Name():
+                found = self.script.definition(node)
+                if found and found.value:
+                    yield from self._callbacks(found.value)
+            case ast.Attribute():
+                yield from self._callbacks(self.evaluator.attribute_node(node))
+            case ast.Call():
+                yield from self._callback(node)
+
+    def _callback(self, call: ast.Call) -> Iterator[Callback]:
+        kind = self.script.dotted(call.func).rpartition(".")[2]
+        if not kind:
+            return
+        given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
+        evaluated = self._argument(call, "eval_env", 0) if "Eval" in kind else None
+        yield Callback(kind, given, self.script.place(call), self.environments(evaluated) if evaluated else None)
+        if kind == "CallbackList":
+            yield from self._callbacks(self._argument(call, "callbacks", 0))
+
+
+_VECTOR_CLASSES = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc"}
+_POLICIES = {
+    "MultiInputActorCriticPolicy": "MultiInputPolicy",
+    "ActorCriticCnnPolicy": "CnnPolicy",
+    "ActorCriticPolicy": "MlpPolicy",
+}
+
+
+def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:
+    """Describe a model."""
+    algorithm = next((ALGORITHMS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in ALGORITHMS), None)
+    if algorithm is None or not hasattr(model, "observation_space"):
+        raise ArgumentError(
+            f"model ({type(model).__name__}) must be a model of Stable-Baselines3: one of {', '.join(ALGORITHMS)}"
+        )
+    place = SourceRange(f"live {type(model).__name__}", 0, 0, 0, 0)
+    steps = UNKNOWN if total_timesteps is None else total_timesteps
+    learn = LearnCall(Setting(steps, place), tuple(_callbacks(callbacks, place)), place)
+    given = {name: Setting(value, place) for name, value in _arguments(model, algorithm)}
+    return ConfiguredRun(type(model).__name__, algorithm, given, _environments(model, place), (learn,), place)
+
+
+def _arguments(model: Any, algorithm: AlgorithmSignature) -> Iterator[tuple[str, object]]:
+    for name in algorithm.defaults:
+        value: Any = getattr(model, name, UNKNOWN)
+        if name == "train_freq" and hasattr(value, "frequency"):
+            value = (value.frequency, value.unit.value)
+        elif name == "device":
+            value = str(value)
+        elif name.endswith("_class") and isinstance(value, type):
+            value = _buffer_class(value)
+        yield name, value
+    policy = type(getattr(model, "policy", None)).__name__
+    yield "policy", _POLICIES.get(policy, policy)
+
+
+def _buffer_class(kind: type) -> object:
+    """Return a buffer class as an argument would give it: None where it is the library's own choice."""
+    own = ("ReplayBuffer", "DictReplayBuffer", "NStepReplayBuffer", "RolloutBuffer", "DictRolloutBuffer")
+    is_own = kind.__module__.startswith("stable_baselines3")
+    return None if is_own and kind.__name__ in own else Reference(f"{kind.__module__}.{kind.__name__}")
+
+
+def _environments(model: Any, place: SourceRange) -> Environments:
+    env = getattr(model, "env", None)
+    vector = next((_VECTOR_CLASSES[name] for name in map(_class_name, _unwrapped(env)) if name in _VECTOR_CLASSES), "")
+    return Environments(
+        count=model.n_envs,
+        vector=vector,
+        observation=space_of(model.observation_space, "observation_space", place),
+        action=space_of(model.action_space, "action_space", place),
+        stack=next((_frame_count(layer) for layer in _unwrapped(env) if _class_name(layer) == "VecFrameStack"), 1),
+        place=place,
+        origin=None if env is None else id(env),
+    )
+
+
+def _class_name(layer: Any) -> str:
+    return type(layer).__name__
+
+
+def _frame_count(layer: Any) -> int:
+    return int(getattr(getattr(layer, "stacked_obs", None), "n_stack", 1))
+
+
+def _unwrapped(env: Any) -> Iterator[Any]:
+    while env is not None:
+        yield env
+        env = getattr(env, "venv", None)
+
+
+def _callbacks(callbacks: Iterable[Any], place: SourceRange) -> Iterator[Callback]:
+    for callback in callbacks:
+        settings = {
+            name: Setting(value, place)
+            for name, value in vars(callback).items()
+            if name in {"save_freq", "eval_freq", "save_replay_buffer"}
+        }
+        evaluated = getattr(callback, "eval_env", None)
+        environments = None if evaluated is None else Environments(origin=id(evaluated))
+        yield Callback(type(callback).__name__, settings, place, environments)
+        yield from _callbacks(getattr(callback, "callbacks", ()), place)

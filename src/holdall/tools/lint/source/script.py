@@ -1,0 +1,304 @@
+"""A Python file as syntax: parents, imports, scopes, and which assignment a name means.
+
+In:  source text.  Out: answers about its tree; nothing of it is ever executed or imported.
+Invariant: `definition` returns an assignment only if the use of a name certainly sees it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from holdall.tools.lint.finding import SourceRange
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef
+LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (ast.Module, ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef)
+
+
+@dataclass(frozen=True, slots=True)
+class Binding:
+    """One place where a name gets a value."""
+
+    node: ast.AST
+    value: ast.expr | None = None  # None: not from one expression (a parameter, an import, a += ...)
+    loop: ast.For | None = None  # the value is one item of what this loop runs over
+
+
+@dataclass(frozen=True)
+class Script:
+    """A parsed file."""
+
+    path: str
+    text: str
+    tree: ast.Module
+    _parents: dict[ast.AST, ast.AST] = field(default_factory=dict, repr=False)
+    nodes: list[ast.AST] = field(default_factory=list, repr=False)
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> Script:
+        """Parse source text; a SyntaxError is the caller's to report."""
+        script = cls(path, text, ast.parse(text))
+        for node in ast.walk(script.tree):
+            script.nodes.append(node)
+            for child in ast.iter_child_nodes(node):
+                script._parents[child] = node
+        return script
+
+    @cached_property
+    def lines(self) -> list[str]:
+        """The lines, as the tree counts them."""
+        return self.text.split("\n")
+
+    def place(self, node: ast.AST) -> SourceRange:
+        """Where a node stands, with columns in characters (the tree counts bytes)."""
+        line, end_line = getattr(node, "lineno", 1), getattr(node, "end_lineno", 1)
+        column, end_column = getattr(node, "col_offset", 0), getattr(node, "end_col_offset", 0)
+        return SourceRange(self.path, line, self._column(line, column), end_line, self._column(end_line, end_column))
+
+    def _column(self, line: int, offset: int) -> int:
+        text = self.lines[line - 1] if line <= len(self.lines) else ""
+        return offset + 1 if text.isascii() else len(text.encode()[:offset].decode(errors="replace")) + 1
+
+    # ------------------------------------------------------------ around a node
+
+    def parent(self, node: ast.AST) -> ast.AST | None:
+        """Return the node that holds this one."""
+        return self._parents.get(node)
+
+    def ancestors(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Yield what holds a node, from the inside out."""
+        at = self._parents.get(node)
+        while at is not None:
+            yield at
+            at = self._parents.get(at)
+
+    def scope(self, node: ast.AST) -> Scope:
+        """Return the innermost module, class, function or lambda whose body a node is in."""
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, _SCOPES) and self._is_inside(parent, child):
+                return parent
+            child = parent
+        return self.tree
+
+    @staticmethod
+    def _is_inside(scope: Scope, child: ast.AST) -> bool:
+        # Decorators, defaults and bases are evaluated outside the scope that they belong to.
+        if isinstance(scope, ast.Lambda):
+            return child in {scope.body, scope.args}
+        return isinstance(scope, ast.Module) or child in scope.body or child is getattr(scope, "args", None)
+
+    def loop(self, node: ast.AST) -> ast.AST | None:
+        """Return the innermost loop of the same function that repeats a node, or None."""
+        child = node
+        for parent in self.ancestors(node):
+            if isinstance(parent, _SCOPES):
+                return None
+            if isinstance(parent, LOOPS) and child in parent.body:
+                return parent
+            child = parent
+        return None
+
+    def function(self, node: ast.AST) -> Function | None:
+        """Return the function that a node is in, or None."""
+        return next((a for a in self.ancestors(node) if isinstance(a, Function)), None)
+
+    def enclosing_class(self, node: ast.AST) -> ast.ClassDef | None:
+        """Return the class that a node is in, or None."""
+        return next((a for a in self.ancestors(node) if isinstance(a, ast.ClassDef)), None)
+
+    # ------------------------------------------------------------ names
+
+    @cached_property
+    def calls(self) -> list[ast.Call]:
+        """Every call, in the order of the text."""
+        found = [node for node in self.nodes if isinstance(node, ast.Call)]
+        return sorted(found, key=lambda call: (call.lineno, call.col_offset))
+
+    @cached_property
+    def classes(self) -> dict[str, ast.ClassDef]:
+        """The classes of the file by name."""
+        return {node.name: node for node in self.nodes if isinstance(node, ast.ClassDef)}
+
+    @cached_property
+    def functions(self) -> dict[str, Function]:
+        """The functions of the module's own level by name."""
+        return {node.name: node for node in self.tree.body if isinstance(node, Function)}
+
+    @cached_property
+    def imports(self) -> dict[str, str]:
+        """Full names by the names that imports give them, wherever in the file they stand."""
+        full: dict[str, str] = {}
+        for node in self.nodes:
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    full[alias.asname or alias.name.partition(".")[0]] = (
+                        alias.name if alias.asname else alias.name.partition(".")[0]
+                    )
+            elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    full[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+        return full
+
+    def dotted(self, node: ast.AST) -> str:
+        """Return the full name of an imported thing, or of a class or function of this file; empty if neither."""
+        if isinstance(node, ast.Attribute):
+            base = self.dotted(node.value)
+            return f"{base}.{node.attr}" if base else ""
+        if not isinstance(node, ast.Name):
+            return ""
+        if node.id in self.imports:
+            return self.imports[node.id]
+        return node.id if node.id in self.classes or node.id in self.functions else ""
+
+    @cached_property
+    def _bindings(self) -> dict[tuple[Scope, str], list[Binding]]:
+        found: dict[tuple[Scope, str], list[Binding]] = {}
+        for node in self.nodes:
+            for name, binding in _bound(node):
+                scope = self.scope(node)
+                if isinstance(node, ast.Global | ast.Nonlocal):
+                    scope = self.tree
+                found.setdefault((scope, name), []).append(binding)
+        return found
+
+    def bindings(self, scope: Scope, name: str) -> list[Binding]:
+        """Return every place in a scope that gives a name a value."""
+        return self._bindings.get((scope, name), [])
+
+    def definition(self, name: ast.Name) -> Binding | None:
+        """Return the one place whose value this use of a name certainly sees, or None."""
+        if any(isinstance(a, _COMPREHENSIONS) and _targets(a, name.id) for a in self.ancestors(name)):
+            return None
+        scope: Scope | None = self.scope(name)
+        is_own = True
+        while scope is not None:
+            found = self.bindings(scope, name.id)
+            if found and (is_own or not isinstance(scope, ast.ClassDef)):
+                if len(found) == 1:
+                    return found[0]
+                return self._reaching(found, name) if is_own else None
+            scope = None if isinstance(scope, ast.Module) else self.scope(scope)
+            is_own = False
+        return None
+
+    def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
+        """Of several assignments in one scope, return the one that certainly holds at `use`."""
+        blocks = dict(self._blocks(use))
+        around = set(self.ancestors(use))
+        # An assignment does not hold yet in its own right-hand side; a loop's variable holds in its body.
+        before = [b for b in found if _position(b.node) < _position(use) and (b.loop or b.node not in around)]
+        certain = [b for b in before if b.node in around or self._stands_in(b.node, blocks)]
+        if not certain:
+            return None
+        last = max(certain, key=lambda b: _position(b.node))
+        if any(_position(b.node) > _position(last.node) for b in before):
+            return None  # a branch or loop in between may have changed it
+        repeated = [loop for loop in self.ancestors(use) if isinstance(loop, LOOPS)]
+        inside = {loop: [b for b in found if loop in self.ancestors(b.node)] for loop in repeated}
+        return None if any(members and last not in members for members in inside.values()) else last
+
+    def _blocks(self, node: ast.AST) -> Iterator[tuple[int, int]]:
+        """Yield the statement lists that a node is in, by identity, with its index in each."""
+        child = node
+        for parent in self.ancestors(node):
+            for block in _statement_lists(parent):
+                if child in block:
+                    yield id(block), block.index(child)
+            if isinstance(parent, _SCOPES) and parent is self.scope(node):
+                return
+            child = parent
+
+    def _stands_in(self, node: ast.AST, blocks: dict[int, int]) -> bool:
+        statement = (
+            node if isinstance(node, ast.stmt) else next(a for a in self.ancestors(node) if isinstance(a, ast.stmt))
+        )
+        parent = self.parent(statement)
+        # The body of a `with` runs as if its lines stood in the block around it.
+        while isinstance(parent, ast.With | ast.AsyncWith) and id(parent.body) not in blocks:
+            statement, parent = parent, self.parent(parent)
+        for block in _statement_lists(parent):
+            if statement in block and id(block) in blocks:
+                return block.index(statement) < blocks[id(block)]
+        return False
+
+
+def _position(node: ast.AST) -> tuple[int, int]:
+    return (getattr(node, "lineno", 0), getattr(node, "col_offset", 0))
+
+
+def _statement_lists(node: ast.AST | None) -> Iterator[list[ast.stmt]]:
+    for name in ("body", "orelse", "finalbody"):
+        block = getattr(node, name, None)
+        if isinstance(block, list):
+            yield block
+
+
+def _targets(node: ast.AST, name: str) -> bool:
+    return any(
+        isinstance(target, ast.Name) and target.id == name
+        for generator in getattr(node, "generators", ())
+        for target in ast.walk(generator.target)
+    )
+
+
+def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:  # noqa: C901, PLR0912  one case for each kind of statement
+    """Yield the names that a statement, or a part of one, gives a value."""
+    match node:
+        case ast.Assign(targets=targets, value=value):
+            for target in targets:
+                yield from _assigned(target, value, node)
+        case ast.AnnAssign(target=target, value=ast.expr() as value):
+            yield from _assigned(target, value, node)
+        case ast.AugAssign(target=target):
+            yield from _opaque(target, node)
+        case ast.NamedExpr(target=target, value=value):
+            yield target.id, Binding(node, value)
+        case ast.For(target=ast.Name(id=name)):
+            yield name, Binding(node, loop=node)
+        case ast.For(target=target) | ast.AsyncFor(target=target):
+            yield from _opaque(target, node)
+        case ast.withitem(optional_vars=ast.expr() as target):
+            yield from _opaque(target, target)
+        case ast.arg(arg=name):
+            yield name, Binding(node)
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+            yield name, Binding(node)
+        case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+            for alias in aliases:
+                yield alias.asname or alias.name.partition(".")[0], Binding(node)
+        case ast.Global(names=names) | ast.Nonlocal(names=names):
+            for name in names:
+                yield name, Binding(node)
+                yield name, Binding(node)  # changed from elsewhere: never a single assignment
+        case ast.Delete(targets=targets):
+            for target in targets:
+                yield from _opaque(target, node)
+        case ast.ExceptHandler(name=str() as name):
+            yield name, Binding(node)
+
+
+def _assigned(target: ast.expr, value: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+    if isinstance(target, ast.Name):
+        yield target.id, Binding(node, value)
+    elif (
+        isinstance(target, ast.Tuple | ast.List)
+        and isinstance(value, ast.Tuple | ast.List)
+        and len(target.elts) == len(value.elts)
+        and not any(isinstance(item, ast.Starred) for item in (*target.elts, *value.elts))
+    ):
+        for one, its_value in zip(target.elts, value.elts, strict=True):
+            yield from _assigned(one, its_value, node)
+    else:
+        yield from _opaque(target, node)
+
+
+def _opaque(target: ast.expr, node: ast.AST) -> Iterator[tuple[str, Binding]]:
+    for part in ast.walk(target):
+        if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store | ast.Del):
+            yield part.id, Binding(node)

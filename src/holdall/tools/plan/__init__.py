@@ -1,0 +1,32 @@
+"""Plan: does a training run fit into this machine, what would fit, and which change makes it fit.
+
+config (options, a file, a live model) -> spec -> subprocess_probe and measure_memory (what is measured) -> phases
+(memory by phase, checks against limits) -> recommend (what would fit) -> planner (the Plan).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from holdall.units import parse_bytes
+
+if TYPE_CHECKING:
+    from holdall.tools.plan.planner import Plan
+
+
+__all__ = ["model"]
+
+
+def model(model: Any, *, budget: str | int | None = None, networks: bool = True) -> Plan:
+    """Plan the run of a live model of Stable-Baselines3, before `learn`.
+
+    Args:
+        budget: Bytes, or text such as "8GiB": a limit beside those of the machine.
+        networks: Trace an update, which takes some seconds.
+    """
+    # `import holdall.tools.plan.spec` is on lint's way, and none of this is.
+    from holdall.tools.plan.config import spec_from_model  # noqa: PLC0415
+    from holdall.tools.plan.planner import make_plan  # noqa: PLC0415
+
+    budget_bytes = None if budget is None else parse_bytes(budget, "budget")
+    return make_plan(spec_from_model(model), budget_bytes=budget_bytes, networks=networks)

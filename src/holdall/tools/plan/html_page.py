@@ -1,0 +1,195 @@
+"""A plan as one HTML page: checks, memory by phase, capacity against memory, profiles, and the lines to paste.
+
+In:  a `Plan`.  Out: the text of one self-contained HTML file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest
+from holdall.tools.plan.planner import Plan, both_units, heading, largest_sizes, row_name, size_name
+from holdall.tools.report.charts import (
+    BarPiece,
+    BarRow,
+    Child,
+    Markup,
+    Plot,
+    PlotLayer,
+    Scale,
+    bars,
+    bytes_scale,
+    joined,
+    tag,
+)
+from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
+from holdall.units import format_bytes
+
+_TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
+_COLOURS = {
+    "CUDA": "c8", "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "batch": "c2",
+}  # fmt: skip
+"""By a word in the name of a part; environments and processes have the one that is left."""
+_PROVENANCE = "Every part says how it is known: exact, measured, traced, or an estimate."
+
+
+def write_plan_page(plan: Plan) -> str:
+    """Write the page."""
+    sections = [_tiles(plan), _answer(plan), _checks(plan), *_phases(plan), _capacities(plan), _profiles(plan)]
+    if plan.notes:
+        notes = tag("ul", *(tag("li", sentence(note)) for note in plan.notes), class_="notes")
+        sections.append(section("What was left out", notes))
+    return document(heading(plan), "plan", (), sections)
+
+
+def _verdict_badge(verdict: object) -> Markup:
+    return toned_word(str(verdict), _TONES[str(verdict)])
+
+
+def _tiles(plan: Plan) -> Markup:
+    check = max(plan.checks, key=lambda check: check.verdict.value)  # the one that decides
+    verdict = str(plan.verdict)
+    shown = [
+        Tile("verdict", verdict, check.what, _TONES[verdict]),
+        Tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}"),
+        Tile("free", format_bytes(check.limit.free_bytes), check.limit.name),
+    ]
+    return tiles(shown)
+
+
+def _answer(plan: Plan) -> Markup:
+    found: list[Child] = []
+    if plan.change is not None:
+        found.append(cards([Card("info", plan.change.title, sentence(plan.change.why))]))
+    elif plan.verdict.value:
+        found.append(cards([Card("error", "No single change makes it fit here", "")]))
+    title = "The cheapest change that makes it fit" if plan.change else "To paste"
+    return section(title, *found, code(plan.code))
+
+
+def _checks(plan: Plan) -> Markup:
+    heads = ["", "", "needs", "at most", "free"]
+    rows = [
+        [
+            joined(check.what, tag("small", f"of {check.limit.name}")),
+            _verdict_badge(check.verdict),
+            both_units(check.need_bytes),
+            both_units(check.most_bytes),
+            both_units(check.limit.free_bytes),
+        ]
+        for check in plan.checks
+    ]
+    lead = (
+        "A run fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
+    )
+    return section("Against what there is", table(heads, rows, "Checks", words=2), lead=lead)
+
+
+def _phases(plan: Plan) -> list[Markup]:
+    limit = plan.checks[0].limit
+    host = (*plan.phases, *plan.holdall_phases)
+    scale = _scale_with_limit(limit.free_bytes, host)
+    groups = [("With Stable-Baselines3's buffer", plan.phases), ("With holdall's memory", plan.holdall_phases)]
+    charts = [_chart(title, phases, scale, limit.free_bytes) for title, phases in groups if phases]
+    lead = f"A run needs the largest of its phases, not their sum. {_PROVENANCE}"
+    shown = [section("Memory by phase", *charts, lead=lead)]
+    gpu = next((check for check in plan.checks if check.what.startswith("GPU")), None)
+    if plan.vram:
+        shown.append(section("On the GPU", _gpu_chart(plan.vram, gpu), lead=_PROVENANCE))
+    return shown
+
+
+def _gpu_chart(phases: Sequence[RunPhase], check: LimitCheck | None) -> Markup:
+    free = 0 if check is None else check.limit.free_bytes
+    return _chart("GPU memory", phases, _scale_with_limit(free, phases), free)
+
+
+def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
+    """Choose a scale that holds the limit, unless it is so far away that nothing else could be seen."""
+    most = max(phase.nbytes for phase in phases)
+    return bytes_scale(limit if most <= limit <= 4 * most else most)
+
+
+def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> Markup:
+    names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts if part.nbytes))
+    colours = {name: _colour(name) for name in names}
+    peak = largest(phases)
+    rows = [
+        BarRow(
+            phase.name,
+            [
+                BarPiece(part.nbytes, colours[part.name], f"{phase.name}: {part.name}\n{_sizes(part)}")
+                for part in phase.parts
+                if part.nbytes
+            ],
+            format_bytes(phase.nbytes),
+            "" if phase.happens else "if ever",
+            strong=phase is peak,
+        )
+        for phase in phases
+    ]  # fmt: skip
+    named = (float(limit), f"limit {format_bytes(limit)}") if limit else None
+    legend = list(colours.items())
+    return tag("div", tag("h4", title), bars(rows, scale, title, legend=legend, limit=named))
+
+
+def _sizes(part: PhasePart) -> str:
+    return f"{both_units(part.nbytes)}, {part.how}\nat most {format_bytes(part.most_bytes)}"
+
+
+def _colour(name: str) -> str:
+    """Give a part the same colour in every chart of the page."""
+    return next((colour for word, colour in _COLOURS.items() if word in name), "c6")
+
+
+def _capacities(plan: Plan) -> Markup:
+    name = row_name(plan.spec)
+    heads = [name.lower(), "SB3's buffer", "the run"]
+    holdall = plan.known.experience is not None
+    rows: list[list[Child]] = []
+    for row in plan.table:
+        cells: list[Child] = [size_name(row.size), both_units(row.sb3_bytes), _verdict_badge(row.sb3_verdict)]
+        if row.holdall_bytes is not None:
+            cells += [both_units(row.holdall_bytes), _verdict_badge(row.holdall_verdict)]
+        rows.append(cells)
+    figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
+    sizes = tiles(Tile(f"largest {what}", size) for what, size in largest_sizes(plan))
+    lead = "What the buffer takes; verdicts are on the whole run. Each of the largest is for all else as it is."
+    return section(f"{name} against memory", sizes, _curves(plan), figures, lead=lead)
+
+
+def _curves(plan: Plan) -> Markup:
+    rows = sorted(plan.table, key=lambda row: row.size)
+    sizes = np.array([0, *(row.size for row in rows)], np.float64)
+    layers = [PlotLayer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
+    if plan.known.experience is not None:
+        ours = [plan.known.experience.need(0), *(row.holdall_bytes or 0 for row in rows)]
+        layers.append(PlotLayer("holdall's memory", "c0", np.array(ours, np.float64)))
+    limit = plan.known.room.limit_bytes
+    most = max(float(layer.values.max()) for layer in layers)
+    scale = bytes_scale(limit if most <= limit <= 2 * most else most)
+    unit = row_name(plan.spec).lower()
+    heads = [f"{unit} {size:,.0f}" for size in sizes]
+    marked = {0, len(sizes) - 1, len(sizes) // 2}
+    ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
+    named = (float(limit), f"limit {format_bytes(limit)}")
+    plot = Plot(f"{row_name(plan.spec)} against memory", sizes / sizes[-1], heads, layers, scale, ticks, False, named)
+    return plot.markup()
+
+
+def _profiles(plan: Plan) -> Markup:
+    heads = ["profile", "of the limit", "for the run", "batch", "SB3 holds", "holdall holds"]
+    rows = [
+        [
+            profile.name,
+            f"{profile.share:.0%}",
+            both_units(profile.limit_bytes),
+            size_name(profile.batch_size),
+            size_name(profile.sb3_size),
+            "-" if profile.holdall_size is None else size_name(profile.holdall_size),
+        ]
+        for profile in plan.profiles
+    ]
+    return section("Profiles", table(heads, rows, "Profiles"), lead="Shares of the limit for the whole run.")

@@ -1,0 +1,380 @@
+"""Memory by phase (construct, collect, flatten, train, save, load), and whether it fits.
+
+In:  a spec, what was measured, whose buffer keeps the transitions, and the limits of this machine.
+Out: the parts of every phase, checks against the limits, and fits, tight or does not fit.
+Invariant: a run needs its largest phase, not the sum. A part says how it is known, and has an upper bound if it is
+not exact. "Fits" is said only if the upper bound of the largest phase is below the smallest limit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import Any
+
+from holdall.machine import Limit
+from holdall.tools.plan.spec import Spec, leaves_of
+
+_SEGMENTS_OF_A_CAPACITY = 16
+"""A segment is at most this share of the capacity."""
+_MOST_RAW_SEGMENTS = 3
+"""Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
+_RATIO_SPREAD = 0.1
+"""What the ratio of the first thousands of steps may be off by."""
+
+
+@dataclass(frozen=True, slots=True)
+class HoldallNeed:
+    """What holdall's memory takes."""
+
+    raw_bytes: float  # per transition
+    compressed_bytes: float | None  # per transition; None: not measured
+    fixed_bytes: int  # beside the transitions: batches, tables, threads
+    steps: int  # real steps that this was measured on; 0: made-up ones
+    findings: dict[str, str]  # by field, in the memory's own words
+    sealing_bytes: int = 0  # beside the transitions if they are compressed: what codecs work in, too
+    segment_bytes: int = 0  # of unique slices; a full one is raw while it is sealed
+    most_compressed_bytes: float | None = None  # per transition, where another codec was chosen in another trial
+
+    def need(self, transitions: int) -> int:
+        """Bytes for so many transitions, in the smallest form that was measured."""
+        return min(self.raw_need(transitions), self._compressed_need(transitions, segments=1))
+
+    def most(self, transitions: int) -> int:
+        """An upper bound: the ratio gets worse, and the worker is as far behind as it may be."""
+        raw = int(self.raw_need(transitions) * (1 + _RATIO_SPREAD))
+        worse = replace(self, compressed_bytes=self.most_compressed_bytes or self.compressed_bytes)
+        return min(raw, int(worse._compressed_need(transitions, segments=_MOST_RAW_SEGMENTS) * (1 + _RATIO_SPREAD)))
+
+    def raw_need(self, transitions: int) -> int:
+        """Bytes for so many transitions if nothing is compressed."""
+        return int(self.raw_bytes * transitions) + self.fixed_bytes
+
+    def _compressed_need(self, transitions: int, segments: int) -> int:
+        if self.compressed_bytes is None:
+            return self.raw_need(transitions)
+        # The worker seals a segment faster than training fills the next one: one is raw, and it is full at the peak.
+        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // _SEGMENTS_OF_A_CAPACITY)
+        return int(self.compressed_bytes * transitions) + segments * segment + self.sealing_bytes
+
+
+MIB = 2**20
+_ALIGNMENT_BYTES = 64
+_HEAP_SPREAD = 1.6
+"""How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
+_MOST_HEAP_SPREAD = 2.5
+_MAPPED_FROM = 32 * MIB
+_FORKED_BYTES = 6 * MIB
+"""What a forked process changes of the pages that it shares."""
+_PRELOADED_BYTES = 10 * MIB
+_SERVER_BYTES = 6 * MIB
+"""An interpreter that only starts others: the fork server, the resource tracker."""
+_CONTEXT_BYTES = 766 * MIB
+"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
+_CUDA_HOST_BYTES = 1100 * MIB
+"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
+_MOST_CUDA_HOST_BYTES = 1500 * MIB
+_BLAS_BYTES = 65 * MIB
+"""Workspace of the matrix products, taken from torch's pool once."""
+_CONVOLUTION_SPREAD = 1.2
+"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
+_POOL_SPREAD = 2.1
+"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
+_LIBRARIES_SPREAD = 0.05
+_PROCESSES_SPREAD = 0.15
+_PROBED_SPREAD = 0.05
+
+
+@dataclass(frozen=True, slots=True)
+class PhasePart:
+    """One thing that takes memory."""
+
+    name: str
+    nbytes: int
+    how: str  # exact, measured, traced, estimate
+    most_bytes: int  # upper bound; the same where it is exact
+
+    @classmethod
+    def exact(cls, name: str, nbytes: int) -> PhasePart:
+        """Return a part that is known to the byte."""
+        return cls(name, nbytes, "exact", nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RunPhase:
+    """One phase of a run."""
+
+    name: str
+    parts: tuple[PhasePart, ...]
+    happens: bool = True  # False: worked out for information, and no part of this run
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def most_bytes(self) -> int:
+        """Upper bound of all parts."""
+        return sum(part.most_bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateBytes:
+    """An update's bytes at one batch size; the fields are those of `sb3_model.UpdateTrace`."""
+
+    weights: int
+    settled: int
+    settled_heap: int
+    mapped: int
+    heap: int
+    live: int
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredCosts:
+    """What was found out about this machine, this environment and these networks."""
+
+    libraries: int = 0
+    libraries_anonymous: int = 0  # after the imports: what a process that was not forked cannot share
+    traced_batch: int = 0
+    traced: UpdateBytes | None = None
+    traced_twice: UpdateBytes | None = None
+    env_first: int | None = None  # None: no environment was made
+    env_first_anonymous: int = 0
+    env_each: int = 0
+    probe: Mapping[str, Any] | None = None  # the answer of `sb3_model.measure_updates`
+    vram_context: int | None = None
+
+    def networks(self, batch: int) -> UpdateBytes | None:
+        """Return the trace for a batch; between and beyond the two that were traced, on the line through them."""
+        if self.traced is None or self.traced_twice is None or batch == self.traced_batch:
+            return self.traced
+        share = batch / self.traced_batch - 1
+        pairs = zip(_values(self.traced), _values(self.traced_twice), strict=True)
+        return UpdateBytes(*(max(int(once + (twice - once) * share), 0) for once, twice in pairs))
+
+
+def _values(traced: UpdateBytes) -> tuple[int, ...]:
+    return traced.weights, traced.settled, traced.settled_heap, traced.mapped, traced.heap, traced.live
+
+
+def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None = None) -> list[RunPhase]:
+    """Work out host memory by phase; with holdall's memory in place of Stable-Baselines3's buffer if given."""
+    layout = spec.layout()
+    on_gpu = spec.device.startswith("cuda")
+    networks = None if on_gpu else measured.networks(spec.batch)
+    around = _libraries_and_environments(spec, measured)
+    weights = [] if networks is None else [PhasePart.exact("network weights", networks.weights)]
+    settled = [] if networks is None else [_kept_between_updates(networks)]
+    buffer = _buffer(spec, holdall)
+    objects = (
+        [PhasePart.exact("infos of the buffer", layout.object_bytes)] if layout.object_bytes and not holdall else []
+    )
+    steady = [*around, *settled, buffer]
+    phases = [RunPhase("construct", (*around, *weights, *objects)), RunPhase("collect", tuple(steady))]
+    copies = 0 if holdall else layout.flatten_bytes
+    if spec.on_policy:
+        phases.append(RunPhase("flatten", (*steady, PhasePart.exact("rollout, copied", copies))))
+    phases.append(RunPhase("train", (*steady, *_update(spec, networks, measured, 0 if holdall else copies))))
+    if spec.on_policy:
+        return [*phases, RunPhase("save", tuple(steady))]
+    loaded = buffer if holdall else PhasePart.exact("replay buffer, loaded", layout.nbytes)
+    return [*phases, RunPhase("save", tuple(steady)), RunPhase("load", (*around, *settled, loaded), spec.saves_buffer)]
+
+
+def vram_phases(spec: Spec, measured: MeasuredCosts) -> list[RunPhase]:
+    """Work out a GPU's memory by phase; empty where the run uses none."""
+    networks = measured.networks(spec.batch)
+    if not spec.device.startswith("cuda") or networks is None:
+        return []
+    context = measured.vram_context
+    known = _CONTEXT_BYTES if context is None else context
+    base = PhasePart(
+        "CUDA context and libraries", known, "estimate" if context is None else "measured", int(1.1 * known)
+    )
+    activations = networks.live - networks.settled
+    used, kept = int(_CONVOLUTION_SPREAD * activations), int(_POOL_SPREAD * activations) + 128 * MIB
+    pool = PhasePart("batch, activations and workspace", used + _BLAS_BYTES, "traced", kept + _BLAS_BYTES)
+    return [
+        RunPhase("construct", (base, PhasePart.exact("network weights", networks.weights))),
+        RunPhase("train", (base, _kept_between_updates(networks), pool)),
+    ]
+
+
+def checkpoint_bytes(spec: Spec, measured: MeasuredCosts) -> int:
+    """Bytes on disk of one checkpoint; a buffer is written whole, however empty it is."""
+    networks = measured.traced
+    # Weights and the optimizer's two moments, not the gradients.
+    model = 0 if networks is None else networks.settled - networks.weights
+    return model + (spec.layout().nbytes if spec.saves_buffer and not spec.on_policy else 0)
+
+
+def process_bytes(spec: Spec, measured: MeasuredCosts) -> int:
+    """Bytes that the vector environment's processes add to the machine's, by how they start."""
+    if spec.vec_env == "dummy":
+        return 0
+    env = measured.env_first_anonymous
+    if spec.method == "fork":
+        return spec.num_envs * (_FORKED_BYTES + env)
+    fresh = measured.libraries_anonymous
+    if spec.method == "forkserver" and spec.preloads:
+        return spec.num_envs * (_PRELOADED_BYTES + env) + fresh + _SERVER_BYTES
+    servers = 2 if spec.method == "forkserver" else 1
+    return spec.num_envs * (fresh + env) + servers * _SERVER_BYTES
+
+
+def shared_bytes(spec: Spec) -> int:
+    """Bytes in /dev/shm; Stable-Baselines3's own processes send observations through pipes and take none."""
+    if spec.vec_env != "shared":
+        return 0
+    leaves = leaves_of(spec.observation, "obs")
+    return sum(-(-spec.num_envs * leaf.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for leaf in leaves)
+
+
+def _libraries_and_environments(spec: Spec, measured: MeasuredCosts) -> list[PhasePart]:
+    """Libraries and environments: what is there in every phase."""
+    if measured.probe is not None:
+        return _probed_libraries(measured.probe, measured)
+    libraries = measured.libraries
+    parts = [_part_with_spread("interpreter and libraries", libraries, "measured", _LIBRARIES_SPREAD)]
+    if spec.device.startswith("cuda") and measured.vram_context is None:
+        parts.append(PhasePart("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
+    if spec.vec_env != "dummy":
+        name = f"{spec.num_envs} processes ({spec.method})"
+        parts.append(_part_with_spread(name, process_bytes(spec, measured), "measured", _PROCESSES_SPREAD))
+    elif measured.env_first is not None:
+        size = measured.env_first + (spec.num_envs - 1) * measured.env_each
+        parts.append(_part_with_spread(f"{spec.num_envs} environments", size, "measured", _PROCESSES_SPREAD))
+    return parts
+
+
+def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list[PhasePart]:
+    weights = 0 if measured.traced is None else measured.traced.weights
+    held = max(int(probe["constructed"]) - weights, 0)
+    parts = [_part_with_spread("interpreter, libraries, environments", held, "measured", _PROBED_SPREAD)]
+    if probe["processes"]:
+        unique = sum(int(child["unique"]) for child in probe["processes"])
+        parts.append(_part_with_spread(f"{len(probe['processes'])} processes", unique, "measured", _PROBED_SPREAD))
+    return parts
+
+
+def _buffer(spec: Spec, holdall: HoldallNeed | None) -> PhasePart:
+    layout = spec.layout()
+    if holdall is None:
+        name = "rollout buffer" if spec.on_policy else "replay buffer"
+        return PhasePart.exact(name, layout.resident_bytes(spec.total_timesteps))
+    filled = min(spec.total_timesteps or layout.transitions, layout.transitions)
+    how = "measured" if holdall.steps else "estimate"
+    return PhasePart("holdall's memory", holdall.need(filled), how, holdall.most(filled))
+
+
+def _kept_between_updates(networks: UpdateBytes) -> PhasePart:
+    return PhasePart.exact("weights, gradients, optimizer", networks.settled)
+
+
+def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, copies: int) -> list[PhasePart]:
+    """What an update holds beyond what stays between updates."""
+    if measured.probe is not None:
+        settled = 0 if networks is None else networks.settled - networks.weights
+        known = int(measured.probe["constructed"]) + int(measured.probe["buffer_bytes"]) + settled
+        return [
+            _part_with_spread("batch and activations", max(int(measured.probe["trained"]) - known, 0), "measured", 0.1)
+        ]
+    gathered = _gathered_batch_bytes(spec)
+    if networks is None:
+        return [_part_with_spread("batch", 2 * gathered, "estimate", 1.0)]
+    churn = max(networks.heap - networks.settled_heap, 0)
+    mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
+    if gathered < _MAPPED_FROM:
+        churn += gathered
+    if copies < _MAPPED_FROM:  # freed after the flattening, but the heap stays as large
+        churn += copies
+    size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered)
+    most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB
+    return [PhasePart("batch and activations", size, "traced", most)]
+
+
+def _gathered_batch_bytes(spec: Spec) -> int:
+    """Bytes of one batch of observations as the buffer hands it over, before it becomes tensors."""
+    once = sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
+    return spec.batch * once * (1 if spec.on_policy else 2)
+
+
+def _part_with_spread(name: str, nbytes: int, how: str, spread: float) -> PhasePart:
+    return PhasePart(name, nbytes, how, int(nbytes * (1 + spread)))
+
+
+class FitVerdict(Enum):
+    """Whether a run fits; the value is the command's exit code."""
+
+    FITS = 0
+    TIGHT = 1
+    DOES_NOT_FIT = 2
+
+    def __str__(self) -> str:
+        return {0: "fits", 1: "tight", 2: "does not fit"}[self.value]
+
+
+@dataclass(frozen=True, slots=True)
+class MachineLimits:
+    """What there is to fit into."""
+
+    memory: tuple[Limit, ...]  # the smallest first
+    vram: Limit | None = None
+    disk: Limit | None = None
+    shared_memory: Limit | None = None
+    largest_mapping: int | None = None
+
+    @property
+    def limit_bytes(self) -> int:
+        """Host memory that the run may take."""
+        return self.memory[0].free_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class LimitCheck:
+    """One need against one limit."""
+
+    what: str
+    need_bytes: int
+    most_bytes: int
+    limit: Limit
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """Compare the two."""
+        if self.need_bytes > self.limit.free_bytes:
+            return FitVerdict.DOES_NOT_FIT
+        return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
+
+
+def largest(phases: Sequence[RunPhase]) -> RunPhase:
+    """Return the phase that decides."""
+    return max((phase for phase in phases if phase.happens), key=lambda phase: phase.most_bytes)
+
+
+def checks(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> list[LimitCheck]:
+    """Compare every need of a run with what there is; `holdall`: its memory is used."""
+    host = host_phases(spec, measured, holdall)
+    need = max(phase.nbytes for phase in host if phase.happens)
+    found = [LimitCheck(f"memory, {largest(host).name}", need, largest(host).most_bytes, room.memory[0])]
+    if room.largest_mapping is not None and holdall is None:
+        array = max(spec.layout().arrays, key=lambda array: array.nbytes)
+        whole = Limit("memory and swap, for one array", room.largest_mapping, room.largest_mapping)
+        found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
+    gpu = vram_phases(spec, measured)
+    if gpu and room.vram is not None:
+        most = largest(gpu)
+        found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, room.vram))
+    if room.shared_memory is not None and (size := shared_bytes(spec)):
+        found.append(LimitCheck("shared memory", size, size, room.shared_memory))
+    if room.disk is not None and holdall is None and (size := checkpoint_bytes(spec, measured)):
+        found.append(LimitCheck("one checkpoint", size, size, room.disk))
+    return found
+
+
+def verdict_of(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> FitVerdict:
+    """Return the worst of all checks."""
+    return max((check.verdict for check in checks(spec, measured, room, holdall)), key=lambda verdict: verdict.value)

@@ -1,0 +1,312 @@
+"""The plan of one run: measure what may be measured, work out the rest, and name it in words and units.
+
+In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSON and HTML, and the texts that the
+terminal and the HTML page share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
+from holdall.tools.plan import recommend
+from holdall.tools.plan.phases import (
+    FitVerdict,
+    HoldallNeed,
+    LimitCheck,
+    MachineLimits,
+    MeasuredCosts,
+    RunPhase,
+    UpdateBytes,
+    checks,
+    host_phases,
+    largest,
+    vram_phases,
+)
+from holdall.tools.plan.recommend import CapacityRow, PlanInputs, ShareProfile, SuggestedChange
+from holdall.tools.plan.spec import Spec
+from holdall.tools.plan.subprocess_probe import run_probe
+
+SCHEMA = "holdall.plan/1"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a run needs, what there is, and what would fit."""
+
+    spec: Spec
+    known: PlanInputs
+    checks: tuple[LimitCheck, ...]
+    phases: tuple[RunPhase, ...]  # with Stable-Baselines3's buffer
+    holdall_phases: tuple[RunPhase, ...]  # with holdall's; empty where its need is not known
+    vram: tuple[RunPhase, ...]
+    table: tuple[CapacityRow, ...]
+    profiles: tuple[ShareProfile, ...]
+    largest: Mapping[str, int | None]
+    change: SuggestedChange | None
+    notes: tuple[str, ...]
+
+    @property
+    def verdict(self) -> FitVerdict:
+        """The worst of all checks."""
+        return max((check.verdict for check in self.checks), key=lambda verdict: verdict.value)
+
+    @property
+    def peak(self) -> RunPhase:
+        """The phase that decides, with the buffer that the run uses."""
+        return largest(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
+
+    @property
+    def code(self) -> str:
+        """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
+        if self.change is None:
+            return recommend.code(self.spec, holdall=self.spec.uses_holdall, compressed=self._compresses(self.spec))
+        change = self.change
+        compressed = self._compresses(change.spec)
+        return recommend.code(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
+
+    def _compresses(self, spec: Spec) -> bool:
+        """Whether a run with holdall's buffer fits only if all that is sealed is compressed."""
+        experience = self.known.experience
+        if experience is None or experience.compressed_bytes is None:
+            return False
+        return experience.raw_need(spec.layout().transitions) > self.known.room.limit_bytes // 2
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain numbers and strings; docs/plan.md describes them."""
+        experience = self.known.experience
+        layout = self.spec.layout()
+        return {
+            "schema": SCHEMA,
+            "verdict": str(self.verdict),
+            "exit_code": self.verdict.value,
+            "spec": self.spec.as_dict(),
+            "buffer": {
+                "class": layout.buffer_class,
+                "transitions": layout.transitions,
+                "bytes": layout.nbytes,
+                "bytes_per_transition": layout.bytes_per_transition,
+                "arrays": [
+                    {"name": a.name, "shape": list(a.shape), "dtype": a.dtype.name, "bytes": a.nbytes}
+                    for a in layout.arrays
+                ],
+            },
+            "holdall": None if experience is None else asdict(experience),
+            "checks": [
+                {
+                    "what": check.what,
+                    "need_bytes": check.need_bytes,
+                    "most_bytes": check.most_bytes,
+                    "limit": check.limit.name,
+                    "free_bytes": check.limit.free_bytes,
+                    "verdict": str(check.verdict),
+                }
+                for check in self.checks
+            ],
+            "limits": [asdict(limit) for limit in self.known.room.memory],
+            "phases": [_phase(phase) for phase in self.phases],
+            "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
+            "vram_phases": [_phase(phase) for phase in self.vram],
+            "table": [
+                {
+                    "size": row.size,
+                    "sb3_bytes": row.sb3_bytes,
+                    "sb3_verdict": str(row.sb3_verdict),
+                    "holdall_bytes": row.holdall_bytes,
+                    "holdall_verdict": None if row.holdall_verdict is None else str(row.holdall_verdict),
+                }
+                for row in self.table
+            ],
+            "profiles": [asdict(profile) for profile in self.profiles],
+            "largest": dict(self.largest),
+            "change": None if self.change is None else {"title": self.change.title, "why": self.change.why},
+            "code": self.code,
+            "notes": list(self.notes),
+        }
+
+
+def make_plan(
+    spec: Spec,
+    *,
+    budget_bytes: int | None = None,
+    memory_bytes: int | None = None,
+    vram_bytes: int | None = None,
+    networks: bool = True,
+    probe_steps: int = 0,
+    prefer: str = "balanced",
+    checkpoint_dir: Path | None = None,
+    environment: Mapping[str, Any] | None = None,
+) -> Plan:
+    """Measure what may be measured, and work out the rest.
+
+    Args:
+        budget_bytes: A limit beside those of this machine.
+        memory_bytes: What another machine has free, in place of all limits of this one.
+        vram_bytes: What another GPU has free.
+        networks: Trace an update; without it, buffers and libraries alone are counted.
+        probe_steps: Steps of real training and of the real environment; 0: none.
+        environment: What `measure_environment` found, if an environment was made.
+    """
+    notes: list[str] = []
+    room = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
+    with ThreadPoolExecutor(1) as beside:  # the trial's libraries load while holdall's memory is asked
+        base = beside.submit(run_probe, "baseline", spec=spec, networks=networks)
+        made_up = None if probe_steps and spec.env_id else _need_from_spaces(spec)
+        measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
+    if vram_bytes is not None:
+        vram = Limit("--vram", vram_bytes, vram_bytes)
+    room = replace(room, vram=vram)
+    experience = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    if made_up is not None and not spec.on_policy:
+        notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
+    return plan_from_inputs(spec, PlanInputs(measured, room, experience), notes)
+
+
+def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:
+    """Look at this machine, or at what is said of another."""
+    if memory_bytes is None:
+        limits, mapping = memory_limits(budget_bytes), largest_mapping()
+        return MachineLimits(tuple(limits), None, disk(checkpoint_dir or Path.cwd()), shared_memory(), mapping)
+    limits = [Limit("--memory", memory_bytes, memory_bytes)]
+    if budget_bytes is not None:
+        limits.append(Limit("--budget", budget_bytes, budget_bytes))
+    return MachineLimits(tuple(sorted(limits, key=lambda limit: limit.free_bytes)))
+
+
+def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
+    """Answer every question from what is known."""
+    uses = spec.uses_holdall and known.experience is not None
+    experience = known.experience
+    change = None if known.fits(spec, holdall=uses) else recommend.cheapest_change(spec, known)
+    return Plan(
+        spec,
+        known,
+        tuple(checks(spec, known.measured, known.room, experience if uses else None)),
+        tuple(host_phases(spec, known.measured)),
+        () if experience is None else tuple(host_phases(spec, known.measured, experience)),
+        tuple(vram_phases(spec, known.measured)),
+        tuple(recommend.table(spec, known)),
+        tuple(recommend.profiles(spec, known)),
+        {
+            "sb3_size": recommend.largest_size(spec, known, holdall=False),
+            "holdall_size": None if experience is None else recommend.largest_size(spec, known, holdall=True),
+            "batch_size": recommend.largest_batch(spec, known),
+            "num_envs": recommend.largest_num_envs(spec, known),
+        },
+        change,
+        tuple(notes),
+    )
+
+
+def _measure(
+    spec: Spec,
+    base: Mapping[str, Any],
+    networks: bool,
+    probe_steps: int,
+    environment: Mapping[str, Any] | None,
+    notes: list[str],
+) -> tuple[MeasuredCosts, Limit | None]:
+    probe = run_probe("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
+    traced = base.get("traced")
+    vram = base.get("vram")
+    if environment is None and not probe:
+        notes.append("the environment itself is not counted: name it with --env")
+    if not networks:
+        notes.append("networks are not counted: leave --no-networks out")
+    if spec.device.startswith("cuda") and vram is None:
+        notes.append("no GPU was found here: what it needs is worked out; what is free is given by --vram")
+    env = environment or {}
+    measured = MeasuredCosts(
+        libraries=base.get("updated", base["imported"]),
+        libraries_anonymous=base["imported_anonymous"],
+        traced_batch=traced["batch"] if traced else 0,
+        traced=UpdateBytes(*traced["once"]) if traced else None,
+        traced_twice=UpdateBytes(*traced["twice"]) if traced else None,
+        env_first=env.get("first_bytes"),
+        env_first_anonymous=env.get("first_anonymous_bytes", 0),
+        env_each=env.get("each_bytes", 0),
+        probe=probe,
+        vram_context=vram["context"] if vram else None,
+    )
+    return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
+
+
+def _need_from_spaces(spec: Spec) -> HoldallNeed:
+    from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 the memory is imported while the trial runs
+
+    return need_from_spaces(spec)
+
+
+def _phase(phase: RunPhase) -> dict[str, Any]:
+    return {
+        "name": phase.name,
+        "bytes": phase.nbytes,
+        "most_bytes": phase.most_bytes,
+        "happens": phase.happens,
+        "parts": [asdict(part) for part in phase.parts],
+    }
+
+
+_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
+
+
+def both_units(count: int) -> str:
+    """Write bytes in decimal and binary units, both named: `12.79 GB = 11.91 GiB`."""
+    if count >= _GB / 10:
+        return f"{count / _GB:.2f} GB = {count / _GIB:.2f} GiB"
+    return f"{count / _MB:.1f} MB = {count / _MIB:.1f} MiB"
+
+
+class ColumnUnits(NamedTuple):
+    """The decimal and the binary unit of a column, named once in its head."""
+
+    decimal: str
+    binary: str
+
+    @classmethod
+    def for_largest(cls, sizes: Iterable[int]) -> ColumnUnits:
+        """Choose the units in which the largest of the sizes is a handy number."""
+        return cls("GB", "GiB") if max(sizes, default=0) >= _GB / 10 else cls("MB", "MiB")
+
+    def both(self, count: int) -> tuple[str, str]:
+        """Write a count of bytes in either unit, without its name."""
+        decimal, binary = (_GB, _GIB) if self.decimal == "GB" else (_MB, _MIB)
+        return f"{count / decimal:,.2f}", f"{count / binary:,.2f}"
+
+
+def size_name(size: int) -> str:
+    """Write a count; none is a dash."""
+    return f"{size:,}" if size else "-"
+
+
+def row_name(spec: Spec) -> str:
+    """Say what the table's sizes count."""
+    return "Steps" if spec.on_policy else "Capacity"
+
+
+def heading(plan: Plan) -> str:
+    """Name the run in one line."""
+    spec = plan.spec
+    size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
+    envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
+    called = f"{spec.name}: " if spec.name else ""
+    return f"{called}{spec.algorithm.class_name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
+
+
+def largest_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
+    """Name the largest sizes that fit, all else as it is."""
+    size = row_name(plan.spec).lower()
+    names = {
+        "sb3_size": f"{size} with SB3's buffer",
+        "holdall_size": f"{size} with holdall's",
+        "batch_size": "batch",
+        "num_envs": "environments",
+    }
+    for key, name in names.items():
+        found = plan.largest[key]
+        if found is not None:
+            yield name, f"{found:,}" if found else "none"

@@ -1,0 +1,319 @@
+"""The model of Stable-Baselines3 that a spec describes: build it, run real updates, trace an update without memory.
+
+In:  a spec.  Out: the algorithm's own object, on environments that may only have spaces; peaks by phase of a few
+real updates; bytes of weights, of what stays after an update, and of the peak during one.
+Invariant: the code that is traced is Stable-Baselines3's own `train`; values are made up, shapes never.
+Importing this module imports torch and Stable-Baselines3.
+"""
+
+from __future__ import annotations
+
+import importlib
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple, SupportsFloat
+
+import gymnasium as gym
+import numpy as np
+import psutil
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.logger import configure
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecEnv, VecFrameStack
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from holdall.errors import ArgumentError, MissingPackageError
+from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.tools.plan.environments import make_single_env
+from holdall.tools.plan.spec import Spec
+
+EPISODE_STEPS = 200
+
+
+class SpaceEnv(gym.Env[Any, Any]):
+    """Observations of the right shape and dtype, always the same ones, and episodes that are truncated."""
+
+    def __init__(self, observation: spaces.Space[Any], action: spaces.Space[Any]) -> None:
+        self.observation_space = observation
+        self.action_space = with_finite_bounds(action)
+        self._steps = 0
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Begin an episode."""
+        super().reset(seed=seed)
+        self._steps = 0
+        return _zero_observation(self.observation_space), {}
+
+    def step(self, action: Any) -> tuple[Any, SupportsFloat, bool, bool, dict[str, Any]]:
+        """Pass a step; nothing happens in it."""
+        self._steps += 1
+        return _zero_observation(self.observation_space), 0.0, False, self._steps >= EPISODE_STEPS, {}
+
+
+def build_model(spec: Spec, *, capacity: int | None = None, env: VecEnv | None = None, **settings: Any) -> Any:
+    """Construct the algorithm; `capacity` replaces the spec's where only the networks are of interest."""
+    algorithm = spec.algorithm
+    try:
+        cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    except ImportError as error:
+        raise MissingPackageError(
+            f"algo ({spec.algo}) is in {algorithm.package}, which is not installed; pip install {algorithm.package}, "
+            "or leave networks out with --no-networks"
+        ) from error
+    if spec.on_policy:
+        settings |= {"n_steps": spec.rollout_steps}
+        if spec.algo == "ppo":
+            settings |= {"n_epochs": 1}
+    else:
+        settings |= {"buffer_size": spec.capacity if capacity is None else capacity}
+        settings |= {"optimize_memory_usage": spec.optimize_memory_usage}
+        settings |= {"replay_buffer_kwargs": {"handle_timeout_termination": spec.handle_timeout_termination}}
+    if algorithm.batch_size is not None:
+        settings["batch_size"] = spec.batch
+    policy_kwargs = {name: _torch_class_or_value(name, value) for name, value in spec.policy_kwargs.items()}
+    model = cls(spec.policy_name, env or make_env(spec), policy_kwargs=policy_kwargs, device=spec.device, **settings)
+    model.set_logger(configure(None, []))
+    return model
+
+
+def make_env(spec: Spec, *, real: bool = False) -> VecEnv:
+    """Make the vector environment of the spec: the real one, or one that only has its spaces."""
+    if real and spec.env_id:
+        makers: list[Any] = [partial(make_single_env, spec.env_id, spec.wrapper)] * spec.num_envs
+    else:
+        makers = [partial(SpaceEnv, spec.observation, spec.action)] * spec.num_envs
+    envs = SubprocVecEnv(makers, spec.method) if spec.vec_env != "dummy" else DummyVecEnv(makers)
+    return VecFrameStack(envs, spec.frame_stack) if real and spec.env_id and spec.frame_stack > 1 else envs
+
+
+def fill_without_writing(model: Any) -> None:
+    """Let a buffer count as filled; its arrays stay as they were allocated."""
+    buffer = getattr(model, "replay_buffer", None) or model.rollout_buffer
+    buffer.full = True
+    buffer.pos = 0
+
+
+def with_finite_bounds(action: spaces.Space[Any]) -> spaces.Space[Any]:
+    """Return an action space with finite bounds, which some algorithms demand."""
+    if isinstance(action, spaces.Box) and not action.is_bounded():
+        return spaces.Box(-1, 1, action.shape, np.dtype(action.dtype).type)
+    return action
+
+
+def _zero_observation(space: spaces.Space[Any]) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _zero_observation(child) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Discrete):
+        return int(space.start)
+    return np.zeros(space.shape or (), space.dtype)
+
+
+def _torch_class_or_value(name: str, value: Any) -> Any:
+    """Turn the names of torch's activations and optimizers into the classes; everything else is data."""
+    if name == "activation_fn" and isinstance(value, str):
+        return _class_of(torch.nn, value, torch.nn.Module, name)
+    if name == "optimizer_class" and isinstance(value, str):
+        return _class_of(torch.optim, value, torch.optim.Optimizer, name)
+    return value
+
+
+def _class_of(module: Any, value: str, base: type, name: str) -> type:
+    found = getattr(module, value.rpartition(".")[2], None)
+    if not isinstance(found, type) or not issubclass(found, base):
+        raise ArgumentError(f"policy_kwargs[{name!r}] ({value!r}) names no {base.__name__} of {module.__name__}")
+    return found
+
+
+_UPDATES = 40
+_BATCHES = 3
+"""Batches in a shortened rollout."""
+_ROLLOUTS = 3
+
+
+def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
+    """Collect, train, and read the peaks."""
+    short = with_short_rollouts(spec)
+    env = make_env(short, real=True)
+    begin_peak()
+    model = build_model(short, env=env)
+    found: dict[str, Any] = {"constructed": peak_bytes()}
+    rows = (_on_policy if spec.on_policy else _off_policy)(model, short, steps)
+    found["trained"] = peak_bytes()
+    found["buffer_bytes"] = short.layout().resident_bytes(rows)
+    found["processes"] = _child_processes()
+    env.close()
+    return found
+
+
+def with_short_rollouts(spec: Spec) -> Spec:
+    """Return the same run with rollouts of a few batches: an update sees one batch at a time."""
+    if not spec.on_policy or spec.algorithm.batch_size is None:
+        return spec
+    steps = -(-_BATCHES * spec.batch // spec.num_envs)
+    return spec.but(n_steps=min(spec.rollout_steps, steps))
+
+
+def _on_policy(model: Any, spec: Spec, steps: int) -> int:
+    rollout = spec.rollout_steps * spec.num_envs
+    model.learn(_ROLLOUTS * rollout)
+    return rollout
+
+
+def _off_policy(model: Any, spec: Spec, steps: int) -> int:
+    warm = max(steps, spec.num_envs)
+    model.learning_starts = warm + 1
+    model.learn(warm)
+    model.learning_starts = 0
+    model.learn(_UPDATES * spec.num_envs, reset_num_timesteps=False)
+    return warm + _UPDATES * spec.num_envs
+
+
+def _child_processes() -> list[dict[str, int]]:
+    """Read what the processes of the vector environment hold, the fork server among them."""
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        held = held_bytes(child.pid)
+        found.append({"unique": held.unique, "proportional": held.proportional, "resident": held.resident})
+    return found
+
+
+_MAPPED_FROM = 32 * 2**20
+"""The C library's largest threshold: blocks from here on are always mapped on their own."""
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
+
+
+class UpdateTrace(NamedTuple):
+    """Bytes of an update."""
+
+    weights: int
+    settled: int  # weights, gradients and the optimizer's state: what stays between updates
+    settled_heap: int  # the part of it in smaller blocks
+    mapped: int  # at the peak, in blocks of their own
+    heap: int  # at the peak, in smaller blocks
+    live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
+
+
+def trace_update(spec: Spec) -> UpdateTrace:
+    """Trace two updates: the second one has the optimizer's state beside it."""
+    live = LiveTensorBytes()
+    # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
+    # without memory are of the same size on every device.
+    steps = spec.batch if spec.on_policy else spec.n_steps
+    small = spec.but(num_envs=1, vec_env="dummy", n_steps=steps, device="cpu")
+    with _modules_not_moved(), FakeTensorMode(allow_non_fake_inputs=True), live, PlaceholderValues():
+        model = build_model(small, capacity=spec.batch)
+        fill_without_writing(model)
+        weights = live.now
+        updates = _update_call(model, spec)
+        updates()
+        settled = live.now
+        live.peak = live.highest = live.now
+        updates()
+    return UpdateTrace(
+        weights, max(settled, live.now), live.heap, live.peak - live.highest_heap, live.highest_heap, live.highest
+    )
+
+
+def _update_call(model: Any, spec: Spec) -> Callable[[], None]:
+    if spec.on_policy:
+        return model.train  # type: ignore[no-any-return]  # Stable-Baselines3's algorithms are Any here
+    return lambda: model.train(gradient_steps=1, batch_size=spec.batch)
+
+
+class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its modes
+    """Counts the bytes of the storages that are alive, and the most there ever were.
+
+    The C library gives large blocks back to the system at once; the heap that smaller ones came from stays as large
+    as it ever was.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # as above
+        self.mapped = 0
+        self.heap = 0
+        self.highest_heap = 0
+        self.peak = 0
+        self.highest = 0
+        self._known: dict[int, int] = {}
+
+    @property
+    def now(self) -> int:
+        """Bytes of all storages that are alive."""
+        return self.mapped + self.heap
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation and count what it made."""
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if isinstance(tensor, torch.Tensor):
+                self._count(tensor.untyped_storage())
+        copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
+        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < _MAPPED_FROM))
+        mapped = self.mapped + sum(size for size in copies if size >= _MAPPED_FROM)
+        self.peak = max(self.peak, mapped + self.highest_heap)
+        self.highest = max(self.highest, self.now)
+        return out
+
+    def _count(self, storage: Any) -> None:
+        key = storage._cdata
+        if key not in self._known:
+            self._known[key] = storage.nbytes()
+            self._change(storage.nbytes(), 1)
+            weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key: int) -> None:
+        self._change(self._known.pop(key, 0), -1)
+
+    def _change(self, size: int, sign: int) -> None:
+        if size >= _MAPPED_FROM:
+            self.mapped += sign * size
+        else:
+            self.heap += sign * size
+
+
+def _convolution_copies(args: tuple[Any, ...], out: Any) -> list[int]:
+    """Bytes of the copies that a convolution on a CPU works on: channels in blocks of sixteen."""
+    maps = [value for value in [*tree_leaves(args), *tree_leaves(out)] if _is_feature_map(value)]
+    return [m.numel() // m.shape[1] * _padded_channels(m.shape[1]) * m.element_size() for m in maps]
+
+
+def _padded_channels(channels: int) -> int:
+    return channels if channels <= 4 else -(-channels // 16) * 16
+
+
+def _is_feature_map(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() == 4
+
+
+class PlaceholderValues(TorchFunctionMode):
+    """Answers for the values that tensors without memory do not have."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Answer what asks for values; let everything else through."""
+        if func in {torch.Tensor.item, torch.Tensor.__float__}:
+            return 1.0
+        if func is torch.Tensor.__bool__:
+            return True
+        if func is torch.Tensor.numpy:
+            return np.zeros(args[0].shape, np.float32)
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _modules_not_moved() -> Iterator[None]:
+    """Let `module.to(device)` do nothing: torch cannot swap parameters that have no memory."""
+    real = torch.nn.Module.to
+    torch.nn.Module.to = lambda self, *args, **kwargs: self  # type: ignore[method-assign]  # for as long as the trace lasts
+    try:
+        yield
+    finally:
+        torch.nn.Module.to = real  # type: ignore[method-assign]

@@ -1,0 +1,438 @@
+"""Charts as HTML and SVG: elements, scales, thinning, plots over an axis, horizontal bars.
+
+In:  values and names.  Out: `Markup`.
+Invariants: every plain string is escaped; only `Markup`, which `tag` makes, is used as it is. A scale starts at zero
+and ends at or above the largest value. Shapes stretch with the page and text does not.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.units import format_bytes
+
+_VOID = frozenset({"br", "hr", "link", "meta"})
+
+
+class Markup(str):
+    """Text that is markup already."""
+
+    __slots__ = ()
+
+
+Child = str | None
+Attribute = str | int | float | bool | None
+
+
+def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
+    """Write an element: `tag("td", "a < b", class_="wide")`.
+
+    None is left out, as a child and as an attribute; True is an attribute without a value. `class_` stands for `class`,
+    and `data_tip` for `data-tip`.
+    """
+    written = "".join(_attribute(key, value) for key, value in attributes.items())
+    if name in _VOID:
+        return Markup(f"<{name}{written}>")
+    return Markup(f"<{name}{written}>{joined(*children)}</{name}>")
+
+
+def joined(*children: Child) -> Markup:
+    """Put children one behind the other, escaping what is plain text."""
+    return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children if child))
+
+
+def breakable(name: str) -> Markup:
+    """Write a long name that may be broken behind its dots, underscores and slashes."""
+    return Markup(re.sub(r"(?<=[._/-])(?=\w)", "<wbr>", escape(name)))
+
+
+def _attribute(key: str, value: Attribute) -> str:
+    if value is None or value is False:
+        return ""
+    name = key.rstrip("_").replace("_", "-")
+    return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
+
+
+_STEPS = (1, 2, 2.5, 5, 10)
+_BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_SMALLEST = 1e-6
+_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """An axis from zero."""
+
+    end: float
+    ticks: tuple[float, ...]
+    text: Callable[[float], str]
+    unit: str  # as the page's script knows it, if it writes values: bytes or number
+
+    def share(self, value: float) -> float:
+        """Say where a value lies, from 0 to 1; what is beyond the end lies at the end."""
+        return min(max(value / self.end, 0.0), 1.0)
+
+
+def bytes_scale(largest: float, ticks: int = 5) -> Scale:
+    """Make an axis of bytes, with round values in binary units."""
+    largest = max(largest, 1.0)
+    unit = 1024.0 ** min(int(math.log(largest, 1024)), 4)
+    steps = [step * unit * shift for shift in (1 / 1024, 1) for step in _BINARY_STEPS]
+    steps += [2.0**power for power in range(41, 63)]
+    return _scale(largest, ticks, steps, _round_bytes, "bytes", tight=True)
+
+
+def number_scale(largest: float, ticks: int = 5) -> Scale:
+    """Make an axis of plain numbers."""
+    largest = max(largest, _SMALLEST) if largest else 1.0
+    power = 10.0 ** math.floor(math.log10(largest))
+    steps = [step * power * shift for shift in (0.01, 0.1, 1) for step in _STEPS]
+    return _scale(largest, ticks, steps, number, "number", tight=True)
+
+
+def seconds_scale(largest: float, ticks: int = 8) -> Scale:
+    """Make an axis of time that ends where the data end."""
+    largest = max(largest, _SMALLEST) if largest else 1.0
+    days = [float(_DAY * 2**power) for power in range(1, 12)]
+    return _scale(largest, ticks, [*_SECONDS, *days], duration, "seconds", tight=False)
+
+
+def _scale(
+    largest: float, ticks: int, steps: list[float], text: Callable[[float], str], unit: str, *, tight: bool
+) -> Scale:
+    step = next((step for step in steps if largest / step <= ticks), largest / ticks)
+    count = math.ceil(largest / step - 1e-9) if tight else math.floor(largest / step + 1e-9)
+    end = count * step if tight else largest
+    return Scale(end, tuple(position * step for position in range(count + 1)), text, unit)
+
+
+def number(value: float) -> str:
+    """Write a number with as many digits as are of use."""
+    value = float(value)
+    if value.is_integer() or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.3g}"
+
+
+def duration(seconds: float) -> str:
+    """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
+    if 0 < seconds < _TENTH:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < _MINUTE:
+        return f"{seconds:.3g} s"
+    if seconds < _HOUR:
+        whole, rest = divmod(round(seconds), _MINUTE)
+        return f"{whole} min {rest} s" if rest and whole < 10 else f"{seconds / _MINUTE:.0f} min"
+    if seconds < _DAY:
+        whole, rest = divmod(round(seconds / _MINUTE), 60)
+        return f"{whole} h {rest} min" if rest else f"{whole} h"
+    whole, rest = divmod(round(seconds / _HOUR), 24)
+    return f"{whole} d {rest} h" if rest else f"{whole} d"
+
+
+def _round_bytes(value: float) -> str:
+    text = format_bytes(value)
+    return text.replace(".0 ", " ") if value else "0"
+
+
+Floats = NDArray[np.float64]
+
+
+def thinned_positions(values: Floats, most: int) -> NDArray[np.int64]:
+    """Choose at most about `most` positions: of every stretch the smallest and the largest value; both ends."""
+    count = len(values)
+    if count <= most:
+        return np.arange(count)
+    stretches = np.array_split(np.arange(count), max(most // 2 - 1, 1))
+    ends = [0, count - 1]
+    lowest = [int(stretch[np.argmin(values[stretch])]) for stretch in stretches]
+    highest = [int(stretch[np.argmax(values[stretch])]) for stretch in stretches]
+    return np.unique(np.array(ends + lowest + highest, np.int64))
+
+
+_SIDE = 1000
+_SHARE_FOR_A_NAME = 0.09
+"""A band whose last value takes this share of the height has its name written into it."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlotLayer:
+    """One named series."""
+
+    name: str
+    colour: str  # a class of page.css
+    values: Floats
+
+
+@dataclass(frozen=True, slots=True)
+class PlotFlag:
+    """Something that happened at one place of the axis."""
+
+    share: float  # where, from 0 to 1
+    severity: str  # info, warning or error
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plot:
+    """What a plot shows.
+
+    Args:
+        shares: Where the values lie on the horizontal axis, from 0 to 1, in order.
+        heads: What stands over the reading of every place, as "12 min, step 3,400".
+        stacked: Areas one upon the other, and their sum in the reading; otherwise curves.
+    """
+
+    label: str
+    shares: Floats
+    heads: Sequence[str]
+    layers: Sequence[PlotLayer]
+    scale: Scale
+    ticks: Sequence[tuple[float, str]]
+    stacked: bool = True
+    limit: tuple[float, str] | None = None
+    flags: Sequence[PlotFlag] = ()
+
+    def markup(self) -> Markup:
+        """Write the plot and its legend."""
+        shapes = [*self._grid(), *(self._areas() if self.stacked else self._curves()), *self._limit_line()]
+        box = f"0 0 {_SIDE} {_SIDE}"
+        drawing = tag("svg", *shapes, viewBox=box, preserveAspectRatio="none", aria_hidden="true", focusable="false")
+        last = len(self.heads) - 1
+        surface = tag(
+            "div", drawing, *self._limit_label(), *self._band_names(), tag("span", class_="cross", hidden=True),
+            class_="plot", tabindex="0", role="slider", aria_label=f"{self.label}. Arrow keys move through it.",
+            aria_valuemin="0", aria_valuemax=last, aria_valuenow=last, aria_valuetext=self._spoken(last),
+        )  # fmt: skip
+        return tag(
+            "div",
+            tag("div", *self._flags(), class_="flags") if self.flags else None,
+            tag("div", *self._vertical_ticks(), class_="y-axis", aria_hidden="true"),
+            surface,
+            tag("div", *self._horizontal_ticks(), class_="x-axis", aria_hidden="true"),
+            self._legend(),
+            tag("script", self._figures(), type="application/json", class_="figures"),
+            class_="plot-frame",
+        )
+
+    def _grid(self) -> list[Markup]:
+        lines = []
+        for value in self.scale.ticks:
+            y = _down(self.scale.share(value))
+            lines.append(tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="grid"))
+        return lines
+
+    def _areas(self) -> list[Markup]:
+        below = np.zeros(len(self.shares))
+        bands = []
+        for layer in self.layers:
+            top = below + layer.values
+            there = " ".join(_point(x, self.scale.share(y)) for x, y in zip(self.shares, top, strict=True))
+            back = zip(self.shares[::-1], below[::-1], strict=True)
+            path = f"M{there} L{' '.join(_point(x, self.scale.share(y)) for x, y in back)}Z"
+            bands.append(tag("path", d=path, class_=f"band {layer.colour}"))
+            below = top
+        return bands
+
+    def _curves(self) -> list[Markup]:
+        curves = []
+        for layer in self.layers:
+            known = np.isfinite(layer.values)
+            points = zip(self.shares[known], layer.values[known], strict=True)
+            path = " ".join(_point(x, self.scale.share(y)) for x, y in points)
+            if path:
+                curves.append(tag("path", d=f"M{path}", class_=f"curve {layer.colour}"))
+        return curves
+
+    def _limit_line(self) -> list[Markup]:
+        if self.limit is None or self.limit[0] > self.scale.end:
+            return []
+        y = _down(self.scale.share(self.limit[0]))
+        return [tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="limit")]
+
+    def _limit_label(self) -> list[Markup]:
+        if self.limit is None or self.limit[0] > self.scale.end:
+            return []
+        share = self.scale.share(self.limit[0])
+        side = "below" if share > 0.9 else "above"
+        return [tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{100 * share:.2f}%")]
+
+    def _band_names(self) -> list[Markup]:
+        """Name the bands that are thick enough at the end, so that a reader need not go by colour alone."""
+        if not self.stacked or not len(self.shares):
+            return []
+        names, below = [], 0.0
+        for layer in self.layers:
+            thick = self.scale.share(layer.values[-1])
+            if thick >= _SHARE_FOR_A_NAME:
+                middle = self.scale.share(below) + thick / 2
+                names.append(tag("span", layer.name, class_="band-name", style=f"bottom:{100 * middle:.2f}%"))
+            below += layer.values[-1]
+        return names
+
+    def _vertical_ticks(self) -> list[Markup]:
+        text, share = self.scale.text, self.scale.share
+        return [tag("span", text(value), style=f"bottom:{100 * share(value):.2f}%") for value in self.scale.ticks]
+
+    def _horizontal_ticks(self) -> list[Markup]:
+        ends = {0.0: "begin", 1.0: "end"}  # their text stays inside of the plot
+        return [
+            tag("span", text, style=f"left:{100 * share:.2f}%", class_=ends.get(round(share, 2)))
+            for share, text in self.ticks
+        ]
+
+    def _flags(self) -> list[Markup]:
+        return [
+            tag(
+                "span", SEVERITY_SIGNS[flag.severity], class_=f"flag mark {flag.severity}", data_tip=flag.text,
+                role="img", aria_label=flag.text, style=f"left:{100 * flag.share:.2f}%",
+            )
+            for flag in self.flags
+        ]  # fmt: skip
+
+    def _legend(self) -> Markup | None:
+        shown = self.layers[::-1] if self.stacked else self.layers
+        keys = [tag("li", tag("span", class_=f"key {layer.colour}"), layer.name) for layer in shown]
+        if self.limit is not None:
+            where = "" if self.limit[0] <= self.scale.end else " (above the plot)"
+            keys.append(tag("li", tag("span", class_="key dashed"), f"{self.limit[1]}{where}"))
+        return tag("ul", *keys, class_="legend") if len(keys) > 1 else None
+
+    def _spoken(self, position: int) -> str:
+        if position < 0:
+            return "no readings"
+        said = [f"{layer.name} {self.scale.text(layer.values[position])}" for layer in self.layers]
+        return f"{self.heads[position]}: {', '.join(said)}"
+
+    def _figures(self) -> Markup:
+        figures = {
+            "at": [round(float(share), 5) for share in self.shares],
+            "heads": list(self.heads),
+            "names": [layer.name for layer in self.layers],
+            "colours": [layer.colour for layer in self.layers],
+            "values": [[round(float(v), 2) if np.isfinite(v) else None for v in layer.values] for layer in self.layers],
+            "unit": self.scale.unit,
+            "sum": self.stacked and len(self.layers) > 1,
+        }
+        # In a script element only these characters could end it, or begin a comment.
+        text = json.dumps(figures, separators=(",", ":"), allow_nan=False)
+        return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
+
+
+SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
+"""Signs that differ in shape, and not in colour alone."""
+
+
+def _down(share: float) -> str:
+    return f"{_SIDE * (1 - share):.1f}"
+
+
+def _point(x: float, share: float) -> str:
+    return f"{_SIDE * x:.1f},{_down(share)}"
+
+
+_BAR_HEIGHT = 22
+_WHISKER = 3
+
+
+@dataclass(frozen=True, slots=True)
+class BarPiece:
+    """One part of a bar."""
+
+    value: float
+    colour: str  # a class of page.css
+    tip: str
+
+
+@dataclass(frozen=True, slots=True)
+class BarRow:
+    """One bar."""
+
+    name: str
+    pieces: Sequence[BarPiece]
+    text: str  # beside the bar
+    note: str = ""  # under the name
+    interval: tuple[float, float] | None = None
+    strong: bool = False
+
+
+def bars(
+    rows: Sequence[BarRow],
+    scale: Scale,
+    label: str,
+    *,
+    legend: Sequence[tuple[str, str]] = (),
+    limit: tuple[float, str] | None = None,
+    dots: bool = False,
+) -> Markup:
+    """Write bars.
+
+    Args:
+        legend: Names and colours of the parts.
+        limit: A line across all rows, and what it is.
+        dots: Points on the scale instead of lengths from zero: for values of which zero means nothing.
+    """
+    lines = [_bar(row, scale, limit, dots) for row in rows]
+    keys = [tag("li", tag("span", class_=f"key {colour}"), name) for name, colour in legend]
+    if limit is not None:
+        above = "" if limit[0] <= scale.end else " (beyond the scale)"
+        keys.append(tag("li", tag("span", class_="key dashed"), f"{limit[1]}{above}"))
+    return tag(
+        "div",
+        tag("ul", *keys, class_="legend") if keys else None,
+        tag("ul", *lines, class_="bars", aria_label=label),
+        class_="bar-chart",
+    )
+
+
+def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool) -> Markup:
+    marks: list[Markup] = [tag("rect", width="100%", height=_BAR_HEIGHT, class_="track")]
+    left = 0.0
+    for piece in row.pieces:
+        if dots:
+            marks.append(_bar_dot(piece, scale))
+            continue
+        x, wide = scale.share(left), scale.share(left + piece.value) - scale.share(left)
+        marks.append(
+            tag("rect", x=_percent(x), width=_percent(wide), height=_BAR_HEIGHT, class_=f"mark {piece.colour}",
+                role="img", aria_label=piece.tip, data_tip=piece.tip)
+        )  # fmt: skip
+        left += piece.value
+    if row.interval is not None:
+        marks += _bar_interval(row.interval, scale)
+    if limit is not None and limit[0] <= scale.end:
+        at = _percent(scale.share(limit[0]))
+        marks.append(tag("line", x1=at, x2=at, y1="0", y2=_BAR_HEIGHT, class_="limit"))
+    name = tag("div", breakable(row.name), tag("small", row.note) if row.note else None, class_="bar-name")
+    drawing = tag("svg", *marks, height=_BAR_HEIGHT, width="100%", focusable="false")
+    value = tag("div", row.text, class_="bar-text")
+    return tag("li", name, tag("div", drawing, class_="bar-track"), value, class_="strong" if row.strong else None)
+
+
+def _bar_dot(piece: BarPiece, scale: Scale) -> Markup:
+    return tag("circle", cx=_percent(scale.share(piece.value)), cy=_BAR_HEIGHT // 2, r="6",
+               class_=f"mark {piece.colour}", role="img", aria_label=piece.tip, data_tip=piece.tip)  # fmt: skip
+
+
+def _bar_interval(interval: tuple[float, float], scale: Scale) -> list[Markup]:
+    low, high = (_percent(scale.share(end)) for end in interval)
+    middle = _BAR_HEIGHT / 2
+    top, bottom = middle - 2 * _WHISKER, middle + 2 * _WHISKER
+    return [
+        tag("line", x1=low, x2=high, y1=middle, y2=middle, class_="interval"),
+        tag("line", x1=low, x2=low, y1=top, y2=bottom, class_="interval"),
+        tag("line", x1=high, x2=high, y1=top, y2=bottom, class_="interval"),
+    ]
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.2f}%"

@@ -1,0 +1,175 @@
+"""The frame of every page, and what is not a chart: sections, tiles with one figure, cards, tables, code.
+
+In:  a title, text, figures, sections.  Out: the text of one HTML file.
+Invariant: the page may run its own script and nothing else, and may fetch nothing: its content policy says so.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+
+from holdall.tools.report.charts import SEVERITY_SIGNS, Child, Markup, tag
+
+_THEME_WORDS = "Switch between the light and the dark theme"
+
+
+def document(title: str, kind: str, facts: Sequence[str], sections: Iterable[Markup]) -> str:
+    """Write a page.
+
+    Args:
+        kind: What the page is, in two or three words, over the title.
+        facts: Short facts under the title.
+    """
+    style, script = _asset("page.css"), _asset("page.js")
+    head = tag(
+        "head",
+        tag("meta", charset="utf-8"),
+        tag("meta", http_equiv="Content-Security-Policy", content=_policy(script)),
+        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        tag("meta", name="color-scheme", content="light dark"),
+        tag("link", rel="icon", href="data:,"),
+        tag("title", title),
+        tag("style", Markup(style)),
+    )
+    switch = tag("button", "Dark", id="theme", type="button", hidden=True, aria_label=_THEME_WORDS, title=_THEME_WORDS)
+    banner = tag(
+        "header",
+        tag("div", tag("p", tag("strong", "holdall"), f" {kind}", class_="kind"), switch, class_="top"),
+        tag("h1", title),
+        tag("ul", *(tag("li", fact) for fact in facts if fact), class_="facts") if facts else None,
+    )
+    main = tag("main", *sections)
+    foot = tag("footer", "Made by holdall. This page fetches nothing and sends nothing.")
+    tip = tag("div", id="tip", role="tooltip", hidden=True)
+    body = tag("body", _patterns(), banner, main, foot, tip, tag("script", Markup(script)))
+    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
+
+
+def section(title: str, *content: Child, lead: str | None = None) -> Markup:
+    """Write a section with its heading and, under it, what it shows in a sentence."""
+    return tag("section", tag("h2", title), tag("p", lead, class_="lead") if lead else None, *content)
+
+
+def details(summary: str, *content: Child) -> Markup:
+    """Write something that is folded away until it is asked for."""
+    return tag("details", tag("summary", summary), *content)
+
+
+@cache
+def _asset(name: str) -> str:
+    return resources.files("holdall.tools.report").joinpath(name).read_text(encoding="utf-8")
+
+
+def _policy(script: str) -> str:
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return (
+        f"default-src 'none'; script-src 'sha256-{digest}'; style-src 'unsafe-inline'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _patterns() -> Markup:
+    """Hatching that charts fill areas with which are there and are not used."""
+    stroke = tag("path", d="M0 6 6 0", class_="hatching")
+    pattern = tag("pattern", stroke, id="hatch", width="6", height="6", patternUnits="userSpaceOnUse")
+    return tag("svg", tag("defs", pattern), width="0", height="0", class_="defs", aria_hidden="true")
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """One figure that a reader should see first."""
+
+    name: str
+    value: str
+    note: str = ""
+    tone: str = ""  # good, warning or error
+
+
+def tiles(those: Iterable[Tile]) -> Markup:
+    """Write figures side by side."""
+    boxes = [
+        tag("div", tag("dt", tile.name), tag("dd", tile.value, tag("small", tile.note) if tile.note else None),
+            class_=f"tile {tile.tone}".strip())
+        for tile in those
+    ]  # fmt: skip
+    return tag("dl", *boxes, class_="tiles")
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """Something that was found: how grave it is, what, by what evidence, and what to do."""
+
+    severity: str  # info, warning, error or good
+    name: str
+    text: str
+    evidence: Sequence[tuple[str, str]] = ()
+    remedy: str = ""
+    when: str = ""
+
+
+_SEVERITY_WORDS = {"good": ("good", "✓"), **{name: (name, sign) for name, sign in SEVERITY_SIGNS.items()}}
+
+
+def cards(those: Iterable[Card]) -> Markup:
+    """Write cards, one below the other."""
+    return tag("div", *(_card(card) for card in those), class_="cards")
+
+
+def _card(card: Card) -> Markup:
+    word, sign = _SEVERITY_WORDS[card.severity]
+    badge = tag("span", tag("span", sign, aria_hidden="true"), f" {word}", class_="badge")
+    facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in card.evidence]
+    return tag(
+        "article",
+        tag("header", badge, tag("h3", card.name), tag("span", card.when, class_="when") if card.when else None),
+        tag("p", card.text) if card.text else None,
+        tag("dl", *facts, class_="evidence") if facts else None,
+        tag("p", tag("strong", "Remedy: "), card.remedy, class_="remedy") if card.remedy else None,
+        class_=f"card {card.severity}",
+    )
+
+
+def table(
+    heads: Sequence[Child], rows: Iterable[Sequence[Child]], caption: str, *, words: int = 1, prose: bool = False
+) -> Markup:
+    """Write a table that scrolls by itself where the page is narrow.
+
+    Args:
+        caption: What it shows, for those who do not see it.
+        words: The first columns, which hold words; those behind hold figures.
+        prose: Whether the last column holds sentences.
+    """
+    kinds = ["words" if at < words else None for at in range(len(heads))]
+    if prose:
+        kinds[-1] = "words prose"
+    top = tag("tr", *(tag("th", head, scope="col", class_=kind) for head, kind in zip(heads, kinds, strict=True)))
+    lines = []
+    for row in rows:
+        cells = [
+            tag("td" if at else "th", cell, class_=kind, scope=None if at else "row")
+            for at, (cell, kind) in enumerate(zip(row, kinds, strict=True))
+        ]
+        lines.append(tag("tr", *cells))
+    body = tag("table", tag("caption", caption), tag("thead", top), tag("tbody", *lines))
+    return tag("div", body, class_="scroll", tabindex="0", role="region", aria_label=caption)
+
+
+def code(text: str) -> Markup:
+    """Write code with a button that copies it."""
+    button = tag("button", "Copy", type="button", class_="copy", hidden=True)
+    return tag("div", tag("pre", tag("code", text), tabindex="0"), button, class_="code")
+
+
+def sentence(text: str) -> str:
+    """Begin with a capital letter and end with a full stop."""
+    return text and f"{text[:1].upper()}{text[1:]}{'' if text[-1] in '.!?…' else '.'}"
+
+
+def toned_word(text: str, tone: str) -> Markup:
+    """Write a word whose tone is shown by a sign and a colour: good, warning or error."""
+    return tag("span", tag("span", _SEVERITY_WORDS[tone][1], aria_hidden="true"), f" {text}", class_=f"said {tone}")

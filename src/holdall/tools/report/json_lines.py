@@ -1,0 +1,195 @@
+"""Files of JSON lines from any source: every line and every value is checked before it is used.
+
+In:  a path.  Out: lines, each an object whose values are read by name and type.
+Invariant: a value has the type and size that was asked for, or a HoldallError names file, line and rule. A missing
+value and null are None. An unfinished last line is left out: the writer was stopped there.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NoReturn
+
+from holdall.errors import ArgumentError
+
+_MOST_LINE_BYTES = 8 * 2**20
+_MOST_TEXT = 2_000
+_MOST_ITEMS = 100_000
+_MOST_NUMBER = 1e18
+
+
+class JsonLine:
+    """One object of a file."""
+
+    def __init__(self, values: dict[str, Any], where: str) -> None:
+        self._values = values
+        self._where = where
+
+    @property
+    def kind(self) -> str:
+        """What the line is; empty if it does not say."""
+        return self.text("kind") or ""
+
+    def number(self, name: str) -> float | None:
+        """Return a finite number."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            self._refuse(name, value, "must be a number")
+        if abs(value) > _MOST_NUMBER or not math.isfinite(value):  # in this order: a whole number may be no float
+            self._refuse(name, value, "must be a finite number, and not above 10^18")
+        return float(value)
+
+    def size(self, name: str) -> float | None:
+        """Return a number that is not negative: bytes, a count, a time."""
+        value = self.number(name)
+        if value is not None and value < 0:
+            self._refuse(name, value, "must not be negative")
+        return value
+
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of numbers; empty if there is none."""
+        return [self._inner({"item": item}, name).number("item") or 0.0 for item in self._list(name)]
+
+    def text(self, name: str) -> str | None:
+        """Return text, cut off where it is longer than anybody would read."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, str):
+            self._refuse(name, value, "must be text")
+        return value if len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of texts; empty if there is none."""
+        return [self._inner({"item": item}, name).text("item") or "" for item in self._list(name)]
+
+    def flag(self, name: str) -> bool | None:
+        """Return a truth value."""
+        value = self._values.get(name)
+        if value is not None and not isinstance(value, bool):
+            self._refuse(name, value, "must be true, false or null")
+        return value
+
+    def inner(self, name: str) -> JsonLine | None:
+        """Return an object in this one."""
+        value = self._values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, dict):
+            self._refuse(name, value, "must be an object")
+        return self._inner(value, name)
+
+    def inners(self, name: str) -> list[JsonLine]:
+        """Return a list of objects; empty if there is none."""
+        found = []
+        for item in self._list(name):
+            if not isinstance(item, dict):
+                self._refuse(name, item, "must hold objects only")
+            found.append(self._inner(item, name))
+        return found
+
+    def pairs(self, name: str) -> list[tuple[str, str]]:
+        """Return a list of lists of two texts; empty if there is none."""
+        found = []
+        for item in self._list(name):
+            texts = self._inner({"item": item}, name).texts("item")
+            if len(texts) != 2:
+                self._refuse(name, item, "must hold lists of two texts")
+            found.append((texts[0], texts[1]))
+        return found
+
+    def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        """Return a list of lists of two pairs; empty if there is none."""
+        found = []
+        for item in self._list(name):
+            two = self._inner({"item": item}, name).pairs("item")
+            if len(two) != 2:
+                self._refuse(name, item, "must hold lists of two pairs")
+            found.append((two[0], two[1]))
+        return found
+
+    def facts(self, name: str) -> list[tuple[str, Any]]:
+        """Return an object's plain values by name: numbers, texts, truth values; those in it as their own facts."""
+        inner = self.inner(name)
+        return [] if inner is None else list(inner._plain())
+
+    def names(self) -> list[str]:
+        """Return the names of all values."""
+        return list(self._values)
+
+    def _plain(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
+        for key, value in list(self._values.items())[:_MOST_ITEMS]:
+            name = f"{prefix}{key}"[:_MOST_TEXT]
+            if isinstance(value, dict) and not prefix:
+                yield from self._inner(value, key)._plain(f"{name} ")
+            elif isinstance(value, bool | None):
+                yield name, value
+            elif isinstance(value, int | float):
+                yield name, self.number(key)
+            elif isinstance(value, list):
+                yield name, ", ".join(str(item)[:_MOST_TEXT] for item in value[:20])
+            else:
+                yield name, str(value)[:_MOST_TEXT]
+
+    def _list(self, name: str) -> list[Any]:
+        value = self._values.get(name)
+        if value is None:
+            return []
+        if not isinstance(value, list) or len(value) > _MOST_ITEMS:
+            self._refuse(name, value, f"must be a list of at most {_MOST_ITEMS:,} items")
+        return value
+
+    def _inner(self, values: dict[str, Any], name: str) -> JsonLine:
+        return JsonLine(values, f"{self._where}, {name!r}")
+
+    def _refuse(self, name: str, value: Any, rule: str) -> NoReturn:
+        shown = repr(value)
+        shown = shown if len(shown) <= 60 else shown[:60] + "…"
+        raise ArgumentError(f"{self._where}: {name!r} ({shown}) {rule}; the file is damaged, or not holdall's")
+
+
+def read_lines(path: Path) -> Iterator[JsonLine]:
+    """Yield the objects of a file, one by one: it is never in memory as a whole."""
+    try:
+        with path.open("rb") as file:
+            for count, raw in enumerate(iter(lambda: file.readline(_MOST_LINE_BYTES), b""), start=1):
+                if not raw.endswith(b"\n") and len(raw) < _MOST_LINE_BYTES and not _is_whole(raw):
+                    return
+                if raw.strip():
+                    yield _parse_line(raw, f"file ({path}), line {count}")
+    except OSError as error:
+        raise ArgumentError(
+            f"file ({path}) cannot be read: {error.strerror}; name what holdall watch or bench wrote"
+        ) from error
+
+
+def _is_whole(raw: bytes) -> bool:
+    try:
+        json.loads(raw)
+    except ValueError:
+        return False
+    return True
+
+
+def _parse_line(raw: bytes, where: str) -> JsonLine:
+    if len(raw) >= _MOST_LINE_BYTES:
+        raise ArgumentError(f"{where}: is longer than {_MOST_LINE_BYTES:,} bytes; this is no file of holdall's")
+    try:
+        values = json.loads(raw, parse_constant=_no_constant)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else type(error).__name__
+        raise ArgumentError(
+            f"{where}: is no JSON ({reason}); the file is damaged, or was written by something else"
+        ) from error
+    if not isinstance(values, dict):
+        raise ArgumentError(f"{where}: must be a JSON object; this is no file of holdall's")
+    return JsonLine(values, where)
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(name)

@@ -1,0 +1,410 @@
+"""The page of a recorded run: memory over time, verdicts, peaks by phase, buffers, the GPU.
+
+In:  a `Recording`.  Out: the page, and a summary as plain data.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.tools.report.charts import (
+    BarPiece,
+    BarRow,
+    Markup,
+    Plot,
+    PlotFlag,
+    PlotLayer,
+    Scale,
+    bars,
+    bytes_scale,
+    duration,
+    joined,
+    number,
+    number_scale,
+    seconds_scale,
+    tag,
+    thinned_positions,
+)
+from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
+from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
+from holdall.units import format_bytes
+
+_MOST_POINTS = 600
+_MOST_ROWS = 120
+_MOST_BARS = 40
+_LIMIT_IN_SIGHT = 2.5
+"""A limit that is more than this many times the peak would flatten everything else."""
+_NEAR = 0.9
+_COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
+_NOT_MEASURED = "not measured"
+_PHASES_LEAD = (
+    "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
+    "and in proportion above."
+)
+
+
+def write_recording_page(recording: Recording) -> str:
+    """Write the page."""
+    sections = [_tiles(recording), _verdicts(recording), _memory(recording), _phases(recording), _buffers(recording)]
+    sections += [_gpu(recording), _speed(recording), _parts(recording), _events(recording)]
+    return document(_title(recording), "memory of a run", _facts(recording), (part for part in sections if part))
+
+
+def summarize_recording(recording: Recording) -> dict[str, Any]:
+    """Return the page in short, as plain data."""
+    pss, limit = recording.pss, recording.limit
+    last = {name: int(values[-1]) for name, values in recording.series.groups.items() if len(values)}
+    return {
+        "readings": len(pss),
+        "seconds": float(recording.times[-1]) if len(pss) else 0.0,
+        "peak_bytes": int(pss.max()) if len(pss) else None,
+        "last_bytes": int(pss[-1]) if len(pss) else None,
+        "limit_bytes": None if limit is None else int(limit[0]),
+        "groups": last,
+        "buffers": [
+            {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
+             "fill": part.fill}
+            for part in recording.parts if part.group == "buffers"
+        ],
+        "phases": [
+            {"name": phase.name, "peak_bytes": _whole(phase.peak), "count": _whole(phase.count),
+             "seconds": phase.seconds}
+            for phase in recording.phases.values()
+        ],
+        "verdicts": [
+            {"name": verdict.name, "severity": verdict.severity, "text": verdict.text, "remedy": verdict.remedy,
+             "evidence": dict(verdict.evidence), "times": verdict.times}
+            for verdict in recording.graded()
+        ],
+    }  # fmt: skip
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else int(value)
+
+
+def _title(recording: Recording) -> str:
+    command = recording.header.texts("command")
+    pid = recording.header.size("pid")
+    return shlex.join(command) if command else f"process {pid:.0f}" if pid else "a recorded run"
+
+
+def _facts(recording: Recording) -> list[str]:
+    header = recording.header
+    started, pid, interval = header.number("started"), header.size("pid"), header.size("interval")
+    readings = len(recording.pss)
+    return [
+        f"on {header.text('host')}" if header.text("host") else "",
+        f"process {pid:.0f}" if pid else "",
+        _moment(started) if started is not None else "",
+        f"{readings:,} reading{'' if readings == 1 else 's'}"
+        + (f", one every {duration(interval)}" if interval else ""),
+        header.text("system") or "",
+    ]
+
+
+def _moment(time: float) -> str:
+    try:
+        return datetime.fromtimestamp(time, UTC).strftime("%d %B %Y, %H:%M UTC")
+    except (OverflowError, ValueError, OSError):
+        return ""
+
+
+def _tiles(recording: Recording) -> Markup:
+    pss, limit = recording.pss, recording.limit
+    if not len(pss):
+        return tag("p", "No reading was recorded.", class_="lead")
+    peak = float(pss.max())
+    share = peak / limit[0] if limit else None
+    tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
+    shown = [
+        Tile("peak", format_bytes(peak), f"after {duration(recording.times[int(pss.argmax())])}", tone),
+        Tile("limit", format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most")
+        if limit is not None
+        else Tile("limit", _NOT_MEASURED),
+        Tile("at the end", format_bytes(pss[-1]), f"after {duration(recording.times[-1])}"),
+    ]
+    buffers = [part for part in recording.parts if part.group == "buffers"]
+    if buffers:
+        allocated = sum(part.allocated or part.resident for part in buffers)
+        shown.append(
+            Tile(
+                "buffers",
+                format_bytes(sum(part.resident for part in buffers)),
+                f"of {format_bytes(allocated)} allocated",
+            )
+        )
+    steps = np.array(recording.series.step)
+    if np.isfinite(steps).any():
+        rate = np.array(recording.series.rate)
+        speed = f"{number(float(np.nanmedian(rate)))} a second" if np.isfinite(rate).any() else ""
+        shown.append(Tile("steps", f"{np.nanmax(steps):,.0f}", speed))
+    return tiles(shown)
+
+
+def _verdicts(recording: Recording) -> Markup:
+    found = [_card(recording, verdict) for verdict in recording.graded()]
+    if not found:
+        found = [Card("good", "Nothing to report", "No verdict was recorded for this run.")]
+    return section("Verdicts", cards(found))
+
+
+def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
+    moment, first = recording.since_start(verdict.time), recording.since_start(verdict.first_time)
+    when = "" if moment is None else f"after {duration(moment)}"
+    if verdict.times > 1 and first is not None:
+        when += f", {verdict.times} times, first after {duration(first)}"
+    name = verdict.name.replace("_", " ").capitalize()
+    remedy = sentence(verdict.remedy)
+    return Card(verdict.severity, name, sentence(verdict.text), list(evidence_in_words(verdict.evidence)), remedy, when)
+
+
+def _memory(recording: Recording) -> Markup | None:
+    pss, times = recording.pss, recording.times
+    if not len(pss):
+        return None
+    chosen = thinned_positions(pss, _MOST_POINTS)
+    layers = [
+        PlotLayer(GROUP_TITLES[name], _COLOURS[name], np.array(values)[chosen])
+        for name, values in recording.series.groups.items()
+        if any(values)
+    ]
+    limit = recording.limit
+    peak = max(float(pss.max()), *(float(sum(layer.values[at] for layer in layers)) for at in range(len(chosen))))
+    scale = bytes_scale(limit[0] if limit is not None and peak <= limit[0] <= _LIMIT_IN_SIGHT * peak else peak)
+    named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
+    plot = _over_time(recording, chosen, layers, scale, "Memory over time, by what holds it", limit=named, flags=True)
+    rows = _table_rows(chosen)
+    figures = table(
+        ["after", "step", "all", *(layer.name for layer in layers)],
+        [
+            [
+                duration(times[at]), _step(recording, at), format_bytes(pss[at]),
+                *(format_bytes(layer.values[np.searchsorted(chosen, at)]) for layer in layers),
+            ]
+            for at in rows
+        ],
+        "Memory over time",
+    )  # fmt: skip
+    thinned = "" if len(chosen) == len(pss) else f" {len(pss):,} readings are thinned; peaks and lows are kept."
+    lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
+    return section("Memory over time", plot, details("These figures as a table", figures), lead=lead)
+
+
+def _table_rows(chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Choose as many readings as a table may have rows, the ends among them."""
+    rows: NDArray[np.int64] = np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)
+    return np.asarray(chosen[np.unique(rows)])
+
+
+def _step(recording: Recording, at: int) -> str:
+    step = recording.series.step[at]
+    return f"{step:,.0f}" if np.isfinite(step) else "-"
+
+
+def _over_time(
+    recording: Recording,
+    chosen: NDArray[np.int64],
+    layers: Sequence[PlotLayer],
+    scale: Scale,
+    label: str,
+    *,
+    limit: tuple[float, str] | None = None,
+    flags: bool = False,
+    stacked: bool = True,
+) -> Markup:
+    times = recording.times
+    axis = seconds_scale(max(float(times[-1]), 1e-9))
+    heads = []
+    for at in chosen:
+        step = recording.series.step[at]
+        heads.append(f"after {duration(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else ""))
+    ticks = [(axis.share(value), axis.text(value)) for value in axis.ticks]
+    shares = times[chosen] / axis.end
+    noted = list(_flags(recording, axis)) if flags else []
+    return Plot(label, shares, heads, layers, scale, ticks, stacked, limit, noted).markup()
+
+
+def _flags(recording: Recording, axis: Scale) -> Iterator[PlotFlag]:
+    for verdict in recording.verdicts.values():
+        moment = recording.since_start(verdict.first_time)
+        if moment is not None:
+            text = f"{verdict.name.replace('_', ' ')}, after {duration(moment)}\n{verdict.text}"
+            yield PlotFlag(axis.share(moment), verdict.severity, text)
+    for event in recording.events[:_MOST_BARS]:
+        moment = recording.since_start(event.time)
+        if moment is not None:
+            yield PlotFlag(axis.share(moment), "info", f"after {duration(moment)}\n{event.text}")
+
+
+def _phases(recording: Recording) -> Markup | None:
+    phases = [phase for phase in recording.phases.values() if phase.peak is not None]
+    if not phases:
+        return None
+    limit = recording.limit
+    most = max(phase.peak or 0.0 for phase in phases)
+    scale = bytes_scale(limit[0] if limit is not None and limit[0] <= _LIMIT_IN_SIGHT * most else most)
+    rows = [
+        BarRow(
+            phase.name,
+            [BarPiece(phase.peak or 0.0, "c0", f"{phase.name}\npeak {format_bytes(phase.peak or 0.0)}")],
+            format_bytes(phase.peak or 0.0),
+            _count_and_time(phase.count, phase.seconds),
+            strong=phase.peak == most,
+        )
+        for phase in phases[:_MOST_BARS]
+    ]
+    named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}")
+    return section("Peaks by phase", bars(rows, scale, "Peak memory by phase", limit=named),
+                   lead=_PHASES_LEAD)  # fmt: skip
+
+
+def _count_and_time(count: float | None, seconds: float | None) -> str:
+    said = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
+    return ", ".join(said + ([duration(seconds)] if seconds is not None else []))
+
+
+def _buffers(recording: Recording) -> Markup | None:
+    buffers = sorted((part for part in recording.parts if part.group == "buffers"), key=_allocated, reverse=True)
+    if not buffers:
+        return None
+    scale = bytes_scale(max(max(_allocated(part), part.resident) for part in buffers))
+    rows = [_buffer(part) for part in buffers[:_MOST_BARS]]
+    legend = [("resident", "c0"), ("allocated, not touched yet", "unused")]
+    left = f" The {_MOST_BARS} largest of {len(buffers)}." if len(buffers) > _MOST_BARS else ""
+    lead = f"At the last reading. Pages that were never written to cost nothing, and will as the buffer fills.{left}"
+    return section("Buffers", bars(rows, scale, "Buffers, resident beside allocated", legend=legend), lead=lead)
+
+
+def _allocated(part: RecordedPart) -> float:
+    return part.allocated if part.allocated is not None else part.resident
+
+
+def _buffer(part: RecordedPart) -> BarRow:
+    untouched = max(_allocated(part) - part.resident, 0.0)
+    tip = f"{part.name}\n{format_bytes(part.resident)} resident\n{format_bytes(_allocated(part))} allocated"
+    fill = "" if part.fill is None else f"{min(part.fill, 1.0):.0%} full"
+    text = f"{format_bytes(part.resident)} of {format_bytes(_allocated(part))}"
+    return BarRow(part.name, [BarPiece(part.resident, "c0", tip), BarPiece(untouched, "unused", tip)], text, fill)
+
+
+def _gpu(recording: Recording) -> Markup | None:
+    if not recording.has_gpu:
+        return None
+    columns = {name: np.array(values) for name, values in recording.series.gpu.items()}
+    zero = np.zeros(len(recording.pss))
+    requested, allocated, reserved, fragmented, other = (
+        np.nan_to_num(columns[name]) for name in ("requested", "allocated", "reserved", "fragmented", "other")
+    )
+    kinds = {
+        "tensors": ("c0", np.where(requested > 0, requested, allocated)),
+        "rounded up to blocks": ("c1", np.where(requested > 0, np.maximum(allocated - requested, zero), zero)),
+        "kept free, in pieces": ("c3", np.minimum(fragmented, np.maximum(reserved - allocated, zero))),
+        "kept free": ("c2", np.maximum(reserved - allocated - fragmented, zero)),
+        "context and libraries": ("c5", other),
+    }
+    total = np.sum([values for _, values in kinds.values()], axis=0)
+    chosen = thinned_positions(total, _MOST_POINTS)
+    layers = [PlotLayer(name, colour, values[chosen]) for name, (colour, values) in kinds.items() if values.any()]
+    peak, limit = max(float(total.max()), 1.0), recording.vram
+    scale = bytes_scale(limit if limit is not None and peak <= limit <= _LIMIT_IN_SIGHT * peak else peak)
+    named = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
+    plot = _over_time(recording, chosen, layers, scale, "GPU memory over time", limit=named)
+    figures = table(
+        ["after", "all", *(layer.name for layer in layers)],
+        [
+            [duration(recording.times[at]), format_bytes(total[at]),
+             *(format_bytes(layer.values[np.searchsorted(chosen, at)]) for layer in layers)]
+            for at in _table_rows(chosen)
+        ],
+        "GPU memory over time",
+    )  # fmt: skip
+    lead = "What tensors asked for, what torch's pool keeps beside that, and what else this process holds on the GPU."
+    return section("GPU memory", plot, details("These figures as a table", figures), lead=lead)
+
+
+def _speed(recording: Recording) -> Markup | None:
+    shown = []
+    for name, values, unit in (
+        ("steps a second", recording.series.rate, ""),
+        ("waiting for memory, % of the time", recording.series.pressure, " %"),
+    ):
+        column = np.array(values)
+        if not np.isfinite(column).any():
+            continue
+        filled = np.nan_to_num(column)
+        chosen = thinned_positions(filled, _MOST_POINTS)
+        scale = number_scale(float(filled.max()))
+        plot = _over_time(recording, chosen, [PlotLayer(name, "c0", column[chosen])], scale, name, stacked=False)
+        median = f"median {number(float(np.nanmedian(column)))}{unit}"
+        shown.append(tag("div", tag("h4", f"{name.capitalize()}, {median}"), plot, class_="small"))
+    return section("Speed", tag("div", *shown, class_="columns")) if shown else None
+
+
+def _parts(recording: Recording) -> Markup | None:
+    if not recording.parts:
+        return None
+    largest = sorted(recording.parts, key=lambda part: part.resident, reverse=True)[: 2 * _MOST_ROWS]
+    total = sum(part.resident for part in recording.parts) or 1.0
+    rows = [
+        [
+            part.name,
+            GROUP_TITLES[part.group],
+            format_bytes(part.resident),
+            f"{part.resident / total:.1%}",
+            _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated),
+        ]
+        for part in largest
+    ]
+    figures = table(["part", "group", "resident", "share", "allocated"], rows, "Parts of the last reading", words=2)
+    return section("Everything at the last reading", details(f"{len(rows)} parts, the largest first", figures))
+
+
+def _events(recording: Recording) -> Markup | None:
+    if not recording.events:
+        return None
+    moments = [recording.since_start(event.time) for event in recording.events]
+    rows = [
+        ["-" if moment is None else duration(moment), event.text]
+        for moment, event in zip(moments, recording.events, strict=True)
+    ]
+    return section("Events", joined(table(["after", "what happened"], rows, "Events", words=2)))
+
+
+_SIZES = frozenset({
+    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
+    "stacks_virtual",
+})  # fmt: skip
+_RATES = frozenset({"slope", "low", "high"})
+_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
+
+
+def evidence_in_words(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:
+    """Yield every piece of evidence in words."""
+    values = dict(evidence)
+    unit = values.get("unit")
+    for name, value in evidence:
+        if name != "unit" and value is not None:
+            yield name.replace("_", " "), _evidence_text(name, value, unit, "buffer" in values)
+
+
+def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if not isinstance(value, float):
+        return str(value)
+    if isinstance(unit, str) and name in _RATES:
+        return f"{format_bytes(value)} {unit}"
+    if name == "fill":
+        return f"{value:.0%}"
+    if name == "seconds":
+        return duration(value)
+    if (name in _SIZES or name.endswith("_bytes")) and not (of_a_buffer and name in _COUNTS_WITH_A_BUFFER):
+        return format_bytes(value)
+    return number(value)

@@ -1,0 +1,377 @@
+"""The agent: addresses and counters that a watched process publishes twice a second.
+
+In:  holdall's memories, Stable-Baselines3's models, arrays that the user named.  Out: the agent report that a watcher
+reads in another process.
+Invariant: it uses at most 0.2 % of the time, keeps nothing alive, imports nothing, and changes nothing. If anything
+fails here, training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import mmap
+import os
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+from holdall import report as tracked
+from holdall.machine import begin_peak, peak_bytes
+from holdall.report import Tracked
+from holdall.tools.watch import agent_files as sidecar
+from holdall.tools.watch import allocators
+from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region, answer_trim_request
+
+_SHARE_OF_TIME = 0.002
+_INTERVAL_S = 0.5
+_NETWORKS_EVERY_S = 5.0
+"""Tensors of networks are hundreds, and stay where they are but for gradients; buffers are looked up every time."""
+_SILENT_INTERVALS = 4
+"""Intervals after which the thread speaks for a training loop that has not called."""
+
+_LOG = logging.getLogger("holdall")
+
+
+class Agent:
+    """Publishes what the process it lives in knows of itself; one a process, see `agent()`."""
+
+    def __init__(self, interval_s: float) -> None:
+        self.interval_s = interval_s
+        self.due = 0.0
+        self.phase: str | None = None
+        self.step: int | None = None
+        self.goal: int | None = None
+        self._arrays: dict[str, tuple[Any, FillFunction | None]] = {}
+        self._models: list[Any] = []
+        self._networks: list[Any] = []
+        self._regions: tuple[Region, ...] = ()
+        self._in_networks: tuple[Region, ...] = ()
+        self._networks_due = 0.0
+        self._phases: dict[str, PhasePeak] = {}
+        self._entered = time.monotonic()
+        self._events: deque[tuple[float, str]] = deque(maxlen=20)
+        self._is_driven = False
+        self._spent = 0.0
+        self._ended = threading.Event()
+        self._publishing = threading.Lock()
+        self._pid, self._started = os.getpid(), sidecar.process_start(os.getpid())
+        self._thread = threading.Thread(target=self._beat, name="holdall-watch", daemon=True)
+        with contextlib.suppress(OSError):
+            sidecar.remove_stale_files()
+        self._thread.start()
+
+    def track(self, name: str, array: Any, fill: FillFunction | None) -> None:
+        """Name an array, for as long as it lives."""
+        self._arrays[name] = (weakref.ref(array), fill)
+
+    def follow_network(self, network: Any) -> None:
+        """Name what a torch module or an optimizer holds: parameters, gradients, state."""
+        self._networks.append(weakref.ref(network))
+        self._networks_due = 0.0
+
+    def follow_model(self, model: Any) -> None:
+        """Follow a model of Stable-Baselines3: its networks, its buffers, its steps."""
+        if not any(known() is model for known in self._models):
+            self._models.append(weakref.ref(model))
+            self._networks_due = 0.0
+
+    def enter(self, phase: str | None) -> None:
+        """Begin a phase of training; the peak of the one before is what the kernel counted in it.
+
+        Some tens of microseconds: for phases of seconds, not for every step.
+        """
+        now = time.monotonic()
+        if self.phase is not None:
+            before = self._phases.get(self.phase, PhasePeak(0, 0, 0.0))
+            peak = before.peak
+            with contextlib.suppress(OSError):
+                peak = max(peak, peak_bytes())
+            self._phases[self.phase] = PhasePeak(peak, before.count + 1, before.seconds + now - self._entered)
+        self.phase, self._entered = phase, now
+        begin_peak()
+
+    def note(self, text: str) -> None:
+        """Tell whoever watches that something happened."""
+        self._events.append((time.time(), text[:200]))
+
+    def drive(self) -> None:
+        """Publish if it is time; called by a training loop, always at the same place in a step."""
+        self._is_driven = True
+        if time.monotonic() >= self.due:
+            self._publish()
+
+    def publish(self) -> None:
+        """Write the sidecar, now, with everything looked up anew."""
+        self._networks_due = 0.0
+        self._publish()
+
+    def _publish(self) -> None:
+        if not self._publishing.acquire(blocking=False):
+            return
+        try:
+            if self._ended.is_set():
+                return
+            begun = time.thread_time()
+            with contextlib.suppress(OSError):  # a full disk: the watch goes without
+                sidecar.write_agent_report(self._told())
+            spent = time.thread_time() - begun
+            self._spent += spent
+            self.due = time.monotonic() + max(self.interval_s, spent / _SHARE_OF_TIME)
+        finally:
+            self._publishing.release()
+
+    def stop(self) -> None:
+        """End the thread and withdraw the sidecar; a process that just ends leaves it for its watcher's last look."""
+        if os.getpid() != self._pid:  # a fork of the process; the agent is not its own
+            return
+        self._ended.set()
+        with self._publishing, contextlib.suppress(OSError):  # what is being written now is withdrawn, too
+            sidecar.remove_agent_report(self._pid)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
+            with contextlib.suppress(OSError):
+                answer_trim_request()
+            silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
+            if time.monotonic() >= self.due and (silent or not self._is_driven):
+                self._publish()
+
+    def _told(self) -> AgentReport:
+        # Changed by training while they are looked at: the ones before are still right, or about to be replaced.
+        with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
+            buffers = [*self._buffers()]
+            if time.monotonic() >= self._networks_due:
+                self._in_networks = tuple(self._network_regions())
+                self._networks_due = time.monotonic() + _NETWORKS_EVERY_S
+            self._regions = tuple(_without_duplicates([*buffers, *self._in_networks]))
+        models = self._living_models()
+        torch = torch_if_imported()
+        return AgentReport(
+            pid=self._pid,
+            started=self._started,
+            time=time.time(),
+            step=next((int(model.num_timesteps) for model in models), self.step),
+            goal=next((_model_goal(model) for model in models), self.goal),
+            phase=self.phase or next((_model_phase(model) for model in models), None),
+            regions=self._regions,
+            heap=allocators.heap(),
+            python=allocators.python_objects(),
+            gpu=_torch_gpu_bytes(torch),
+            torch_threads=_torch_threads(torch),
+            spilled=_spilled_bytes(),
+            phases=dict(self._phases),
+            events=tuple(self._events),
+            seconds_spent=self._spent,
+        )
+
+    def _living_models(self) -> list[Any]:
+        return [model for known in self._models if (model := known()) is not None]
+
+    def _buffers(self) -> Iterator[Region]:
+        memories = tracked.living()
+        yield from memory_regions(memories)
+        for name, (known, fill) in list(self._arrays.items()):
+            if (array := known()) is None:
+                del self._arrays[name]
+            else:
+                yield from array_regions(name, array, None if fill is None else float(fill()))
+        for model in self._living_models():
+            for name, attribute in (("replay", "replay_buffer"), ("rollout", "rollout_buffer")):
+                if (buffer := getattr(model, attribute, None)) is not None:
+                    yield from _sb3_buffer_regions(name, buffer, memories)
+
+    def _network_regions(self) -> Iterator[Region]:
+        for model in self._living_models():
+            yield from _model_regions(model)
+        networks = [network for known in self._networks if (network := known()) is not None]
+        optimizers = [one for one in networks if hasattr(one, "param_groups")]
+        yield from network_regions([one for one in networks if not hasattr(one, "param_groups")], optimizers)
+
+
+def _model_regions(model: Any) -> Iterator[Region]:
+    policy = getattr(model, "policy", None)
+    if policy is not None:
+        holders = [model, *policy.modules()]
+        found = [vars(one).get(name) for one in holders for name in ("optimizer", "ent_coef_optimizer")]
+        yield from network_regions([policy], {id(one): one for one in found if one is not None}.values())
+
+
+def _sb3_buffer_regions(name: str, buffer: Any, memories: list[Any]) -> Iterator[Region]:
+    if any(getattr(buffer, "memory", None) is memory for memory in memories):
+        return  # holdall's own, which were named before
+    if hasattr(buffer, "arrays"):
+        yield from memory_regions([buffer])
+    else:
+        yield from buffer_regions(name, buffer)
+
+
+def _without_duplicates(regions: Iterable[Region]) -> Iterator[Region]:
+    """Leave out what comes twice: a view of an array that has a name already."""
+    seen: set[int] = set()
+    for region in regions:
+        if region.address not in seen:
+            seen.add(region.address)
+            yield region
+
+
+def _model_goal(model: Any) -> int | None:
+    goal = getattr(model, "_total_timesteps", None)
+    return int(goal) if goal else None
+
+
+def _model_phase(model: Any) -> str | None:
+    """Tell by its buffer what an on-policy model is doing; off-policy ones do both by turns, many times a second."""
+    buffer = getattr(model, "rollout_buffer", None)
+    if buffer is None:
+        return None
+    return "train" if getattr(buffer, "full", False) else "collect"
+
+
+def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
+    """Return what torch's caching allocator says, if a GPU is in use; the same names on NVIDIA's and AMD's."""
+    cuda = getattr(torch, "cuda", None)
+    if cuda is None or not cuda.is_initialized():
+        return {}
+    stats, device = cuda.memory_stats(), int(cuda.current_device())
+    return {
+        "device": device,
+        "requested": int(stats.get("requested_bytes.all.current", 0)),
+        "allocated": int(stats.get("allocated_bytes.all.current", 0)),
+        "reserved": int(stats.get("reserved_bytes.all.current", 0)),
+        "fragmented": int(stats.get("inactive_split_bytes.all.current", 0)),
+        "limit": int(cuda.get_device_properties(device).total_memory),
+    }
+
+
+def _torch_threads(torch: Any) -> int | None:
+    ask = getattr(torch, "get_num_threads", None)  # not there while torch is being imported
+    return None if ask is None else int(ask())
+
+
+def _spilled_bytes() -> dict[str, int]:
+    found: dict[str, int] = {}
+    for memory in tracked.living():
+        folder = getattr(memory, "spill_dir", None)
+        if folder is not None:
+            found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(getattr(memory, "disk_bytes", 0))
+    return found
+
+
+_one: Agent | None = None
+_agent_lock = threading.Lock()
+
+
+def agent() -> Agent:
+    """Return this process's agent, started if there is none."""
+    global _one  # noqa: PLW0603  there is one process, so there is one agent
+    with _agent_lock:
+        if _one is None or _one._pid != os.getpid() or _one._ended.is_set():
+            _one = Agent(_INTERVAL_S)
+        return _one
+
+
+FillFunction = Callable[[], float]
+
+
+def memory_regions(memories: Iterable[Tracked]) -> Iterator[Region]:
+    """Yield what holdall's own memories lie in."""
+    taken: dict[str, int] = {}
+    for memory in memories:
+        kind = "rollout" if "Rollout" in type(memory).__name__ else "replay"
+        taken[kind] = taken.get(kind, 0) + 1
+        prefix = kind if taken[kind] == 1 else f"{kind} {taken[kind]}"
+        fill = float(memory.fill)
+        for name, array in memory.arrays():
+            yield from _regions("buffers", f"{prefix}.{name}", array, fill)
+
+
+def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
+    """Yield the arrays of a buffer that lies in plain attributes, as those of Stable-Baselines3 do."""
+    attributes = getattr(buffer, "__dict__", {})
+    size, position = attributes.get("buffer_size"), attributes.get("pos")
+    fill = None
+    if isinstance(size, int) and isinstance(position, int) and size > 0:
+        fill = 1.0 if attributes.get("full") else position / size
+    for key, value in list(attributes.items()):
+        for field, array in _arrays(key, value):
+            yield from _regions("buffers", f"{name}.{field}", array, fill)
+
+
+def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Region]:
+    """Yield parameters, gradients and the optimizers' state, on the host."""
+    for module in modules:
+        for parameter in [*module.parameters(), *module.buffers()]:
+            yield from _tensor_regions("parameters", parameter)
+            if parameter.grad is not None:
+                yield from _tensor_regions("gradients", parameter.grad)
+    for optimizer in optimizers:
+        for state in list(optimizer.state.values()):
+            for value in list(state.values()):
+                if hasattr(value, "data_ptr"):
+                    yield from _tensor_regions("optimizer state", value)
+
+
+def array_regions(name: str, array: Any, fill: float | None) -> Iterator[Region]:
+    """Yield what one array or tensor of a user lies in."""
+    yield from _regions("buffers", name, array, fill)
+
+
+def _arrays(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for inner, array in list(value.items()):
+            if _is_array(array):
+                yield f"{key}.{inner}", array
+    elif _is_array(value):
+        yield key, value
+
+
+def _is_array(value: Any) -> bool:
+    return _is_ndarray(value) or (hasattr(value, "data_ptr") and hasattr(value, "untyped_storage"))
+
+
+def _is_ndarray(value: Any) -> bool:
+    # NumPy is not imported for it: a script may still be about to say how many threads NumPy shall have.
+    numpy = sys.modules.get("numpy")
+    return numpy is not None and isinstance(value, numpy.ndarray)
+
+
+def _regions(group: str, name: str, array: Any, fill: float | None) -> Iterator[Region]:
+    if not _is_ndarray(array):
+        yield from _tensor_regions(name, array, group, fill)
+        return
+    owner: Any = array
+    while _is_ndarray(owner.base):
+        owner = owner.base  # a view may be of a part, and two views of the same
+    if owner.nbytes:
+        yield Region(group, name, _address(owner), owner.nbytes, fill, not _is_mapped(owner))
+
+
+def _tensor_regions(name: str, tensor: Any, group: str = "torch", fill: float | None = None) -> Iterator[Region]:
+    if tensor.device.type != "cpu":
+        return
+    storage = tensor.untyped_storage()
+    if storage.nbytes():
+        yield Region(group, name, int(storage.data_ptr()), int(storage.nbytes()), fill)
+
+
+def _address(array: Any) -> int:
+    try:
+        return ctypes.addressof(ctypes.c_char.from_buffer(array))  # a third of the cost of array.ctypes
+    except (TypeError, ValueError):  # read-only, or not contiguous
+        return int(array.__array_interface__["data"][0])
+
+
+def _is_mapped(owner: Any) -> bool:
+    base = owner.base
+    return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
+
+
+def torch_if_imported() -> Any:
+    """Return torch if the process uses it; it is never imported to find out."""
+    return sys.modules.get("torch")

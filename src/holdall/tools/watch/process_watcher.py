@@ -1,0 +1,265 @@
+"""The process watcher: readings of another process, one after the other.
+
+In:  a process id.  Out: readings of the process, its workers, its GPU memory, its limits and memory pressure.
+Everything slow happens here, outside of the watched process. AMD's part is written from the driver's documentation and
+was not tested on such a GPU.
+Invariant: the parts of a reading add up to its total. A process that ended is an error that says so.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection
+from functools import cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdall.errors import WatchError
+from holdall.machine import LINUX, disk, held_bytes, memory_limits, page_cache, peak_bytes
+from holdall.threads import usable_cores
+from holdall.tools.watch.agent_files import AgentReport, read_agent_report
+from holdall.tools.watch.attribution import attribute_memory
+from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading
+
+_STALE_S = 120.0
+"""What a process said longer ago than this is about another moment."""
+
+
+class ProcessWatcher:
+    """Reads one process tree.
+
+    Args:
+        pid: The process; its children are its workers.
+        limit_bytes: A limit that the user names beside those of the system, over the tree's memory.
+        without: Processes below it that are no part of the training.
+    """
+
+    def __init__(self, pid: int, limit_bytes: int | None = None, without: Collection[int] = ()) -> None:
+        self.pid = pid
+        self._limit_bytes = limit_bytes
+        self._without = without
+        self._before: AgentReport | None = None
+        self._newest: AgentReport | None = None
+        self._cores = usable_cores()
+        self._highest = 0
+        try:
+            self._process = psutil.Process(pid)
+        except psutil.Error as error:
+            raise WatchError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
+
+    @property
+    def newest_told(self) -> AgentReport | None:
+        """What the process said of itself last."""
+        return self._newest
+
+    def is_alive(self) -> bool:
+        """Whether the process still runs."""
+        try:
+            return bool(self._process.is_running()) and self._process.status() != psutil.STATUS_ZOMBIE
+        except psutil.Error:
+            return False
+
+    def listen(self) -> LiveObjects | None:
+        """Return what the process said of its live objects since the last call; cheap, to be called often."""
+        before = self._newest
+        told = self._told()
+        return None if told is None or told is before or self._newest is before else _live_objects(told)
+
+    def read(self) -> MemoryReading:
+        """Read the tree now."""
+        try:
+            return self._read()
+        except (OSError, psutil.Error) as error:
+            if isinstance(error, PermissionError | psutil.AccessDenied):
+                raise WatchError(
+                    f"pid ({self.pid}) belongs to another user, or may not be traced; run as its user, or as root"
+                ) from error
+            raise WatchError(f"pid ({self.pid}) has ended") from error
+
+    def _read(self) -> MemoryReading:
+        told = self._told()
+        now = time.time()
+        own = attribute_memory(self.pid, told) if LINUX else self._sums_alone(told)
+        parts = [*own, *worker_parts(self.pid, self._without)]
+        pss = sum(part.resident for part in parts)
+        limit = None if self._limit_bytes is None else self._limit_bytes - pss
+        return MemoryReading(
+            time=now,
+            pss=pss,
+            peak=self._peak(told),
+            parts=tuple(parts),
+            step=self._step_at(now),
+            goal=None if told is None else told.goal,
+            phase=None if told is None else told.phase,
+            gpu=gpu_memory(self.pid, told),
+            steps_per_second=self._rate(),
+            pressure=stalled_percent(),
+            threads=int(self._process.num_threads()),
+            torch_threads=None if told is None else told.torch_threads,
+            cores=self._cores,
+            page_cache=page_cache(self.pid) if LINUX else None,
+            headroom=headroom(self.pid, limit),
+            spilled=0 if told is None else sum(told.spilled.values()),
+            disk_free=None if told is None else _free_on_disk(told),
+            exact=LINUX,
+        )
+
+    def _peak(self, told: AgentReport | None) -> int:
+        """Return the highest of all peaks: a process that tells its phases lets the kernel's begin anew."""
+        phases = [] if told is None else [phase.peak for phase in told.phases.values()]
+        self._highest = max(self._highest, peak_bytes(self.pid), *phases)
+        return self._highest
+
+    def _told(self) -> AgentReport | None:
+        """Return the newest sidecar, and keep the one before it for the rate of steps."""
+        told = read_agent_report(self.pid)
+        if told is None or time.time() - told.time > _STALE_S:
+            return None
+        if self._newest is None or told.time > self._newest.time:
+            self._before, self._newest = self._newest, told
+        return told
+
+    def _rate(self) -> float | None:
+        before, newest = self._before, self._newest
+        if before is None or newest is None or before.step is None or newest.step is None:
+            return None
+        return max(newest.step - before.step, 0) / max(newest.time - before.time, 1e-3)
+
+    def _step_at(self, moment: float) -> int | None:
+        """Return the step at which a reading was taken: what was last told, and what was made since."""
+        newest, rate = self._newest, self._rate()
+        if newest is None or newest.step is None:
+            return None
+        return newest.step + int((rate or 0.0) * min(max(moment - newest.time, 0.0), 5.0))
+
+    def _sums_alone(self, told: AgentReport | None) -> list[AttributedPart]:
+        """Say what can be said where the system tells only sums: what was named, and the rest."""
+        whole = held_bytes(self.pid).proportional
+        left, parts = whole, []
+        for region in () if told is None else told.regions:
+            # Pages cannot be counted here: what was written to is estimated by how full a buffer is.
+            touched = min(int(region.nbytes * (1.0 if region.fill is None else region.fill)), left)
+            left -= touched
+            parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill))
+        return [*parts, AttributedPart("unattributed", "this system tells only the sum", left, left)]
+
+
+def _live_objects(told: AgentReport) -> LiveObjects | None:
+    """Return what live objects take, without the arrays of buffers: the series in which a leak shows."""
+    if told.heap is None:
+        return None
+    named = sum(region.nbytes for region in told.regions if region.in_heap and region.group == "buffers")
+    python = 0 if told.python is None else told.python.in_use
+    heap = max(told.heap.in_use + told.heap.mapped + python - named, 0)
+    return LiveObjects(told.time, told.step, told.phase, heap, python)
+
+
+def _free_on_disk(told: AgentReport) -> int | None:
+    """Return what is left where memories spill to; the least, if that is several places."""
+    limits = [disk(Path(folder)) for folder in told.spilled]
+    return min((limit.free_bytes for limit in limits if limit is not None), default=None)
+
+
+_HELPER_PROCESSES = ("resource_tracker", "forkserver")
+"""Helpers of multiprocessing, told by what they were started with."""
+
+
+def worker_parts(pid: int, without: Collection[int] = ()) -> list[AttributedPart]:
+    """Read every process below `pid`, but the one that reads, and those that are named."""
+    parts = []
+    passed = {os.getpid(), *without}
+    try:
+        workers = psutil.Process(pid).children(recursive=True)
+    except psutil.Error:
+        return []
+    for worker in workers:
+        if worker.pid in passed:
+            continue
+        try:
+            held = held_bytes(worker.pid).proportional
+            parts.append(
+                AttributedPart("workers", f"{worker.pid} {_name(worker)}", held, int(worker.memory_info().vms))
+            )
+        except (psutil.Error, OSError):  # it ended, or belongs to somebody else
+            continue
+    return sorted(parts, key=lambda part: -part.resident)
+
+
+def _name(worker: psutil.Process) -> str:
+    line = " ".join(worker.cmdline())
+    return next((servant for servant in _HELPER_PROCESSES if servant in line), worker.name())[:40]
+
+
+def gpu_memory(pid: int, told: AgentReport | None, sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
+    """Return what a process holds on its GPU; None if it holds nothing there, or nobody says."""
+    said = {} if told is None else told.gpu
+    driver = _nvidia(pid) or (_amd(sysfs) if said else None)
+    if not said and driver is None:
+        return None
+    used, total = driver or (None, said.get("limit"))
+    reserved = said.get("reserved")
+    other = None if used is None else max(used - (reserved or 0), 0)
+    return GpuMemory(said.get("requested"), said.get("allocated"), reserved, said.get("fragmented"), other, total)
+
+
+def _nvidia(pid: int) -> tuple[int | None, int] | None:
+    """Return what NVML counts for the process, and the size of its GPU."""
+    nvml = _nvml()
+    if nvml is None:
+        return None
+    try:
+        for index in range(nvml.nvmlDeviceGetCount()):
+            device = nvml.nvmlDeviceGetHandleByIndex(index)
+            total = int(nvml.nvmlDeviceGetMemoryInfo(device).total)
+            for process in nvml.nvmlDeviceGetComputeRunningProcesses(device):
+                if process.pid == pid:
+                    return None if process.usedGpuMemory is None else int(process.usedGpuMemory), total
+    except nvml.NVMLError:
+        return None
+    return None
+
+
+@cache
+def _nvml() -> Any:
+    try:
+        nvml = import_module("pynvml")
+        nvml.nvmlInit()
+    except Exception:  # no package, no driver, or one that does not fit the other
+        return None
+    return nvml
+
+
+def _amd(sysfs: Path) -> tuple[int, int] | None:
+    """Return what the first AMD GPU holds, of all processes, and its size."""
+    for used in sorted(sysfs.glob("card*/device/mem_info_vram_used")):
+        try:
+            total = int((used.parent / "mem_info_vram_total").read_text(encoding="ascii"))
+            return int(used.read_text(encoding="ascii")), total
+        except (OSError, ValueError):
+            continue
+    return None
+
+
+_PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
+
+
+def headroom(pid: int, budget_bytes: int | None = None) -> dict[str, int]:
+    """Return the bytes that are left, by what limits them."""
+    return {limit.name: limit.free_bytes for limit in memory_limits(None, process=pid)} | (
+        {} if budget_bytes is None else {"--limit": budget_bytes}
+    )
+
+
+def stalled_percent() -> float | None:
+    """Return the share of the last ten seconds in which something waited for memory, in per cent."""
+    for name in _PRESSURE_FILES:
+        try:
+            first = Path(name).read_text(encoding="ascii").partition("\n")[0]
+            return float(dict(word.split("=") for word in first.split()[1:])["avg10"])
+        except (OSError, ValueError, KeyError):
+            continue
+    return None

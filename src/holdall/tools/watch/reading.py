@@ -1,0 +1,227 @@
+"""Readings: where the memory of a process tree is at one moment, their history, and trends in it.
+
+In:  the parts of a process tree's memory.  Out: one reading, a bounded list of them, robust slopes with an interval.
+Invariants: the parts of a reading add up to the tree's proportional set size, to the byte. The history is bounded; when
+it is full, every other reading of the older half is dropped. Slopes are medians over all pairs of points (Theil, Sen).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from statistics import median
+from typing import Any, NamedTuple, TypeVar
+
+GROUPS = (
+    "buffers", "torch", "python", "heap_retained", "stacks", "libraries", "shared", "workers", "other", "unattributed",
+)  # fmt: skip
+"""In the order in which they are stacked, shown and recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttributedPart:
+    """Some memory that has a name."""
+
+    group: str
+    name: str
+    resident: int  # its share of the tree's proportional set size
+    allocated: int  # addresses, touched or not
+    fill: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuMemory:
+    """What is held on a GPU; None where nobody says."""
+
+    requested: int | None  # by tensors
+    allocated: int | None  # rounded up to blocks
+    reserved: int | None  # by torch, from the driver
+    fragmented: int | None  # reserved, free, and in pieces
+    other: int | None  # of this process, but not torch's: the context, libraries
+    limit: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReading:
+    """A process tree, at one moment."""
+
+    time: float
+    pss: int
+    peak: int  # most that the process itself had resident
+    parts: tuple[AttributedPart, ...]
+    step: int | None = None
+    goal: int | None = None
+    phase: str | None = None
+    gpu: GpuMemory | None = None
+    steps_per_second: float | None = None
+    pressure: float | None = None  # share of the last 10 s in which something waited for memory, in per cent
+    threads: int = 0
+    torch_threads: int | None = None
+    cores: int = 1
+    page_cache: int | None = None  # of the control group
+    headroom: dict[str, int] | None = None  # bytes left, by what limits them
+    spilled: int = 0  # bytes on disk
+    disk_free: int | None = None  # where these are
+    exact: bool = True  # False where the system tells only sums
+
+    def of(self, group: str) -> int:
+        """Return what one group takes."""
+        return sum(part.resident for part in self.parts if part.group == group)
+
+    @property
+    def attributed(self) -> float:
+        """Share of the memory that has a name."""
+        return 1.0 - self.of("unattributed") / self.pss if self.pss else 1.0
+
+    def as_words(self) -> dict[str, Any]:
+        """Return plain numbers and text, as they are recorded."""
+        return {"kind": "reading", **asdict(self), "attributed": round(self.attributed, 4)}
+
+
+_MOST_READINGS = 720
+
+ItemT = TypeVar("ItemT")
+
+
+class LiveObjects(NamedTuple):
+    """What live objects took at one moment, as the process's own allocators say; told more often than it is read."""
+
+    time: float
+    step: int | None
+    phase: str | None
+    heap: int  # of all kinds, without named buffers
+    python: int  # of that, Python's objects of up to 512 bytes
+
+
+class ReadingHistory:
+    """Readings, and what was told between them, in order of time."""
+
+    def __init__(self, most: int = _MOST_READINGS) -> None:
+        self.readings: list[MemoryReading] = []
+        self.live: list[LiveObjects] = []
+        self._most = most
+
+    def add(self, reading: MemoryReading) -> None:
+        """Remember a reading."""
+        self.readings = self._thinned([*self.readings, reading])
+
+    def hear(self, live: LiveObjects) -> None:
+        """Remember what the process said of its live objects."""
+        self.live = self._thinned([*self.live, live])
+
+    def _thinned(self, items: list[ItemT]) -> list[ItemT]:
+        half = len(items) // 2
+        return items if len(items) <= self._most else items[:half:2] + items[half:]
+
+    @property
+    def newest(self) -> MemoryReading:
+        """The last reading."""
+        return self.readings[-1]
+
+    @property
+    def counts_steps(self) -> bool:
+        """Whether the process tells its steps; time stands in for them otherwise."""
+        return self.newest.step is not None
+
+    def place(self, reading: MemoryReading) -> float:
+        """Return where a reading stands: its step, or its time."""
+        return reading.time if not self.counts_steps else float(reading.step or 0)
+
+    def series(
+        self, value: Callable[[MemoryReading], float | None], readings: list[MemoryReading] | None = None
+    ) -> tuple[list[float], list[float]]:
+        """Return places and values of the readings that have one."""
+        found = [(self.place(one), value(one)) for one in (self.readings if readings is None else readings)]
+        known = [(place, number) for place, number in found if number is not None]
+        return [place for place, _ in known], [number for _, number in known]
+
+    def same_phase(self) -> list[MemoryReading]:
+        """Return the readings that were taken in the phase that most were: what another phase takes is no trend."""
+        common = _most_common([reading.phase for reading in self.readings])
+        return [reading for reading in self.readings if reading.phase == common]
+
+    def live_in_same_phase(self) -> list[LiveObjects]:
+        """Return the same of what was told between readings."""
+        common = _most_common([live.phase for live in self.live])
+        return [live for live in self.live if live.phase == common]
+
+
+def _most_common(phases: list[str | None]) -> str | None:
+    return max(set(phases), key=phases.count, default=None)
+
+
+def buffers_of(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
+    """Return the buffers of a reading by what they are parts of: `replay.rewards` is of `replay`."""
+    found: dict[str, list[AttributedPart]] = {}
+    for part in reading.parts:
+        if part.group == "buffers":
+            found.setdefault(part.name.partition(".")[0], []).append(part)
+    return found
+
+
+_BINS = 48
+_FEWEST_BINS = 12
+_DEVIATIONS = 3.0
+"""Standard deviations of Kendall's statistic: one clean series in 370 would lie outside, if it were all of the test."""
+_EVEN_SHARE = 0.4
+"""What each quarter of a window has to contribute of its share: one jump is no steady growth."""
+
+_TIMES_NOISE = 6.0
+"""What grew, over how far readings lie from the line: a level that wanders ends somewhere else, too."""
+
+
+class Trend(NamedTuple):
+    """A slope and the interval around it."""
+
+    slope: float
+    low: float
+    high: float
+    first: float  # where the series was looked at from
+    last: float
+
+
+def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
+    """Return the slope of a series; None if there are too few points, or they all stand at one place."""
+    points = _binned(xs, ys)
+    if len(points) < _FEWEST_BINS:
+        return None
+    slopes = sorted(
+        (later - earlier) / (right - left)
+        for i, (left, earlier) in enumerate(points)
+        for right, later in points[i + 1 :]
+        if right > left
+    )
+    if not slopes:
+        return None
+    count = len(points)
+    spread = _DEVIATIONS * math.sqrt(count * (count - 1) * (2 * count + 5) / 18)
+    low = max(int((len(slopes) - spread) / 2), 0)
+    high = min(math.ceil((len(slopes) + spread) / 2), len(slopes) - 1)
+    return Trend(median(slopes), slopes[low], slopes[high], points[0][0], points[-1][0])
+
+
+def steady_growth(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
+    """Return the slope of a series that grows all the time, and not in one jump; None for all others."""
+    found = trend(xs, ys)
+    if found is None or found.low <= 0:
+        return None
+    points = _binned(xs, ys)
+    quarter = len(points) // 4
+    levels = [median(y for _, y in points[i * quarter : (i + 1) * quarter]) for i in range(4)]
+    steps = [after - before for before, after in pairwise(levels)]
+    mean = sum(steps) / len(steps)
+    is_even = mean > 0 and min(steps) >= _EVEN_SHARE * mean
+    centre = median(y - found.slope * x for x, y in points)
+    noise = median(abs(y - found.slope * x - centre) for x, y in points)
+    return found if is_even and found.slope * (found.last - found.first) >= _TIMES_NOISE * noise else None
+
+
+def _binned(xs: Sequence[float], ys: Sequence[float]) -> list[tuple[float, float]]:
+    """Gather a series in bins of equal counts: the medians of each."""
+    points = sorted(zip(xs, ys, strict=True))
+    count = min(_BINS, len(points))
+    edges = [round(i * len(points) / count) for i in range(count + 1)] if count else []
+    bins = [points[start:end] for start, end in pairwise(edges) if end > start]
+    return [(median(x for x, _ in one), median(y for _, y in one)) for one in bins]

@@ -1,0 +1,40 @@
+"""Start an agent in a Python that `holdall watch -- command` launched, then run the user's own sitecustomize.
+
+Invariant: if anything fails here, the command runs as if it were not watched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from importlib.machinery import PathFinder
+from importlib.util import module_from_spec
+from pathlib import Path
+
+
+def _start_agent() -> None:
+    if os.environ.pop("HOLDALL_WATCHED", None) is None:  # workers of a watched process are read from outside
+        return
+    with contextlib.suppress(Exception):
+        from holdall.tools.watch.session import start_agent_in_command  # noqa: PLC0415  not before it is wanted
+
+        start_agent_in_command()
+
+
+def _run_next_sitecustomize() -> None:
+    """Run the start-up module that this one stands before."""
+    here = str(Path(__file__).parent)
+    sys.path[:] = [entry for entry in sys.path if entry != here]
+    rest = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != here]
+    if rest:
+        os.environ["PYTHONPATH"] = os.pathsep.join(rest)
+    else:
+        os.environ.pop("PYTHONPATH", None)
+    spec = PathFinder.find_spec("sitecustomize", sys.path)
+    if spec is not None and spec.loader is not None:
+        spec.loader.exec_module(module_from_spec(spec))
+
+
+_run_next_sitecustomize()
+_start_agent()

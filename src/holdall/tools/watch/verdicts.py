@@ -1,0 +1,418 @@
+"""Verdicts: what readings mean, each with evidence and a remedy.
+
+In:  the history of readings.  Out: buffers that fill, leaks, limits that will be reached, retained heap, too many
+threads, sawtooth, plateau; the most severe first.
+Leaks are looked for in what the allocators report as live, at the same point of a step and without the buffers' arrays,
+so that neither a filling buffer nor cached heap counts as a leak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from itertools import pairwise
+from typing import Any, Literal
+
+from holdall.tools.watch.reading import LiveObjects, MemoryReading, ReadingHistory, Trend, buffers_of, steady_growth
+from holdall.units import format_bytes
+
+
+def verdicts_for(history: ReadingHistory) -> list[WatchVerdict]:
+    """Judge a process by its history, the gravest first."""
+    if not history.readings:
+        return []
+    leaking = find_leaks(history)
+    found = [
+        *running_out_verdicts(history, leaking),
+        *(leak.verdict for leak in leaking),
+        *filling_verdicts(history),
+        *retained_heap_verdicts(history),
+        *thread_verdicts(history),
+        *sawtooth_verdicts(history),
+        *([] if leaking else plateau_verdicts(history)),
+    ]
+    return sorted(found, key=lambda verdict: ("error", "warning", "info").index(verdict.severity))
+
+
+Severity = Literal["error", "warning", "info"]
+
+
+@dataclass(frozen=True, slots=True)
+class WatchVerdict:
+    """What readings mean."""
+
+    name: str
+    severity: Severity
+    text: str
+    remedy: str
+    evidence: dict[str, Any] = field(default_factory=dict)
+
+    def as_words(self, moment: float) -> dict[str, Any]:
+        """Return plain numbers and text, as they are recorded."""
+        return {"kind": "verdict", "time": moment, **asdict(self)}
+
+
+def in_time(seconds: float) -> str:
+    """Write a length of time: `2 h 10 min`."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes = round(seconds / 60)
+    if minutes < 90:
+        return f"{minutes} min"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 48:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24} days"
+
+
+_FEWEST_FILL_READINGS = 4
+_FULL_SHARE = 0.995
+
+
+@dataclass(frozen=True, slots=True)
+class FillingBuffer:
+    """A buffer on its way."""
+
+    name: str
+    share: float
+    resident: int
+    slope: float  # bytes a step, or a second
+    left: float  # steps, or seconds, until it is full
+
+    @property
+    def to_come(self) -> float:
+        """Bytes that it will still take."""
+        return self.slope * self.left
+
+
+def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
+    """Return the buffers that only grow, and are not full."""
+    readings = history.readings
+    if len(readings) < _FEWEST_FILL_READINGS:
+        return []
+    found = []
+    for name, parts in buffers_of(history.newest).items():
+        share = max((part.fill for part in parts if part.fill is not None), default=None)
+        if share is None or share >= _FULL_SHARE:
+            continue
+        past = [(reading, buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
+        known = [
+            (history.place(reading), max(part.fill or 0.0 for part in held), sum(part.resident for part in held))
+            for reading, held in past
+            if held
+        ]
+        grows = all(after[1] >= before[1] for before, after in pairwise(known))
+        if (
+            len(known) < _FEWEST_FILL_READINGS
+            or not grows
+            or known[-1][1] <= known[0][1]
+            or known[-1][0] <= known[0][0]
+        ):
+            continue  # a rollout begins anew, again and again: that is no filling
+        distance = known[-1][0] - known[0][0]
+        left = (1.0 - share) / ((known[-1][1] - known[0][1]) / distance)
+        slope = max((known[-1][2] - known[0][2]) / distance, 0.0)
+        found.append(FillingBuffer(name, share, known[-1][2], slope, left))
+    return found
+
+
+def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+    """Say which buffers fill, until when, and up to what."""
+    verdicts = []
+    newest = history.newest
+    rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
+    for fill in filling_buffers(history):
+        end = f" at step {history.place(newest) + fill.left:,.0f}" if history.counts_steps else ""
+        when = f", in {in_time(fill.left / rate)}" if rate > 0 else ""
+        verdicts.append(
+            WatchVerdict(
+                name="filling",
+                severity="info",
+                text=(
+                    f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}"
+                    f"{when}, with {format_bytes(fill.resident + fill.to_come)}; the whole then takes "
+                    f"{format_bytes(newest.pss + fill.to_come)}"
+                ),
+                remedy="nothing to do: this growth ends when the buffer is full",
+                evidence={
+                    "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
+                    "left": fill.left, "final": fill.resident + fill.to_come, "final_pss": newest.pss + fill.to_come,
+                },
+            )
+        )  # fmt: skip
+    return verdicts
+
+
+_WARM_UP_SHARE = 0.25
+"""Share of the history that is not looked at: what a training makes once, it makes in the beginning."""
+_LEAST_GROWTH = 2 * 2**20
+_LEAST_SLOPE = 48.0
+"""Bytes a step; a wrapper that notes the return of every episode takes less."""
+_LEAST_SLOPE_IN_TIME = 4096.0
+"""The same by the second, for processes that tell no steps."""
+_LEAST_GROWTH_OF_SUMS = 32 * 2**20
+
+_PYTHON_SOURCE = ("Python objects", "look for lists that keep something of every step: losses, infos, observations")
+_ARRAY_SOURCE = (
+    "arrays, tensors and large objects",
+    "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists",
+)
+_READING_SOURCES = {
+    "anonymous": ("the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers by name"),
+    "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
+    "shared": ("shared mappings", "look for shared memory that is made anew and never unlinked"),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Leak:
+    """Something that grows."""
+
+    trend: Trend
+    verdict: WatchVerdict
+
+
+def find_leaks(history: ReadingHistory) -> list[Leak]:
+    """Return what grows steadily after the buffers' fill is taken out."""
+    found = [_leak_in_live_objects(history)] if history.live else [_leak_in_readings(history, "anonymous")]
+    found += [_leak_in_readings(history, group) for group in ("workers", "shared")]
+    return [leak for leak in found if leak is not None]
+
+
+def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
+    live = history.live_in_same_phase()
+    live = live[int(len(live) * _WARM_UP_SHARE) :]
+    places = [_position(one, history) for one in live]
+    found = _if_large_enough(history, steady_growth(places, [one.heap for one in live]), _LEAST_GROWTH)
+    if found is None:
+        return None
+    python = steady_growth(places, [one.python for one in live])
+    if python is not None and python.slope > 0.5 * found.slope:
+        where, remedy = _PYTHON_SOURCE
+    else:
+        where, remedy = _ARRAY_SOURCE
+    return Leak(found, _leak_verdict(history, "live objects", where, remedy, found))
+
+
+def _leak_in_readings(history: ReadingHistory, of: str) -> Leak | None:
+    readings = history.same_phase()
+    readings = readings[int(len(readings) * _WARM_UP_SHARE) :]
+    xs, ys = history.series(lambda reading: _leak_candidate(reading, of), readings)
+    found = _if_large_enough(history, steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
+    return None if found is None else Leak(found, _leak_verdict(history, of, *_READING_SOURCES[of], found))
+
+
+def _if_large_enough(history: ReadingHistory, found: Trend | None, least_growth: int) -> Trend | None:
+    least_slope = _LEAST_SLOPE if history.counts_steps else _LEAST_SLOPE_IN_TIME
+    if found is None or found.slope < least_slope or found.slope * (found.last - found.first) < least_growth:
+        return None
+    return found
+
+
+def _position(live: LiveObjects, history: ReadingHistory) -> float:
+    return float(live.step or 0) if history.counts_steps else live.time
+
+
+def _leak_candidate(reading: MemoryReading, of: str) -> float | None:
+    if of != "anonymous":
+        return reading.of(of)
+    filling = sum(p.resident for p in reading.parts if p.group == "unattributed" and p.resident < 0.98 * p.allocated)
+    return reading.of("torch") + reading.of("python") + reading.of("unattributed") - filling
+
+
+def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, found: Trend) -> WatchVerdict:
+    unit = "a step" if history.counts_steps else "a second"
+    grown = found.slope * (found.last - found.first)
+    return WatchVerdict(
+        name="leak",
+        severity="warning",
+        text=(
+            f"{where} grow by {found.slope:,.0f} B {unit} (surely between {found.low:,.0f} and {found.high:,.0f}), "
+            f"{format_bytes(grown)} so far; no buffer's fill is in that"
+        ),
+        remedy=remedy,
+        evidence={
+            "of": of, "unit": unit, "slope": found.slope, "low": found.low, "high": found.high,
+            "from": found.first, "to": found.last, "grown": grown,
+        },
+    )  # fmt: skip
+
+
+_RECENT_READINGS = 40
+"""Readings whose highest is what a step needs at its peak."""
+_NEVER = float("inf")
+
+
+def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[WatchVerdict]:
+    """Say which limit is reached first, and when; nothing if none is, before the training's end."""
+    newest = history.newest
+    swing = max(reading.pss for reading in history.readings[-_RECENT_READINGS:]) - newest.pss
+    slope = sum(leak.trend.slope for leak in leaking)
+    ahead: list[tuple[float, str, int]] = []
+    for name, left in (newest.headroom or {}).items():
+        ahead.append((distance_to(left - swing, filling_buffers(history), slope), name, left))
+    ahead += _gpu_limit(history) + _disk_limit(history)
+    distance, name, left = min(ahead, default=(_NEVER, "", 0))
+    to_goal = (newest.goal or _NEVER) - (newest.step or 0) if history.counts_steps else _NEVER
+    if distance == _NEVER or distance > to_goal:
+        return []
+    return [_running_out_verdict(history, distance, name, left)]
+
+
+def distance_to(left: float, filling: list[FillingBuffer], slope: float) -> float:
+    """Return after how many steps `left` bytes are used up; infinity if they never are."""
+    if left <= 0:
+        return 0.0
+    here = 0.0
+    growing = sorted(filling, key=lambda fill: fill.left)
+    while True:
+        rate = slope + sum(fill.slope for fill in growing)
+        until = growing[0].left - here if growing else _NEVER
+        if rate > 0 and left <= rate * until:
+            return here + left / rate
+        if not growing:
+            return _NEVER
+        left -= rate * until
+        here += until
+        growing.pop(0)
+
+
+def _gpu_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
+    def held(reading: MemoryReading) -> float | None:
+        return None if reading.gpu is None or reading.gpu.reserved is None else float(reading.gpu.reserved)
+
+    gpu = history.newest.gpu
+    found = steady_growth(*history.series(held))
+    if gpu is None or gpu.limit is None or gpu.reserved is None or found is None:
+        return []
+    left = gpu.limit - gpu.reserved - (gpu.other or 0)
+    return [(left / found.slope, "GPU memory", left)]
+
+
+def _disk_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
+    left = history.newest.disk_free
+    found = steady_growth(*history.series(lambda reading: float(reading.spilled)))
+    return [] if left is None or found is None else [(left / found.slope, "disk that memories spill to", left)]
+
+
+def _running_out_verdict(history: ReadingHistory, distance: float, name: str, left: int) -> WatchVerdict:
+    newest = history.newest
+    rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
+    step = history.place(newest) + distance if history.counts_steps else None
+    seconds = distance / rate if rate > 0 else None
+    ends = [
+        *([] if step is None else [f"at step {step:,.0f}"]),
+        *([] if seconds is None else [f"in {in_time(seconds)}"]),
+    ]
+    text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
+    if left <= 0:
+        text = f"{name}: exceeded by {format_bytes(-left)}"
+    severity: Severity = "error" if step is None or newest.goal is not None else "warning"
+    return WatchVerdict(
+        name="running out",
+        severity=severity,
+        text=text,
+        remedy="a smaller buffer, holdall's memory with a budget and a spill_dir, or on_pressure='spill'; "
+        "see 'holdall plan'",
+        evidence={"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds},
+    )
+
+
+_LEAST_RETAINED_BYTES = 64 * 2**20
+_LEAST_RETAINED_SHARE = 0.05
+
+
+def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+    """Say how much a trim would return, if that is worth it."""
+    newest = history.newest
+    kept = newest.of("heap_retained")
+    if kept < max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * newest.pss):
+        return []
+    return [
+        WatchVerdict(
+            name="retained heap",
+            severity="info",
+            text=f"{format_bytes(kept)} are free and kept by the C library; a trim would return up to that",
+            remedy="'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
+            "torch.cuda.empty_cache() does nothing about it",
+            evidence={"retained": kept},
+        )
+    ]
+
+
+_TIMES_CORES = 4
+_FEWEST_THREADS = 16
+
+
+def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+    """Say that there are far more threads than cores, and what their stacks really take."""
+    newest = history.newest
+    if newest.threads < max(_FEWEST_THREADS, _TIMES_CORES * newest.cores):
+        return []
+    stacks = [part for part in newest.parts if part.group == "stacks"]
+    resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
+    return [
+        WatchVerdict(
+            name="threads",
+            severity="warning",
+            text=(
+                f"{newest.threads} threads for {newest.cores} cores; they wait for each other. Their stacks take "
+                f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
+            ),
+            remedy="holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory",
+            evidence={
+                "threads": newest.threads, "cores": newest.cores, "torch_threads": newest.torch_threads,
+                "stacks_resident": resident, "stacks_virtual": virtual,
+            },
+        )
+    ]  # fmt: skip
+
+
+_FEWEST_SHAPE_READINGS = 12
+_STEADY_SHARE = 0.02
+_SWING_SHARE = 0.10
+_FEWEST_CROSSINGS = 6
+
+
+def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+    """Say that memory is steady, if the newest third of the history is."""
+    recent = history.readings[-len(history.readings) // 3 :]
+    levels = [reading.pss for reading in recent]
+    if (
+        len(levels) < _FEWEST_SHAPE_READINGS
+        or max(levels) - min(levels) > _STEADY_SHARE * max(levels)
+        or filling_buffers(history)
+    ):
+        return []
+    return [
+        WatchVerdict(
+            name="plateau",
+            severity="info",
+            text=f"steady at {format_bytes(levels[-1])}, within {format_bytes(max(levels) - min(levels))}",
+            remedy="nothing to do",
+            evidence={"low": min(levels), "high": max(levels), "readings": len(levels)},
+        )
+    ]
+
+
+def sawtooth_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+    """Say that memory goes up and down, and in which phase it is highest."""
+    recent = history.readings[-len(history.readings) // 2 :]
+    levels = [reading.pss for reading in recent]
+    if len(levels) < _FEWEST_SHAPE_READINGS:
+        return []
+    low, high = min(levels), max(levels)
+    above = [level > (low + high) / 2 for level in levels]
+    crossings = sum(before != after for before, after in pairwise(above))
+    if high - low < _SWING_SHARE * high or crossings < _FEWEST_CROSSINGS:
+        return []
+    peak = max(recent, key=lambda reading: reading.pss)
+    phase = f", highest in phase {peak.phase!r}" if peak.phase else ""
+    return [
+        WatchVerdict(
+            name="sawtooth",
+            severity="info",
+            text=f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit",
+            remedy="a smaller batch or a shorter rollout lowers the peak; it is no leak",
+            evidence={"low": low, "high": high, "crossings": crossings, "phase": peak.phase},
+        )
+    ]

@@ -1,0 +1,195 @@
+"""The watcher process: `python -m holdall.tools.watch.watcher_process PID`, started by `holdall.watch.start`.
+
+In:  the id of the process to watch.  Out: its latest reading in the private folder; if wanted, a record of JSON lines
+(docs/watch.md has the format) and a Prometheus page. `holdall watch` uses the same recorder and server.
+It ends with the process that it watches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import socket
+import threading
+import time
+from collections.abc import Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from holdall.errors import WatchError
+from holdall.machine import Limit, memory_limits
+from holdall.tools.watch.one_pass import WatchLoop, WatchPass, publish_latest
+
+RECORD_FORMAT = "holdall-watch-1"
+
+
+def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit: int | None = None) -> dict[str, Any]:
+    """Return the first line of a record."""
+    limits = memory_limits(process=pid)
+    groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
+    machine = next((limit for limit in limits if limit.name.startswith("free memory")), Limit("", 0, 0))
+    return {
+        "kind": "header",
+        "format": RECORD_FORMAT,
+        "pid": pid,
+        "command": list(command),
+        "host": socket.gethostname(),
+        "started": time.time(),
+        "interval": interval_s,
+        "limits": {
+            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": gpu_limit, "disk": None,
+        },
+        "system": platform.system(),
+    }  # fmt: skip
+
+
+class WatchRecorder:
+    """Writes a record."""
+
+    def __init__(self, path: Path, first: dict[str, Any]) -> None:
+        try:
+            self._file = path.open("w", encoding="utf-8")
+        except OSError as error:
+            raise WatchError(f"--record ({path}) cannot be written ({error.strerror}); name another file") from error
+        self._write([first])
+
+    def show(self, turn: WatchPass) -> None:
+        """Add a turn."""
+        self._write(turn.lines())
+
+    def close(self) -> None:
+        """End the file."""
+        self._file.close()
+
+    def _write(self, lines: list[dict[str, Any]]) -> None:
+        self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
+        self._file.flush()
+
+
+class PrometheusServer:
+    """A small server."""
+
+    def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
+        page = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                found = self.path.partition("?")[0] in {"/", "/metrics"}
+                body = page.text.encode() if found else b"see /metrics\n"
+                self.send_response(200 if found else 404)
+                self.send_header("Content-Type", "text/plain; version=0.0.4; charset=utf-8")
+                self.send_header("Content-Length", str(len(body)))
+                self.end_headers()
+                self.wfile.write(body)
+
+            def log_message(self, *_: object) -> None:
+                """Say nothing: the terminal belongs to the view."""
+
+        self.text = "# no reading yet\n"
+        try:
+            self._server = ThreadingHTTPServer((bind, port), Handler)
+        except (OSError, OverflowError) as error:
+            raise WatchError(f"--prometheus ({bind}:{port}) cannot be served ({error}); take another port") from error
+        self._server.daemon_threads = True
+        self._thread = threading.Thread(target=self._server.serve_forever, name="holdall-metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port that is served; of use if 0 was asked for."""
+        return int(self._server.server_address[1])
+
+    def show(self, turn: WatchPass) -> None:
+        """Serve a turn."""
+        self.text = prometheus_text(turn)
+
+    def close(self) -> None:
+        """End the server."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+def prometheus_text(turn: WatchPass) -> str:
+    """Write a turn in the exposition format."""
+    reading = turn.reading
+    lines = [
+        "# HELP holdall_memory_bytes Proportional set size of the process tree, by part.",
+        "# TYPE holdall_memory_bytes gauge",
+    ]
+    lines += [
+        f'holdall_memory_bytes{{group="{part.group}",name="{_escaped(part.name)}"}} {part.resident}'
+        for part in reading.parts
+    ]
+    lines += [
+        "# HELP holdall_allocated_bytes Addresses of a part, touched or not.",
+        "# TYPE holdall_allocated_bytes gauge",
+    ]
+    lines += [
+        f'holdall_allocated_bytes{{group="{part.group}",name="{_escaped(part.name)}"}} {part.allocated}'
+        for part in reading.parts
+    ]
+    gauges: dict[str, float | None] = {
+        "holdall_pss_bytes": reading.pss,
+        "holdall_peak_bytes": reading.peak,
+        "holdall_attributed_ratio": reading.attributed,
+        "holdall_step": reading.step,
+        "holdall_steps_per_second": reading.steps_per_second,
+        "holdall_threads": reading.threads,
+        "holdall_pressure_percent": reading.pressure,
+        "holdall_spilled_bytes": reading.spilled,
+        "holdall_page_cache_bytes": reading.page_cache,
+        "holdall_headroom_bytes": min(reading.headroom.values()) if reading.headroom else None,
+    }
+    if reading.gpu is not None:
+        for name in ("requested", "allocated", "reserved", "fragmented", "other", "limit"):
+            gauges[f"holdall_gpu_{name}_bytes"] = getattr(reading.gpu, name)
+    for name, value in gauges.items():
+        if value is not None:
+            lines += [f"# TYPE {name} gauge", f"{name} {value}"]
+    lines.append("# TYPE holdall_verdict gauge")
+    lines += [f'holdall_verdict{{name="{_escaped(one.name)}",severity="{one.severity}"}} 1' for one in turn.verdicts]
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
+
+
+def main() -> None:
+    """Read the command line, and watch until the process ends."""
+    parser = argparse.ArgumentParser(prog="python -m holdall.tools.watch.watcher_process")
+    parser.add_argument("pid", type=int)
+    parser.add_argument("--interval", type=float, default=2.0)
+    parser.add_argument("--record", type=Path)
+    parser.add_argument("--prometheus", type=int)
+    parser.add_argument("--bind", default="127.0.0.1")
+    parser.add_argument("--limit", type=int)
+    wanted = parser.parse_args()
+    turns = WatchLoop(wanted.pid, wanted.interval, wanted.limit)
+    recorder = None
+    if wanted.record is not None:
+        recorder = WatchRecorder(
+            wanted.record, record_header(wanted.pid, psutil.Process(wanted.pid).cmdline(), wanted.interval)
+        )
+    exposition = None if wanted.prometheus is None else PrometheusServer(wanted.prometheus, wanted.bind)
+    while turns.watcher.is_alive():
+        try:
+            turn = turns.take()
+        except WatchError:
+            break
+        with contextlib.suppress(OSError):
+            publish_latest(wanted.pid, turn)
+        if recorder is not None:
+            recorder.show(turn)
+        if exposition is not None:
+            exposition.show(turn)
+        turns.pause()
+
+
+if __name__ == "__main__":
+    main()
