@@ -80,8 +80,8 @@ def test_a_forked_child_has_hands_of_its_own(hands: CopyThreads) -> None:
 def test_a_process_ends_with_hands_waiting(hands: CopyThreads) -> None:
     """Nobody has to dismiss them."""
     code = (
-        "import ctypes, sys; from holdall.threads import Hands\n"
-        "hands = Hands(ctypes.CDLL(sys.argv[1]), most=3)\n"
+        "import ctypes, sys; from holdall.threads import CopyThreads\n"
+        "hands = CopyThreads(ctypes.CDLL(sys.argv[1]), most=3)\n"
         "with hands.at_work(): print('at work')\n"
     )
     done = subprocess.run(

@@ -224,7 +224,8 @@ class BatchBecomesFloat(RunRule):
         if sizes is None or observation is None or not observation.images or sizes[1] < _LARGE_BATCH:
             return
         yield self.finding(
-            f"a batch's observations take {sized(sizes[0])} and reach the network as float32, {sized(sizes[1])}",
+            f"a batch's observations are stored in {sized(sizes[0])} and reach the network as float32, "
+            f"{sized(sizes[1])}",
             run.place_of("batch_size"),
             stored_bytes=sizes[0],
             batch_bytes=sizes[1],
