@@ -22,9 +22,8 @@ from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
-from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
 
 SPACE = spaces.Dict(
