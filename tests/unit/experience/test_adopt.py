@@ -19,7 +19,7 @@ from holdall.native.kernels import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
-from holdall.storage.records import SealedSegment, pack_segment, segment_needs, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
 from holdall.storage.store import Store
