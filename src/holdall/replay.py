@@ -31,7 +31,7 @@ from holdall.checkpoint.manifest import Manifest
 from holdall.checkpoint.recover import LaneChange, Losses, steps_of
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers, checked_attachments
-from holdall.checkpoint.source import library_at, newest, place_of
+from holdall.checkpoint.source import open_reader, newest, normalized_url
 from holdall.delivery.batches import Batches
 from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.loader import Loader, Prefetched
@@ -435,7 +435,7 @@ class ReplayMemory:
         """
         require_count("keep", keep, 1)
         files = checked_attachments(attach)
-        saver = self._savers.to(place_of(url))
+        saver = self._savers.to(normalized_url(url))
         with self._lock:
             store = self._open()
             frozen = store.freeze(saver.rows_saved())
@@ -479,7 +479,7 @@ class ReplayMemory:
         self._open()
         if self._autosave is not None:
             self._autosave.stop()
-        place, kept = place_of(url), int(keep)
+        place, kept = normalized_url(url), int(keep)
 
         def save(memory: Any) -> SaveHandle:
             handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
@@ -530,36 +530,36 @@ class ReplayMemory:
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
-        library = library_at(url, spill_dir)
+        reader = open_reader(url, spill_dir)
 
         def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
-            with sensible(f"checkpoint {manifest.number} of {library.url}"):
+            with sensible(f"checkpoint {manifest.number} of {reader.url}"):
                 lanes = schema_of(manifest.schema).num_envs
             if capacity is not None:
                 require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
             ticks = None if capacity is None else int(capacity) // lanes
             losses = Losses() if recover else None
-            found = restored(manifest, library, ticks, losses)
+            found = restored(manifest, reader, ticks, losses)
             memory = cls.__new__(cls)
             memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
             try:
-                with sensible(f"checkpoint {manifest.number} of {library.url}"):
+                with sensible(f"checkpoint {manifest.number} of {reader.url}"):
                     memory._take_over(found, sampler)
             except BaseException:
                 memory.close()
                 raise
             if losses is None:
                 found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-                memory._savers.to(place_of(url), found.ledger)
+                memory._savers.to(normalized_url(url), found.ledger)
             else:
-                losses.tell(library.url, manifest.number)
-            memory._arrival = Arrival(found.blocks, library.interrupt)
+                losses.tell(reader.url, manifest.number)
+            memory._arrival = Arrival(found.blocks, reader.interrupt)
             memory._attached = Attached(
-                RecordFiles(library_at(url, spill_dir)), manifest.attached
+                RecordFiles(open_reader(url, spill_dir)), manifest.attached
             )  # also once it is closed
             return memory
 
-        memory: Self = newest(library, build)
+        memory: Self = newest(reader, build)
         if num_envs is None or num_envs == memory.num_envs:
             return memory
         with memory:

@@ -17,7 +17,7 @@ from typing import Any
 from holdall.checkpoint.ledger import Ledger, RecordFiles
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointLibrary,
+    CheckpointReader,
     Chunk,
     Manifest,
     Ref,
@@ -159,18 +159,18 @@ def sensible(what: str) -> Iterator[None]:
 
 
 def restored(
-    manifest: Manifest, library: CheckpointLibrary, capacity_ticks: int | None, losses: Losses | None = None
+    manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, losses: Losses | None = None
 ) -> Restored:
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
-        library: Where its files lie.
+        reader: Where its files lie.
         capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
-    with sensible(f"checkpoint {manifest.number} of {library.url}"):
+    with sensible(f"checkpoint {manifest.number} of {reader.url}"):
         schema = schema_of(manifest.schema)
-        shelf = RecordFiles(library)
+        shelf = RecordFiles(reader)
         held = capacity_ticks or manifest.capacity_ticks
         first_tick = max(manifest.first_tick, manifest.next_tick - held)
         _expect(manifest, shelf, first_tick)

@@ -265,7 +265,7 @@ class NewFile(Protocol):
         """Throw it away."""
 
 
-class CheckpointLibrary(Protocol):
+class CheckpointReader(Protocol):
     """Checkpoints to be read."""
 
     url: str
@@ -289,7 +289,7 @@ class CheckpointLibrary(Protocol):
         """Give up waiting for a server that does not answer."""
 
 
-class CheckpointPlace(Protocol):
+class CheckpointWriter(Protocol):
     """A place that one writer holds."""
 
     url: str
@@ -298,7 +298,7 @@ class CheckpointPlace(Protocol):
     """Bytes from which on a file that is written behind the memory is finished before the next commit."""
 
     @property
-    def library(self) -> CheckpointLibrary:
+    def reader(self) -> CheckpointReader:
         """What is there, to be read."""
 
     def new_file(self) -> NewFile:
@@ -323,7 +323,7 @@ class CheckpointPlace(Protocol):
         """Give up waiting for a server that does not answer."""
 
 
-def next_number(library: CheckpointLibrary, last: int, epoch: str) -> int:
+def next_number(reader: CheckpointReader, last: int, epoch: str) -> int:
     """Return the number of a writer's next checkpoint.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
@@ -332,10 +332,10 @@ def next_number(library: CheckpointLibrary, last: int, epoch: str) -> int:
         last: The newest number when the writer came, or its own last one.
         epoch: The writer's name.
     """
-    newest = max(library.numbers(), default=0)
-    if newest > last and library.manifest(newest).epoch != epoch:
+    newest = max(reader.numbers(), default=0)
+    if newest > last and reader.manifest(newest).epoch != epoch:
         raise FencedError(
-            f"{library.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
+            f"{reader.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
             "own, or load what is there"
         )
     return max(newest, last) + 1

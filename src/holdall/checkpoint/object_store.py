@@ -181,7 +181,7 @@ class Objects:
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
-class RemoteLibrary:
+class ObjectStoreReader:
     """Checkpoints in an object store, to be read."""
 
     def __init__(self, objects: Objects, cache_dir: str | os.PathLike[str] | None = None) -> None:
@@ -241,7 +241,7 @@ class RemoteLibrary:
         self._objects.stopped.set()
 
 
-class RemoteFile:
+class ObjectStoreFile:
     """A file of records that is spooled to a disk, and put when it is finished."""
 
     def __init__(self, objects: Objects, name: str) -> None:
@@ -280,7 +280,7 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
         objects.put_in_parts(key, descriptor)
 
 
-class RemotePlace:
+class ObjectStoreWriter:
     """A prefix of an object store that this writer holds, as far as the store lets it."""
 
     behind_bytes = 16 * 2**20
@@ -289,11 +289,11 @@ class RemotePlace:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
         self.epoch = new_epoch()
-        self.library = RemoteLibrary(self._objects)
+        self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         if not self._objects.create("FORMAT", format_text()):
-            self.library.require()
+            self.reader.require()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -301,10 +301,10 @@ class RemotePlace:
                 self.url,
             )
 
-    def new_file(self) -> RemoteFile:
+    def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return RemoteFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.epoch, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
@@ -319,7 +319,7 @@ class RemotePlace:
         """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
-        self._seen = set(self.library.file_sizes())
+        self._seen = set(self.reader.file_sizes())
         if not self.is_fenced:
             self._objects.put(key, content)
             return
@@ -337,14 +337,14 @@ class RemotePlace:
         whose files were there before it wants a number that is taken, and will be refused.
         """
         kept, stale, named = 0, [], set(in_use)
-        for number in self.library.numbers():
+        for number in self.reader.numbers():
             if kept >= keep:
                 stale.append(f"manifests/{manifest_name(number)}")
                 continue
-            named.update(self.library.manifest(number).files)
+            named.update(self.reader.manifest(number).files)
             kept += 1
         self._objects.delete(stale)
-        sizes = self.library.file_sizes()
+        sizes = self.reader.file_sizes()
         old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])

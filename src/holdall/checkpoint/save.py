@@ -25,7 +25,7 @@ import numpy as np
 from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointPlace,
+    CheckpointWriter,
     Chunk,
     Manifest,
     Ref,
@@ -88,7 +88,7 @@ class _Pending(NamedTuple):
 class Saving:
     """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
 
-    def __init__(self, place: CheckpointPlace, ledger: Ledger, coder: Coder) -> None:
+    def __init__(self, place: CheckpointWriter, ledger: Ledger, coder: Coder) -> None:
         self._place = place
         self._owner = self._ledger = ledger
         self._fresh = Ledger()
@@ -152,7 +152,7 @@ class Saving:
             raise CheckpointError("a snapshot was saved twice; report this")
         unsettled = self._write_rows(store, snapshot)
         self._ledger.forget_before(store.first_tick)
-        self._ledger = merge(self._ledger, self._place.library, self._lasting)
+        self._ledger = merge(self._ledger, self._place.reader, self._lasting)
         blocks: list[BlockEntry] = []
         segments: list[SegmentEntry] = []
         if store.segments is not None:

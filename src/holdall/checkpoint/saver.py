@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from holdall.checkpoint.background import Checkpoint, CheckpointMirror, Progress, SaveHandle
 from holdall.checkpoint.directory import told
 from holdall.checkpoint.ledger import Ledger, RowsKey
-from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointPlace, next_number
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointWriter, next_number
 from holdall.checkpoint.object_store import is_remote
 from holdall.checkpoint.save import Saving, Snapshot
-from holdall.checkpoint.source import open_place
+from holdall.checkpoint.source import open_writer
 from holdall.errors import ArgumentError, HoldallError
 from holdall.storage.blocks import Coder, SliceBlock
 from holdall.storage.snapshot import FullBlock
@@ -74,18 +74,18 @@ class Saver:
     """Writes checkpoints to one place.
 
     Args:
-        open_place: Takes hold of the place; called in the background, with the first save.
+        open_writer: Takes hold of the place; called in the background, with the first save.
         ledger: What the place holds of the memory already, if it was loaded from there.
     """
 
     def __init__(
-        self, url: str, open_place: Callable[[], CheckpointPlace], coder: Coder, ledger: Ledger | None = None
+        self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, ledger: Ledger | None = None
     ) -> None:
         self.url = url
-        self._open_place = open_place
+        self._open_place = open_writer
         self._coder = coder
         self._ledger = ledger or Ledger()
-        self._place: CheckpointPlace | None = None
+        self._place: CheckpointWriter | None = None
         self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: Saving | None = None  # begun by blocks that were written ahead
@@ -181,7 +181,7 @@ class Saver:
         began = time.perf_counter()
         with told(self.url, "written to"):
             place = self._opened()
-            number = next_number(place.library, self._last, place.epoch)
+            number = next_number(place.reader, self._last, place.epoch)
             saving, self._saving = self._saving or Saving(place, self._ledger, self._coder), None
             manifest = saving.run(job.snapshot, number, _telling(job.progress))
         self._last = number
@@ -218,20 +218,20 @@ class Saver:
             found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
         return found
 
-    def _opened(self) -> CheckpointPlace:
+    def _opened(self) -> CheckpointWriter:
         if self._place is None:
             place = self._open_place()
             try:
-                self._last = max(place.library.numbers(), default=0)
+                self._last = max(place.reader.numbers(), default=0)
                 # Between loading and now another writer may have collected what was loaded.
-                self._ledger.keep_only(place.library.file_sizes())
+                self._ledger.keep_only(place.reader.file_sizes())
             except BaseException:
                 place.close()
                 raise
             self._place = place
         return self._place
 
-    def _collect(self, place: CheckpointPlace, keep: int) -> None:
+    def _collect(self, place: CheckpointWriter, keep: int) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
@@ -258,7 +258,7 @@ class Savers:
         """Return the saver to a place; `ledger` is what it holds of a memory that was loaded from there."""
         saver = self._savers.get(place)
         if saver is None:
-            saver = self._savers[place] = Saver(place, lambda: open_place(place), self._coder, ledger)
+            saver = self._savers[place] = Saver(place, lambda: open_writer(place), self._coder, ledger)
         return saver
 
     def close(self) -> None:

@@ -11,17 +11,17 @@ from typing import TypeVar
 
 import numpy as np
 
-from holdall.checkpoint.directory import LocalLibrary, LocalPlace, told
+from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter, told
 from holdall.checkpoint.ledger import RecordFiles
 from holdall.checkpoint.load import Attached, sensible
 from holdall.checkpoint.manifest import (
-    CheckpointLibrary,
-    CheckpointPlace,
+    CheckpointReader,
+    CheckpointWriter,
     Manifest,
     Ref,
     require_files,
 )
-from holdall.checkpoint.object_store import Objects, RemoteLibrary, RemotePlace, is_remote
+from holdall.checkpoint.object_store import Objects, ObjectStoreReader, ObjectStoreWriter, is_remote
 from holdall.errors import CheckpointError, DamageError
 from holdall.storage.blocks import Coder
 from holdall.storage.records import SLICES, Record, numbers
@@ -30,49 +30,49 @@ _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
 
 
-def place_of(url: str | os.PathLike[str]) -> str:
+def normalized_url(url: str | os.PathLike[str]) -> str:
     """Return what a url or a path names, in one way of writing it."""
     if is_remote(url):
         return os.fspath(url).rstrip("/")
     return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
 
 
-def library_at(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointLibrary:
+def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointReader:
     """Return the checkpoints at a url or path, to be read.
 
     Args:
         cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
     """
-    place = place_of(url)
-    return RemoteLibrary(Objects(place), cache_dir) if is_remote(place) else LocalLibrary(Path(place))
+    place = normalized_url(url)
+    return ObjectStoreReader(Objects(place), cache_dir) if is_remote(place) else DirectoryReader(Path(place))
 
 
-def open_place(url: str | os.PathLike[str]) -> CheckpointPlace:
+def open_writer(url: str | os.PathLike[str]) -> CheckpointWriter:
     """Take hold of a place, to write to it."""
-    place = place_of(url)
-    return RemotePlace(place) if is_remote(place) else LocalPlace(Path(place))
+    place = normalized_url(url)
+    return ObjectStoreWriter(place) if is_remote(place) else DirectoryWriter(Path(place))
 
 
 def attached_files(url: str | os.PathLike[str]) -> Attached:
     """Return the files that were saved with the newest memory, without loading it."""
-    library = library_at(url)
-    return newest(library, lambda manifest: Attached(RecordFiles(library), manifest.attached))
+    reader = open_reader(url)
+    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
 
 
-def newest(library: CheckpointLibrary, build: Callable[[Manifest], _T]) -> _T:
+def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
     """Build something of the newest checkpoint that is whole; those before it are said to be passed over.
 
     Args:
         build: May refuse a checkpoint as damaged; then the one before it is tried.
     """
-    with told(library.url, "read"):
-        library.require()
-        sizes, numbers = library.file_sizes(), library.numbers()
+    with told(reader.url, "read"):
+        reader.require()
+        sizes, numbers = reader.file_sizes(), reader.numbers()
     refused: list[str] = []
     first: Exception | None = None
     for number in numbers:
         try:
-            manifest = library.manifest(number)
+            manifest = reader.manifest(number)
             require_files(manifest, sizes)
             built = build(manifest)
         except (DamageError, CheckpointError) as error:
@@ -80,10 +80,10 @@ def newest(library: CheckpointLibrary, build: Callable[[Manifest], _T]) -> _T:
             first = first or error
             continue
         for reason in refused:
-            _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", library.url, number, reason)
+            _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", reader.url, number, reason)
         return built
     why = f": {'; '.join(refused)}" if refused else ""
-    raise CheckpointError(f"{library.url} holds no checkpoint that is whole{why}; check the path") from first
+    raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,14 +96,14 @@ class Damage:
 
 
 def damages(
-    library: CheckpointLibrary, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
+    reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
     """Read everything that a checkpoint names; `read` is told of every record's bytes."""
     try:
-        require_files(manifest, library.file_sizes())
+        require_files(manifest, reader.file_sizes())
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
-    shelf = RecordFiles(library)
+    shelf = RecordFiles(reader)
     found = []
     for ref in dict.fromkeys(manifest.refs):
         try:
