@@ -14,7 +14,9 @@ from .protocol import KEEP, RUN, OpenPlace, Run, acknowledged, violation
 from .simulated import SimulatedDisk, after_power_cuts
 
 
-def history(saves: int, ignored: tuple[tuple[str, str], ...] = (), open_writer: OpenPlace = DirectoryWriter) -> SimulatedDisk:
+def history(
+    saves: int, ignored: tuple[tuple[str, str], ...] = (), open_writer: OpenPlace = DirectoryWriter
+) -> SimulatedDisk:
     disk = SimulatedDisk(ignored)
     run = Run(disk, open_writer)
     for _ in range(saves):

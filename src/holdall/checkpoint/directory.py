@@ -19,11 +19,13 @@ from holdall.checkpoint.manifest import (
     MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
     new_epoch,
     require_format,
@@ -209,6 +211,20 @@ class DirectoryReader:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
 
+    def reopened(self) -> DirectoryReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return self
+
+    def below(self, folder: str) -> DirectoryReader:
+        """Return the checkpoints of one shard."""
+        return DirectoryReader(self.root / folder, self._disk)
+
+    def above(self) -> DirectoryReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        top = self.root.parent.parent
+        is_below = SHARD_FOLDER.fullmatch(f"{self.root.parent.name}/{self.root.name}") is not None
+        return DirectoryReader(top, self._disk) if is_below and "FORMAT" in self._disk.names(top) else None
+
     def interrupt(self) -> None:
         """Nothing is waited for."""
 
@@ -348,19 +364,10 @@ class DirectoryWriter:
                 self._disk.unlink(temporary)
         self._disk.sync_directory(self._manifests)
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names."""
-        numbers, kept, named = self.reader.numbers(), 0, set(in_use)
-        stale = []
-        for number in numbers:
-            if kept >= keep:
-                stale.append(number)
-                continue
-            try:
-                named.update(self.reader.manifest(number).files)
-                kept += 1
-            except DamageError:
-                stale.append(number)
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
         for number in stale:
             self._disk.unlink(self._manifests / manifest_name(number))
         self._disk.sync_directory(self._manifests)

@@ -26,11 +26,13 @@ from holdall.checkpoint.manifest import (
     MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
     new_epoch,
     require_format,
@@ -79,6 +81,12 @@ class Objects:
             self._store: Any = obstore.store.from_url(self.url, retry_config=_RETRIES)
         except Exception as error:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
+
+    def elsewhere(self, url: str) -> Objects:
+        """Return the objects below another url; whoever stops these stops those."""
+        other = Objects(url)
+        other.stopped = self.stopped
+        return other
 
     def create(self, key: str, content: Buffer) -> bool:
         """Put an object where none is; say whether it was done, as far as the answer tells."""
@@ -236,6 +244,21 @@ class ObjectStoreReader:
             ) from error
         return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
 
+    def reopened(self) -> ObjectStoreReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return ObjectStoreReader(Objects(self.url), self._cache_dir)
+
+    def below(self, folder: str) -> ObjectStoreReader:
+        """Return the checkpoints of one shard."""
+        return ObjectStoreReader(self._objects.elsewhere(f"{self.url}/{folder}"), self._cache_dir)
+
+    def above(self) -> ObjectStoreReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
+            return None
+        top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
+        return None if top.get("FORMAT", MOST_FORMAT_BYTES) is None else ObjectStoreReader(top, self._cache_dir)
+
     def interrupt(self) -> None:
         """Give up waiting for the store."""
         self._objects.stopped.set()
@@ -330,20 +353,15 @@ class ObjectStoreWriter:
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
 
         Another writer's files stay if they came after this one's last manifest: it may be about to name them. One
         whose files were there before it wants a number that is taken, and will be refused.
         """
-        kept, stale, named = 0, [], set(in_use)
-        for number in self.reader.numbers():
-            if kept >= keep:
-                stale.append(f"manifests/{manifest_name(number)}")
-                continue
-            named.update(self.reader.manifest(number).files)
-            kept += 1
-        self._objects.delete(stale)
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
+        self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
         sizes = self.reader.file_sizes()
         old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}

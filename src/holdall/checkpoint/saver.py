@@ -17,7 +17,7 @@ from holdall.checkpoint.directory import told
 from holdall.checkpoint.ledger import Ledger, RowsKey
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointWriter, next_number
 from holdall.checkpoint.object_store import is_remote
-from holdall.checkpoint.save import Saving, Snapshot
+from holdall.checkpoint.save import Saving, ShardsSnapshot, Snapshot
 from holdall.checkpoint.source import open_writer
 from holdall.errors import ArgumentError, HoldallError
 from holdall.storage.blocks import Coder, SliceBlock
@@ -62,11 +62,10 @@ _LOG = logging.getLogger("holdall")
 class _SaveJob(NamedTuple):
     """A checkpoint to be made."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | ShardsSnapshot
     handle: SaveHandle
-    keep: int
+    keep: int | None
     progress: Progress | None
-    transitions: int
     mirror: CheckpointMirror | None
 
 
@@ -102,13 +101,23 @@ class Saver:
         return self._ledger.rows_saved()
 
     def save(
-        self, snapshot: Snapshot, transitions: int, keep: int, progress: Progress | None, mirror: str | None
+        self,
+        snapshot: Snapshot | ShardsSnapshot,
+        keep: int | None,
+        progress: Progress | None,
+        mirror: str | None,
     ) -> SaveHandle:
-        """Have a snapshot written."""
+        """Have a snapshot written, after those before it.
+
+        Args:
+            keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
+        """
+        if mirror is not None and isinstance(snapshot, ShardsSnapshot):
+            raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
         behind = None if mirror is None else self._mirror(mirror)
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
-            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, transitions, behind))
+            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
             self._wake()
         return handle
 
@@ -179,21 +188,24 @@ class Saver:
 
     def _saved(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
+        store = None if isinstance(job.snapshot, ShardsSnapshot) else job.snapshot.store
+        transitions = 0 if store is None else store.transitions
+        del store  # its parts are freed as they are written
         with told(self.url, "written to"):
             place = self._opened()
             number = next_number(place.reader, self._last, place.epoch)
             saving, self._saving = self._saving or Saving(place, self._ledger, self._coder), None
             manifest = saving.run(job.snapshot, number, _telling(job.progress))
         self._last = number
-        if job.mirror is not None:
+        if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
         self._collect(place, job.keep)
         return Checkpoint(
             url=self.url,
             number=number,
             bytes_written=saving.bytes_written,
-            bytes_total=sum(manifest.files.values()),
-            transitions=job.transitions,
+            bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
+            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
             seconds=time.perf_counter() - began,
         )
 
@@ -231,7 +243,7 @@ class Saver:
             self._place = place
         return self._place
 
-    def _collect(self, place: CheckpointWriter, keep: int) -> None:
+    def _collect(self, place: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
@@ -240,7 +252,9 @@ class Saver:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
     @staticmethod
-    def _drop(snapshot: Snapshot) -> None:
+    def _drop(snapshot: Snapshot | ShardsSnapshot) -> None:
+        if isinstance(snapshot, ShardsSnapshot):
+            return
         store, snapshot.store = snapshot.store, None
         if store is not None:
             with snapshot.lock:

@@ -29,8 +29,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, require_files
-from holdall.checkpoint.source import damages, open_reader, open_writer
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, require_whole
+from holdall.checkpoint.source import collect_all, damages, open_reader, open_writer
 from holdall.cli.error_output import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
@@ -79,7 +79,7 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
     try:
         manifest = reader.manifest(number)
         entry |= _facts(manifest)
-        require_files(manifest, sizes)
+        require_whole(manifest, reader, sizes)
     except (DamageError, CheckpointError) as error:
         entry["state"] = str(error)
     return entry
@@ -87,13 +87,14 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     lanes = schema_of(manifest.schema).num_envs
+    transitions = (manifest.next_tick - manifest.first_tick) * lanes
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
         "saved": saved.isoformat(sep=" ", timespec="seconds"),
-        "transitions": (manifest.next_tick - manifest.first_tick) * lanes,
+        "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
-        "bytes": sum(manifest.files.values()),
+        "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
         "attached": sorted(manifest.attached),
     }
 
@@ -147,7 +148,7 @@ def gc(
     open_reader(url).require()
     place = open_writer(url)
     try:
-        freed = place.collect(keep, ())
+        freed = collect_all(place, keep)
         left = place.reader.numbers()
     finally:
         place.close()
