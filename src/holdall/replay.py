@@ -23,11 +23,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.checkpoint.background import Arrival, Autosave, Progress, SaveHandle, SaveInterval
-from holdall.checkpoint.load import Attached, Restored
-from holdall.checkpoint.save import Snapshot
-from holdall.checkpoint.saver import Savers, checked_attachments
-from holdall.checkpoint.source import Loading, normalized_url, open_reader
+from holdall.checkpoint.autosave import Autosave, BackgroundFetch, SaveInterval
+from holdall.checkpoint.load import Loading, Restored, open_reader
+from holdall.checkpoint.manifest import normalized_url
+from holdall.checkpoint.save import Progress, SaveHandle, Savers, checked_attachments
+from holdall.checkpoint.saved_records import Attached
+from holdall.checkpoint.write import Snapshot
 from holdall.delivery.batches import Batches
 from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.loader import Loader, Prefetched
@@ -125,7 +126,7 @@ class ReplayMemory:
         self._savers = Savers(kernels.coder)
         self._attached = Attached()
         self._autosave: Autosave | None = None
-        self._arrival: Arrival | None = None
+        self._fetch: BackgroundFetch | None = None
         self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         crew = ThreadPool()
@@ -561,7 +562,7 @@ class ReplayMemory:
         if autosave is not None:
             autosave.stop()
         self._savers.close()
-        arrival, self._arrival = self._arrival, None
+        arrival, self._fetch = self._fetch, None
         if arrival is not None:
             arrival.stop()
         with self._lock:
@@ -651,9 +652,9 @@ class ReplayMemory:
             for one in (self._sampler, getattr(self._sampler, "by", None)):
                 if isinstance(one, Prioritized):
                     one.resize(self.capacity, store.first_tick * self._lanes)
-        if found.ledger is not None:
-            self._savers.to(found.url, found.ledger)
-        self._arrival = Arrival(found.blocks, found.interrupt)
+        if found.saved is not None:
+            self._savers.to(found.url, found.saved)
+        self._fetch = BackgroundFetch(found.blocks, found.interrupt)
         self._attached = found.attached
 
     def _open(self) -> Store:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
+from holdall.checkpoint.load import newest
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref, require_files
-from holdall.checkpoint.source import newest
 from holdall.errors import CheckpointError, DamageError
 
 from .simulated import ROOT, Call, SimulatedDisk

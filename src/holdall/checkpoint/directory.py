@@ -306,7 +306,7 @@ class DirectoryWriter:
         self._segments, self._manifests = root / "segments", root / "manifests"
         self._sequence = 0
         self.reader = DirectoryReader(root, self._disk)
-        with told(self.url, "opened for writing"):
+        with disk_errors_explained(self.url, "opened for writing"):
             for parent in reversed(root.parents):
                 self._make_directory(parent)
             for folder in (root, self._segments, self._manifests):
@@ -439,7 +439,7 @@ class DirectoryWriter:
 
 
 @contextlib.contextmanager
-def told(url: str, what: str) -> Iterator[None]:
+def disk_errors_explained(url: str, what: str) -> Iterator[None]:
     """Turn what the operating system says into an error that names the place and the remedy."""
     try:
         yield

@@ -46,7 +46,6 @@ from holdall.errors import (
 from holdall.storage.blocks import SegmentFile
 from holdall.storage.remote_file import AwaitedFile
 
-SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
@@ -56,11 +55,6 @@ _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 
 _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
-
-
-def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether a url names a prefix of an object store."""
-    return isinstance(url, str) and url.startswith(SCHEMES)
 
 
 class Objects:

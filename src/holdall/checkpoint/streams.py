@@ -19,19 +19,25 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
+from holdall.checkpoint.load import LoadedMemory, Loading, Restored, restored_state
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, shard_manifest
+from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
+from holdall.json_state import malformed_refused
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
 _OUTCOME_BYTES = 16
+
+_M = TypeVar("_M", bound=LoadedMemory)
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -237,3 +243,53 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
         *schema.observation.flatten(batch.next_obs, leading, "next_obs"),
         *schema.extras.flatten(batch.extras, leading, "extras"),
     ]
+
+
+def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:
+    """Load a checkpoint of shards, or of other lanes than are wanted: every transition is added to a new memory.
+
+    Args:
+        schema: Of the memory that was saved.
+    """
+    sources: list[_M] = []
+    try:
+        if manifest.shards:
+            streams = _shard_streams(loading, manifest, reader, sources)
+        else:
+            # One tick at least, whatever the capacity of the memory that is made of it.
+            most = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
+            sources.append(loading.as_saved(manifest, reader, most, is_final=False))
+            streams = Streams.of_lanes(sources[0].first_id, sources[0].next_id, schema.num_envs)
+        # As many as before: lanes that get less than others must not push out what others got.
+        ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
+        new_schema = replace(schema, num_envs=lanes)
+        memory = loading.make(new_schema, ticks if loading.capacity is None else int(loading.capacity) // lanes, True)
+        try:
+            for fields in trajectories(sources, streams, lanes, new_schema):
+                memory.extend(*fields)
+        except BaseException:
+            memory.close()
+            raise
+    finally:
+        for source in sources:
+            source.close()
+    attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
+    found = Restored(reader.url, manifest, new_schema, None, restored_state(manifest, reader), attached)
+    loading.restore_into(memory, found, loading.sampler)
+    return memory
+
+
+def _shard_streams(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
+    """Load every shard into a memory of its own, and describe what they hold."""
+    held = sum(shard.transitions for shard in manifest.shards)
+    described = []
+    for shard in manifest.shards:
+        below = reader.below(shard.folder)
+        saved = shard_manifest(below, shard)
+        rows = saved.next_tick - saved.first_tick
+        share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(held, 1))
+        sources.append(loading.as_saved(saved, below, share, is_final=False))
+        with malformed_refused(f"the state of {below.url}"):
+            runs = runs_of(restored_state(saved, below)["runs"])
+        described.append((sources[-1].first_id, sources[-1].next_id, runs))
+    return Streams.of_shards(described)

@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from holdall.checkpoint.directory import FileSystem
-from holdall.checkpoint.object_store import Objects, is_remote
+from holdall.checkpoint.manifest import is_remote
+from holdall.checkpoint.object_store import Objects
 from holdall.cluster.block import (
     DICTIONARY,
     MOST_BYTES,
