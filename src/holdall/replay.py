@@ -23,12 +23,21 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.checkpoint.autosave import Autosave, BackgroundFetch, SaveInterval
-from holdall.checkpoint.load import Loading, Restored, open_reader
-from holdall.checkpoint.manifest import normalized_url
-from holdall.checkpoint.save import Progress, SaveHandle, Savers, checked_attachments
-from holdall.checkpoint.saved_records import Attached
-from holdall.checkpoint.write import Snapshot
+from holdall.checkpoint import (
+    Attached,
+    Autosave,
+    BackgroundFetch,
+    Loading,
+    Progress,
+    Restored,
+    SaveHandle,
+    SaveInterval,
+    Savers,
+    Snapshot,
+    checked_attachments,
+    normalized_url,
+    open_reader,
+)
 from holdall.delivery.batches import Batches
 from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.loader import Loader, Prefetched
@@ -562,9 +571,9 @@ class ReplayMemory:
         if autosave is not None:
             autosave.stop()
         self._savers.close()
-        arrival, self._fetch = self._fetch, None
-        if arrival is not None:
-            arrival.stop()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.stop()
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
@@ -654,7 +663,7 @@ class ReplayMemory:
                     one.resize(self.capacity, store.first_tick * self._lanes)
         if found.saved is not None:
             self._savers.to(found.url, found.saved)
-        self._fetch = BackgroundFetch(found.blocks, found.interrupt)
+        self._fetch = found.fetch_the_rest()
         self._attached = found.attached
 
     def _open(self) -> Store:

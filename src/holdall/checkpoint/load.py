@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,9 @@ from holdall.storage.snapshot import RowChunk, StoreContent
 from holdall.storage.store import Store
 from holdall.units import require_count
 
+if TYPE_CHECKING:
+    from holdall.checkpoint.autosave import BackgroundFetch
+
 _LOG = logging.getLogger("holdall")
 _HEAD_BYTES = 2**11
 _MOST_BLOCK_BYTES = 2**34
@@ -86,6 +89,14 @@ class Restored:
             store.take_rows(chunk)
         if self.saved is not None:
             self.saved.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
+
+    def fetch_the_rest(self) -> BackgroundFetch | None:
+        """Begin to fetch the blocks that lie in an object store; None if there are none."""
+        if not any(extent.file.is_awaited for extent in self.blocks):
+            return None
+        from holdall.checkpoint.autosave import BackgroundFetch  # noqa: PLC0415  for object stores only
+
+        return BackgroundFetch(self.blocks, self.interrupt)
 
 
 @dataclass(slots=True)

@@ -303,7 +303,11 @@ class RecordFiles:
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
         opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
-        bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
+        if any(file.is_awaited for file, _ in opened):
+            bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
+            return
+        for file, wanted in opened:
+            file.bring(wanted[:, 0], wanted[:, 1])
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.

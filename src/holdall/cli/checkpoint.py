@@ -29,10 +29,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.load import open_reader
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, require_whole
-from holdall.checkpoint.save import collect_all, open_writer
-from holdall.checkpoint.saved_records import damages
+from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
 from holdall.cli.error_output import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of

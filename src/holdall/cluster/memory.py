@@ -25,8 +25,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.manifest import normalized_url
-from holdall.checkpoint.save import SaveHandle
+from holdall.checkpoint import SaveHandle, normalized_url
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.checkpoint import newest_manifest, save
 from holdall.cluster.fleet import ClusterSettings, Fleet, single
