@@ -23,7 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import decode_state, dtype_name, dtype_of, encode_state
+from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
@@ -152,6 +152,7 @@ def numbers(content: bytes, dtype: str) -> NDArray[Any]:
 
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
+_MOST_SETTING = 2**32 - 1
 _OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 
@@ -220,7 +221,7 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
     try:
-        codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
+        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
     except (KeyError, TypeError, ValueError) as error:
         raise DamageError(
             f"the block at byte {record.start} makes no sense ({error}); nothing of it is used"
@@ -242,21 +243,19 @@ def codec_words(codec: Codec) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: _whole(head["transform"][name]) for name in _OF_TRANSFORM}
+    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in _OF_TRANSFORM}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
     )  # fmt: skip
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = Method(_whole(head["method"])), _whole(head["level"]), _whole(head["group"])
+    method, level, group = (
+        Method(count_of(head["method"], _MOST_SETTING)),
+        count_of(head["level"], _MOST_SETTING),
+        count_of(head["group"], _MOST_SETTING),
+    )
     return Codec(method, level, transform, dictionary, group)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**32:
-        raise ValueError(f"{value!r} is no count")
-    return value
 
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
@@ -392,7 +391,7 @@ def unpack_logs(
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
         window = window_of(words["window"], leaf)
-        rows, count, steps, new = (as_count(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
         log: Any = None
@@ -417,7 +416,7 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
     require_kind(record, PIECE)
-    count = as_count(record.head["count"])
+    count = count_of(record.head["count"])
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
@@ -440,7 +439,7 @@ def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
     require_kind(record, STATE)
     arrays = {
-        number: _array(record, str(number), read, np.dtype(np.uint8), (as_count(nbytes),)).tobytes()
+        number: _array(record, str(number), read, np.dtype(np.uint8), (count_of(nbytes),)).tobytes()
         for number, nbytes in enumerate(record.head["sizes"])
     }
     tree = decode_state(json.loads(record.part("tree", read)), arrays)
@@ -469,17 +468,10 @@ def window_of(words: Any, leaf: Leaf) -> Window:
     """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
     if words is None:
         return Window.whole(leaf)
-    axis, step = (as_count(word) for word in words)
+    axis, step = (count_of(word) for word in words)
     if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
         raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
     return Window.along(leaf, axis, step)
-
-
-def as_count(value: Any) -> int:
-    """Return a number that was read, if it is a count."""
-    if type(value) is not int or not 0 <= value < 2**40:
-        raise DamageError(f"a record counts {value!r}, which is no count")
-    return value
 
 
 def records_in(payload: bytes) -> Iterator[Record]:

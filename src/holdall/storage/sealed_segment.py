@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
-from holdall.json_state import dtype_of
+from holdall.json_state import count_of, dtype_of
 from holdall.schema import Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import (
     ROWS,
     Like,
-    as_count,
     pack_logs,
     pack_rows,
     pack_slices,
@@ -136,7 +135,7 @@ def unpack_segment(
         rows, logs, *slices = records_in(payload)
         require_kind(rows, ROWS)
         like = _columns_like(rows.head["columns"], schema)
-        ticks, first_tick = rows.head["ticks"], as_count(rows.head["first_tick"])
+        ticks, first_tick = rows.head["ticks"], count_of(rows.head["first_tick"])
         lanes = like["terminated.0"][0][0]
         if type(ticks) is not int or not 1 <= ticks * lanes <= MOST_SEGMENT_ROWS:
             raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
@@ -158,8 +157,8 @@ def segment_needs(payload: bytes) -> tuple[int, set[str]]:
     """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
     rows, _, *slices = records_in(payload)
     try:
-        lanes = {as_count(shape[0]) for _, _, shape in rows.head["columns"]}
-        (count,) = {as_count(rows.head["ticks"]) * of for of in lanes}
+        lanes = {count_of(shape[0]) for _, _, shape in rows.head["columns"]}
+        (count,) = {count_of(rows.head["ticks"]) * of for of in lanes}
         names = {record.head["dictionary"] for record in slices} - {None}
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise DamageError(
@@ -171,7 +170,7 @@ def segment_needs(payload: bytes) -> tuple[int, set[str]]:
 def _columns_like(described: Any, schema: Schema) -> Like:
     """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
     found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
-    (lanes,) = {as_count(shape[0]) for _, shape in found.values()}
+    (lanes,) = {count_of(shape[0]) for _, shape in found.values()}
     large = _large_leaves(found)
     flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
     leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
