@@ -30,7 +30,6 @@ SOURCES = [
         "unique.c",
         "codec.c",
         "checksum.c",
-        "track.c",
         "advantage.c",
         "planes.c",
     )

@@ -24,12 +24,13 @@ from holdall.batch import RolloutBatch
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
-from holdall.native.rollout import estimate_advantages
+from holdall.native.kernels import chosen_kernels
+from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
+from holdall.sampling.episodic import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.blocks import reserve
-from holdall.storage.rollout_frames import RolloutFields
-from holdall.storage.rollout_rows import FinalObservations, Sequences
+from holdall.storage.rollout import FinalObservations, RolloutFields
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
@@ -72,7 +73,9 @@ class RolloutMemory:
         self._landing = MinibatchDelivery(device, self._schema.leaves)
         self._generator = generator_of(seed)
         leaves = self._schema.observation.leaves
-        self._tracks: RolloutFields | None = RolloutFields(leaves, num_steps, num_envs, compress)
+        self._tracks: RolloutFields | None = RolloutFields(
+            leaves, num_steps, num_envs, compress, chosen_kernels(), copy_in_order
+        )
         self._final = FinalObservations(leaves)
         self._action = [self._new_rows(leaf) for leaf in self._schema.action.leaves]
         self._extras = [self._new_rows(leaf) for leaf in self._schema.extras.leaves]
@@ -214,7 +217,7 @@ class RolloutMemory:
         self._require_finished(batch_size, epochs)
         if length is not None:
             require_count("length", length)
-        cut = Sequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
+        cut = RolloutSequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
         return self._sequences(cut, batch_size, epochs)
 
     def reset(self) -> None:
@@ -311,7 +314,7 @@ class RolloutMemory:
                 self._require_finished(batch_size, epochs)
                 yield self._batch(order[first : first + batch_size], None)
 
-    def _sequences(self, cut: Sequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
         for _ in range(epochs):
             for places in cut.batches(batch_size, self._generator):
                 self._require_finished(batch_size, epochs)

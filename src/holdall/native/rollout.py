@@ -1,6 +1,6 @@
-"""The compiled loops of rollouts: track.c, planes.c and advantage.c through ctypes, outside the GIL.
+"""The compiled loops of rollouts, outside the GIL: planes.c puts images in order, advantage.c estimates advantages.
 
-In:  contiguous arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
+In:  arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
 """
 
 from __future__ import annotations
@@ -15,35 +15,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.native.kernels import chosen_kernels
+from holdall.schema import Array
 from holdall.storage.blocks import address
 
 _POINTER, _NUMBER, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
-
-
-class TrackStruct(ctypes.Structure):
-    """One field of a rollout, as track.c reads it."""
-
-    _fields_ = (
-        ("reels", _POINTER),
-        ("reel_count", _NUMBER),
-        ("reel_by_tick", _POINTER),
-        ("cursors", _POINTER),
-        ("ticks", _NUMBER),
-        ("lanes", _NUMBER),
-        ("outer", _NUMBER),
-        ("run_bytes", _NUMBER),
-        ("window", _NUMBER),
-        ("shift", _NUMBER),
-    )
 
 
 class RolloutLoops:
     """The functions of the library, with their signatures."""
 
     def __init__(self, library: Any) -> None:
-        self.gather_track = library.holdall_gather_track
-        self.gather_track.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER]
-        self.gather_track.restype = _NUMBER
         self.advantages = library.holdall_advantages
         self.advantages.argtypes = [
             *[_POINTER] * 4, _SINGLE, _SINGLE, _NUMBER, _NUMBER, _POINTER, _POINTER,
@@ -63,9 +44,29 @@ def rollout_loops() -> RolloutLoops | None:
 def _loaded() -> RolloutLoops | None:
     suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
     try:
-        return RolloutLoops(ctypes.CDLL(str(Path(__file__).parents[1] / f"_kernels{suffix}")))
+        return RolloutLoops(ctypes.CDLL(str(Path(__file__).with_name(f"_kernels{suffix}"))))
     except (OSError, AttributeError):  # not built, or built before rollouts were
         return None
+
+
+_FEWEST_CHANNELS = 4
+"""From this many channels on, C separates them faster than NumPy copies them."""
+
+
+def copy_in_order(to: Array, source: Array) -> None:
+    """Copy to an array of (lanes, ...) in C order; images with channels first may lie pixel by pixel in `source`."""
+    if not source.flags.c_contiguous and _lies_pixel_by_pixel(source) and (loops := rollout_loops()) is not None:
+        lanes, channels, height, width = source.shape
+        loops.part_channels(source.ctypes.data, address(to), lanes, height * width, channels)
+    else:
+        np.copyto(to, source)
+
+
+def _lies_pixel_by_pixel(images: Array) -> bool:
+    if images.ndim != 4 or images.itemsize != 1 or images.shape[1] < _FEWEST_CHANNELS:
+        return False
+    _, channels, height, width = images.shape
+    return images.strides == (channels * height * width, 1, width * channels, channels)
 
 
 Floats = NDArray[np.float32]

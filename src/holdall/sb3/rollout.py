@@ -21,11 +21,12 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native.rollout import estimate_advantages
+from holdall.native.kernels import chosen_kernels
+from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.replay import SlotArray
 from holdall.schema import Leaf
-from holdall.storage.rollout_frames import RolloutFields
+from holdall.storage.rollout import RolloutFields
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
@@ -200,7 +201,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         """Make everything that a rollout needs, once."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._leaves_of())
-        self._tracks = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress)
+        self._tracks = RolloutFields(
+            self._leaves, self.buffer_size, self.n_envs, self._compress, chosen_kernels(), copy_in_order
+        )
         device = "cpu" if self.device.type == "cpu" else str(self.device)
         self._landing = MinibatchDelivery(device, list(self._leaves))
         lanes = (self.buffer_size, self.n_envs)
