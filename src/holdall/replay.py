@@ -32,8 +32,8 @@ from holdall.checkpoint.recover import LaneChange, Losses, steps_of
 from holdall.checkpoint.save import Snapshot, store_words
 from holdall.checkpoint.saver import Savers, checked_attachments
 from holdall.checkpoint.source import library_at, newest, place_of
-from holdall.delivery.batches import Batches
-from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
+from holdall.delivery.batches import BatchJob, Delivery, HostBatches, ObservationAssembler, of_ids
+from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.json_state import (
@@ -137,12 +137,13 @@ class ReplayMemory:
         allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._batches = Batches(
+        self._kernels = kernels
+        self._batches = batches_for(
             schema,
             kernels,
             self._assembler,
             self._delivery,
-            mirrored=store_device is not None,
+            store_on_device=store_device is not None,
             pins=allowed.limit is None,
         )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
@@ -263,7 +264,7 @@ class ReplayMemory:
         batches = self._batches
         if device is not None and device != self._device:
             delivery = Delivery(device, self._schema.leaves)
-            batches = self._batches.elsewhere(delivery)
+            batches = batches_for(self._schema, self._kernels, self._assembler, delivery, pins=self._limit is None)
         batches.keep(prefetch + 2)
 
         saved = self._prefetched.saved(batch_size)
@@ -279,7 +280,7 @@ class ReplayMemory:
             drawn.append(draw)
             return batches.start(draw, reading)
 
-        loader = Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
+        loader = Loader(start, prefetch, None if batches is self._batches else batches.close)
         self._prefetched.watch(loader, drawn)
         return loader
 
@@ -577,7 +578,7 @@ class ReplayMemory:
         memory._set_up(schema, ticks, self._device, self._budget, self._prefer, self._spill_dir, None)
         memory._generator, memory._attached = self._generator, self._attached
         memory._sampler = Uniform() if sampler is None else sampler
-        gathered = self._batches.elsewhere(Delivery(None, self._schema.leaves))
+        gathered = HostBatches(self._schema, self._assembler, Delivery(None, self._schema.leaves))
         try:
             for part in plan:
                 draw = of_ids(part.ids.reshape(-1))
@@ -629,7 +630,7 @@ class ReplayMemory:
         if store is not None:
             store.close()
         self._assembler.crew.dismiss()
-        self._batches.dismiss()
+        self._batches.close()
 
     def __enter__(self) -> Self:
         return self

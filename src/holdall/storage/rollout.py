@@ -245,8 +245,10 @@ class RolloutField:
     def __init__(self, leaf: Leaf, ticks: int, lanes: int, kernels: Kernels, compressed: bool, copy: Copy) -> None:
         self.leaf = leaf
         self.name = f"obs.{leaf.name}" if leaf.name else "obs"
-        self._size = (ticks, lanes)
-        self._how = (kernels, compressed, copy)
+        self._lanes = lanes
+        self._cut: Callable[[Window], SlicedRows] = lambda window: SlicedRows(
+            leaf, window, ticks, lanes, kernels, compressed, copy
+        )
         self.rows: FlatRows | SlicedRows = (
             FlatRows(leaf, ticks, lanes) if leaf.nbytes <= _SMALL_BYTES else self._cut(Window.whole(leaf))
         )
@@ -259,7 +261,7 @@ class RolloutField:
         self.rows.write(tick, obs)
         if self._scout is None or tick == 0:
             return
-        self._scout.look(*(as_bytes(self.rows.read(t), self._size[1]) for t in (tick - 1, tick)))
+        self._scout.look(*(as_bytes(self.rows.read(t), self._lanes) for t in (tick - 1, tick)))
         if self._scout.done:
             finding, self._scout = self._scout.finding, None
             if finding is not None:
@@ -276,11 +278,8 @@ class RolloutField:
 
     def report(self, ticks: int) -> FieldReport:
         """Account for the field's bytes."""
-        plain = ticks * self._size[1] * self.leaf.nbytes
+        plain = ticks * self._lanes * self.leaf.nbytes
         return FieldReport(self.name, *self.rows.used_bytes(ticks), plain, self.rows.describe())
-
-    def _cut(self, window: Window) -> SlicedRows:
-        return SlicedRows(self.leaf, window, *self._size, *self._how)
 
     def _write_again(self, window: Window, tick: int) -> None:
         """Write everything up to `tick` again, cut by `window`."""
@@ -395,9 +394,9 @@ class FinalObservations:
         """Bytes of the rows and ids held."""
         return self.ids.nbytes + sum(rows[: self._count].nbytes for rows in self._rows)
 
-    def rows(self, leaf: int) -> Array:
-        """Return one leaf's rows; a view."""
-        return self._rows[leaf][: self._count]
+    def gather(self, leaf: int, rows: NDArray[np.int64], out: Array) -> None:
+        """Copy rows of one leaf to `out`."""
+        self._rows[leaf].take(rows, axis=0, out=out, mode="clip")
 
     def arrays(self) -> list[Array]:
         """Return the arrays held, with the room kept for more."""

@@ -11,6 +11,7 @@ from holdall.native.kernels import chosen_kernels
 from holdall.native.rollout import copy_in_order
 from holdall.schema import Leaf
 from holdall.storage.rollout import RolloutField, RolloutFields
+from holdall.storage.slices import OpenPart
 from holdall.threads import ThreadPool
 
 LANES = 2
@@ -87,6 +88,7 @@ def test_every_rollout_is_written_to_the_memory_of_the_first() -> None:
     track = track_of((4, 40, 40))
     fill(track, frames(64))
     part = track.rows._parts[0]  # type: ignore[union-attr]  # a window was found
+    assert isinstance(part, OpenPart)
     place = part.slices.ctypes.data
     for seed in range(5):
         fill(track, frames(64, seed))
