@@ -19,7 +19,7 @@ from holdall.delivery.host import (
     DrawnRows,
     ObservationAssembler,
 )
-from holdall.native.slice_names import SliceNamer
+from holdall.native import SliceNamer
 from holdall.schema import Schema
 from holdall.storage.slices import Kernels
 from holdall.storage.store import Store
@@ -105,7 +105,7 @@ class Batches:
         if self._arenas is not None:
             self._arenas.close()
         if self._namer is not None:
-            self._namer.hands.dismiss()
+            self._namer.pool.dismiss()
 
 
 def is_remote(device: torch.device) -> bool:

@@ -26,7 +26,7 @@ from holdall.batch import Batch, Draw
 from holdall.delivery.device import DeviceBlocks, DeviceStream, StagingBuffer
 from holdall.delivery.host import ALIGNMENT_BYTES, BatchBuilder, BatchJob, DrawnRows
 from holdall.errors import DamageError
-from holdall.native.slice_names import CopyPlan, Cut, Names, SliceNamer
+from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.schema import Array, Leaf, Schema
 from holdall.storage.slices import Places
 from holdall.storage.store import Rows
@@ -326,7 +326,7 @@ class DeviceBuilder:
         out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
         sender, stream = self.line.sender(self._namer.send_here)
         with self.line.sending():
-            sent = self._namer.bring(places, field, out, CopyPlan(sender, body.device.data_ptr(), stream))
+            sent = self._namer.collect(places, field, out, CopyPlan(sender, body.device.data_ptr(), stream))
         body.send(sent * slice_bytes, count * slice_bytes)
 
     def _at_hand(self, job: _DeviceJob, named: _NamedSlices, passages: dict[int, StagingBuffer]) -> _NamedSlices:
