@@ -43,7 +43,7 @@ from holdall.json_state import (
     schema_of,
     schema_words,
 )
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
 from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
 from holdall.sampling.episodic import Hindsight, NStep, Sequence
@@ -133,10 +133,10 @@ class ReplayMemory:
         self._arrival: Arrival | None = None
         self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
-        crew = ThreadPool()
-        allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
+        pool = ThreadPool()
+        allowed = Budget.of(budget, prefer, pool.threads, spills=spill_dir is not None)
         self._limit = allowed.limit
-        self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
+        self._assembler = ObservationAssembler(kernels, pool, allowed.staging_bytes)
         self._kernels = kernels
         self._batches = batches_for(
             schema,
@@ -629,7 +629,7 @@ class ReplayMemory:
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        self._assembler.crew.dismiss()
+        self._assembler.pool.dismiss()
         self._batches.close()
 
     def __enter__(self) -> Self:

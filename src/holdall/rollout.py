@@ -23,8 +23,7 @@ from holdall.batch import RolloutBatch
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
-from holdall.native.kernels import chosen_kernels
-from holdall.native.rollout import copy_in_order, estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
 from holdall.sampling.episodic import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward

@@ -7,19 +7,18 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.native.kernels import chosen_kernels
-from holdall.native.rollout import copy_in_order, estimate_advantages, rollout_loops
+from holdall.native import chosen_kernels, chosen_library, copy_in_order, estimate_advantages
 from holdall.schema import Leaf
 from holdall.storage.layout import Window
 from holdall.storage.rollout import SlicedRows
 from holdall.threads import ThreadPool
 
-pytestmark = pytest.mark.skipif(rollout_loops() is None, reason="the compiled library was not built")
+pytestmark = pytest.mark.skipif(chosen_library() is None, reason="the compiled library was not built")
 
 
 def advantages(kernels: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], seed: int) -> list[bytes]:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
-    assert (rollout_loops() is None) == (kernels == "portable")
+    assert (chosen_library() is None) == (kernels == "portable")
     generator = np.random.default_rng(seed)
     rewards, values = (100 * generator.standard_normal((2, *shape), np.float32)) ** 3
     ends = (generator.random(shape) < 0.1).astype(np.float32)
@@ -71,12 +70,12 @@ def test_places_outside_the_rollout_are_refused(monkeypatch: pytest.MonkeyPatch,
 @pytest.mark.parametrize("channels", [1, 3, 4, 5, 8, 12, 31])
 @pytest.mark.parametrize("image", [(1, 1), (3, 5), (4, 4), (7, 16), (84, 84)], ids=str)
 def test_channels_are_parted_as_numpy_does(channels: int, image: tuple[int, int]) -> None:
-    loops = rollout_loops()
+    loops = chosen_library()
     assert loops is not None
     pixels = np.random.default_rng(0).integers(0, 256, (3, *image, channels), np.uint8)
     planes = np.zeros((3, channels, *image), np.uint8)
     around = np.full(planes.size + 32, 7, np.uint8)
-    loops.part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
+    loops.holdall_part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
     planes[...] = np.moveaxis(pixels, -1, 1)
     assert around[16:-16].tobytes() == planes.tobytes()
     assert set(around[:16]) | set(around[-16:]) == {7}, "nothing is written beside"

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall import RolloutMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import rollout as rollout_storage
 from holdall.testing import Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves

@@ -188,8 +188,8 @@ class Deliverer:
     def __init__(self, layout: TravelLayout, kernels: Kernels, device: str | None) -> None:
         self._layout = layout
         self._kernels = kernels
-        self._crew = ThreadPool()
-        self._assembler = ObservationAssembler(kernels, self._crew, 1 << 62)
+        self._pool = ThreadPool()
+        self._assembler = ObservationAssembler(kernels, self._pool, 1 << 62)
         self._delivery = Delivery(device, layout.schema.leaves)
 
     @property
@@ -236,7 +236,7 @@ class Deliverer:
 
     def dismiss(self) -> None:
         """End the threads."""
-        self._crew.dismiss()
+        self._pool.dismiss()
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any

@@ -133,9 +133,9 @@ def lend_array(block: memoryview) -> tuple[Bytes, Bytes]:
 class ObservationAssembler:
     """Copies windows of slices into pooled memory: observations and next observations of a batch."""
 
-    def __init__(self, kernels: Kernels, crew: ThreadPool, most_staged_bytes: int) -> None:
+    def __init__(self, kernels: Kernels, pool: ThreadPool, most_staged_bytes: int) -> None:
         self.staging = host_pool(most_staged_bytes)
-        self.crew = crew
+        self.pool = pool
         self._kernels = kernels
 
     def assemble(
@@ -151,7 +151,7 @@ class ObservationAssembler:
             end.reshape(rows, leaf.nbytes) if want else None for end, want in zip(ends, wanted, strict=True)
         )
         if rows:
-            self._kernels.gather(places, field, obs, next_obs, self.crew)
+            self._kernels.gather(places, field, obs, next_obs, self.pool)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.delivery.batches import ALIGNMENT_BYTES, aligned_block, lend_array
-from holdall.native.slice_names import Cut, Names
+from holdall.native import Cut, Names
 from holdall.schema import Array, Leaf
 
 if TYPE_CHECKING:

@@ -42,7 +42,7 @@ from holdall.delivery.device import (
 )
 from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.errors import DamageError
-from holdall.native.slice_names import CopyPlan, Cut, Names, SliceNamer
+from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.schema import Schema
 from holdall.storage.slices import Kernels
 from holdall.storage.store import Rows, Store
@@ -164,7 +164,7 @@ class DeviceBatches(Batches):
         if self._arenas is not None:
             self._arenas.close()
         if self._namer is not None:
-            self._namer.hands.dismiss()
+            self._namer.pool.dismiss()
 
     def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[PackedField]) -> BatchLayout:
         """Return the layout of batches like this one."""
@@ -267,7 +267,7 @@ class DeviceBatches(Batches):
         out = slot.array[: count * slice_bytes].reshape(count, slice_bytes)
         function, stream = self.stream.copy_function(namer.send_here)
         with self.stream.driver_context():
-            sent = namer.bring(places, field, out, CopyPlan(function, scratch.memory.data_ptr(), stream))
+            sent = namer.collect(places, field, out, CopyPlan(function, scratch.memory.data_ptr(), stream))
         first, end = sent * slice_bytes, count * slice_bytes
         scratch.memory[first:end].copy_(slot.host[first:end], non_blocking=True)
         return named._replace(source=scratch.rows(word, words))

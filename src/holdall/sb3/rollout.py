@@ -21,8 +21,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native.kernels import chosen_kernels
-from holdall.native.rollout import copy_in_order, estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.replay import SlotArray
 from holdall.schema import Leaf

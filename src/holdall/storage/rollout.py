@@ -39,7 +39,7 @@ _SPARE_ROOM = 0.25
 """Room for slices beyond one new one per step: for episodes that begin and steps that skip."""
 _COMPRESSED_SEGMENT_BYTES = 16 * 2**20
 """Slices after which a segment is compressed, if the rollout is."""
-_ALONE = ThreadPool(hands=1)
+_ALONE = ThreadPool(threads=1)
 
 
 class FlatRows:
@@ -315,7 +315,7 @@ class RolloutFields:
         self._sealed: deque[tuple[SliceBlock, SealedSlices]] = deque()
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.hands, self._on_sealed)
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.threads, self._on_sealed)
         self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:

@@ -81,15 +81,15 @@ class Sealer:
 
     Args:
         cap: How dear sampling may become, over a raw gather.
-        hands: Threads that share out the decoding of a batch.
+        threads: Threads that share the decoding of a batch.
         keep: Is told of every block when its turn is over; a bound method, held weakly, so that a memory
             which is simply dropped ends its worker too.
         folder: Where blocks go that leave memory, if they may.
     """
 
-    def __init__(self, coder: Coder, cap: float, hands: int, keep: Keep, folder: SpillFolder | None = None) -> None:
+    def __init__(self, coder: Coder, cap: float, threads: int, keep: Keep, folder: SpillFolder | None = None) -> None:
         self._queue = _Queue()
-        self._work = _Work(coder, cap, hands, folder)
+        self._work = _Work(coder, cap, threads, folder)
         self._keep = weakref.WeakMethod(keep)
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _stop, self._queue)
@@ -168,11 +168,11 @@ class Sealer:
 class _Work:
     """Chooses codecs, seals and spills; used by the worker alone."""
 
-    def __init__(self, coder: Coder, cap: float, hands: int, folder: SpillFolder | None) -> None:
+    def __init__(self, coder: Coder, cap: float, threads: int, folder: SpillFolder | None) -> None:
         self._coder = coder
         self._folder = folder
         self._cap = cap
-        self._hands = hands
+        self._threads = threads
         self._habits: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
 
@@ -215,7 +215,7 @@ class _Work:
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
         self.is_choosing = True
         try:
-            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
         finally:
             self.is_choosing = False
 

@@ -100,7 +100,7 @@ _SPARED_WHILE_STUCK = 2
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
-_ALONE = ThreadPool(hands=1)
+_ALONE = ThreadPool(threads=1)
 
 PartT = TypeVar("PartT", OpenPart, ClosedPart)
 

@@ -99,7 +99,7 @@ class Store:
         self._lock = lock
         self._folder = folder
         self._is_fit_known = budget.limit is None or folder is not None
-        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._take_back, folder)
+        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._take_back, folder)
         tiers = Tiers(self.sealer, spills=folder is not None, measures_early=not self._is_fit_known)
         large = [observed[i] for i in self._large]
         self._segments = Segments(kernels, large, self._lanes, capacity_ticks, tiers, budget)

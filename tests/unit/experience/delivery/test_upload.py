@@ -25,9 +25,7 @@ from holdall.delivery.batches import BlockPool, Delivery
 from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_store import PinnedArenas
-from holdall.native import slice_names as native_unique
-from holdall.native.kernels import native_kernels
-from holdall.native.slice_names import CopyPlan, SliceNamer
+from holdall.native import CopyPlan, SliceNamer, native_kernels, reading
 from holdall.schema import Bytes
 from holdall.storage import segment
 from holdall.storage.slices import Places
@@ -168,13 +166,13 @@ def test_the_slices_of_a_loaded_memory_are_sent_too() -> None:
 def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of four and the next one are five frames, not eight; frames that rows share are sent once."""
     brought: list[int] = []
-    bring = SliceNamer.bring
+    collect = SliceNamer.collect
 
     def noted(self: SliceNamer, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
         brought.append(out.nbytes)
-        return bring(self, places, field, out, way)
+        return collect(self, places, field, out, way)
 
-    monkeypatch.setattr(SliceNamer, "bring", noted)
+    monkeypatch.setattr(SliceNamer, "collect", noted)
     monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     memory = fed("frames first", device="cpu", lanes=1)
     frames = memory.report().fields[0].slice_bytes // (36 * 36)
@@ -184,18 +182,18 @@ def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small batches go in many pieces, by several hands, in more waves than there may be, and have some sealed."""
+    """Let small batches go in many pieces, by several threads, in more waves than there may be, some sealed."""
     monkeypatch.setenv("HOLDALL_THREADS", "4")
     monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
-    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_HAND", 1), ("_WAVE_BYTES", 2_000)):
-        monkeypatch.setattr(native_unique, name, nbytes)
+    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_THREAD", 1), ("_WAVE_BYTES", 2_000)):
+        monkeypatch.setattr(reading, name, nbytes)
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("name", ["frames first", "colour frames last", "several large", "changing its mind"])
 @pytest.mark.parametrize("budget", ["auto", None])
-def test_hands_and_waves_change_no_bit(name: str, budget: str | None) -> None:
+def test_threads_and_waves_change_no_bit(name: str, budget: str | None) -> None:
     """Whoever brings a slice, and with whichever wave it goes."""
     with fed(name, budget=budget) as arrays, fed(name, budget=budget, device="cpu") as there:
         for memory in (arrays, there):
@@ -225,7 +223,7 @@ def coded(memory: ReplayMemory) -> list[NDArray[np.uint8]]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", ["device", "store_device"])
-def test_sealed_slices_are_decoded_by_every_hand(where: str) -> None:
+def test_sealed_slices_are_decoded_by_every_thread(where: str) -> None:
     """Compressed and raw in one batch."""
     with sealed() as arrays, sealed(**on(where)) as there:
         assert len(coded(there)) > 5
@@ -335,7 +333,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
 
 def test_raw_slices_are_read_where_they_lie(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread gathers them; arenas of evicted segments are let go of, and all of them when the memory is closed."""
-    monkeypatch.setattr(SliceNamer, "bring", None)
+    monkeypatch.setattr(SliceNamer, "collect", None)
     with fed("frames first", ticks=20, device="cpu") as there, fed("frames first", ticks=20) as arrays:
         streams = [Stream(there_space, spaces.Discrete(3), 2) for there_space in [SPACES["frames first"][0]] * 2]
         for _ in range(60):
