@@ -38,8 +38,8 @@ from holdall.checkpoint import (
     normalized_url,
     open_reader,
 )
-from holdall.delivery.batches import Batches
-from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
+from holdall.delivery.batches import BatchJob, Delivery, ObservationAssembler, of_ids
+from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.json_state import (
@@ -48,7 +48,7 @@ from holdall.json_state import (
     restored_generator,
     schema_words,
 )
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
 from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
 from holdall.sampling.episodic import Hindsight, NStep, Sequence
@@ -137,16 +137,17 @@ class ReplayMemory:
         self._fetch: BackgroundFetch | None = None
         self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
-        crew = ThreadPool()
-        allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
+        pool = ThreadPool()
+        allowed = Budget.of(budget, prefer, pool.threads, spills=spill_dir is not None)
         self._limit = allowed.limit
-        self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._batches = Batches(
+        self._assembler = ObservationAssembler(kernels, pool, allowed.staging_bytes)
+        self._kernels = kernels
+        self._batches = batches_for(
             schema,
             kernels,
             self._assembler,
             self._delivery,
-            mirrored=store_device is not None,
+            store_on_device=store_device is not None,
             pins=allowed.limit is None,
         )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
@@ -267,7 +268,7 @@ class ReplayMemory:
         batches = self._batches
         if device is not None and device != self._device:
             delivery = Delivery(device, self._schema.leaves)
-            batches = self._batches.elsewhere(delivery)
+            batches = batches_for(self._schema, self._kernels, self._assembler, delivery, pins=self._limit is None)
         batches.keep(prefetch + 2)
 
         saved = self._prefetched.saved(batch_size)
@@ -283,7 +284,7 @@ class ReplayMemory:
             drawn.append(draw)
             return batches.start(draw, reading)
 
-        loader = Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
+        loader = Loader(start, prefetch, None if batches is self._batches else batches.close)
         self._prefetched.watch(loader, drawn)
         return loader
 
@@ -577,8 +578,8 @@ class ReplayMemory:
             store, self._store = self._store, None
         if store is not None:
             store.close()
-        self._assembler.crew.dismiss()
-        self._batches.dismiss()
+        self._assembler.pool.dismiss()
+        self._batches.close()
 
     def __enter__(self) -> Self:
         return self

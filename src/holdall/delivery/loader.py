@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from holdall.batch import Batch, Draw, Goals
-from holdall.delivery.host import BatchJob
+from holdall.delivery.batches import BatchJob
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling.draw import Held
 

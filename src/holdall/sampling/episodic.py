@@ -7,7 +7,8 @@ Invariant: whatever else is composed is refused when it is constructed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -313,3 +314,45 @@ class Hindsight(Chosen):
         begin = ids if self.strategy == "future" else first
         steps = (last - begin) // held.lanes + 1
         return np.asarray(begin + generator.integers(0, steps) * held.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSequences:
+    """The sequences of a rollout: where each begins, and how long it is."""
+
+    first_place: NDArray[np.int64]  # tick * lanes + lane
+    length: NDArray[np.int64]
+    lanes: int
+
+    @classmethod
+    def of(cls, ends: Flags, made: Flags, longest: int) -> RolloutSequences:
+        """Cut a rollout of (ticks, lanes) at the ends of episodes, at steps not made, and after `longest` steps."""
+        ticks, lanes = ends.shape
+        begins = np.ones((lanes, ticks), np.bool_)
+        begins[:, 1:] = (ends | ~made)[:-1].T
+        begins |= ~made.T  # a sequence of its own, which is left out
+        index = np.arange(lanes * ticks)
+        begun = np.maximum.accumulate(np.where(begins.reshape(-1), index, 0))
+        begins |= ((index - begun) % longest == 0).reshape(lanes, ticks)
+        starts = np.flatnonzero(begins)
+        length = np.diff(starts, append=lanes * ticks)
+        lane, tick = np.divmod(starts, ticks)
+        real = made.T.reshape(-1)[starts]
+        return cls((tick * lanes + lane)[real], length[real], lanes)
+
+    def batches(self, most_steps: int, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """Yield all sequences in random order, up to `most_steps` steps at a time but at least one sequence."""
+        order = generator.permutation(len(self.length))
+        reach = np.cumsum(self.length[order])
+        first, before = 0, 0
+        while first < len(order):
+            end = max(int(np.searchsorted(reach, before + most_steps, side="right")), first + 1)
+            yield self._places(order[first:end])
+            first, before = end, int(reach[end - 1])
+
+    def _places(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of some sequences, (sequences, time); -1 behind a sequence's end."""
+        length = self.length[chosen]
+        step = np.arange(length.max())
+        places = self.first_place[chosen][:, None] + step * self.lanes
+        return np.where(step < length[:, None], places, -1)
