@@ -534,7 +534,8 @@ class ReplayMemory:
 
         def make(schema: Schema, ticks: int, is_final: bool) -> Self:  # type: ignore[type-var]  # it is the class's own
             memory = cls.__new__(cls)
-            memory._set_up(schema, ticks, device if is_final else None, budget, prefer, spill_dir, None)
+            settings = (device, budget, prefer, spill_dir) if is_final else (None, None, prefer, None)
+            memory._set_up(schema, ticks, *settings, None)
             return memory
 
         loading: Loading[Self] = Loading(make, cls._take_over, sampler, capacity, num_envs, recover)

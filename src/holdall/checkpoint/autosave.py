@@ -124,7 +124,7 @@ class _MirrorJob(NamedTuple):
 
 
 class CheckpointMirror:
-    """Sends the checkpoints of one local place to one prefix of an object store.
+    """Sends the checkpoints of one directory to one prefix of an object store.
 
     Checkpoints between the one that is being sent and the newest are passed over: who falls behind catches up.
     """
@@ -133,7 +133,7 @@ class CheckpointMirror:
         self._url = url
         self._segments = segments
         self._objects = Objects(url)
-        self._place: ObjectStoreWriter | None = None
+        self._target: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_MirrorJob] = deque()
         self._at_work: _MirrorJob | None = None
@@ -198,21 +198,21 @@ class CheckpointMirror:
                 self._changed.notify_all()
 
     def _copy(self, job: _MirrorJob) -> None:
-        if self._place is None:
-            self._place = ObjectStoreWriter(self._url, self._objects)
-            self._last = max(self._place.reader.numbers(), default=0)
-        place, manifest = self._place, job.manifest
+        if self._target is None:
+            self._target = ObjectStoreWriter(self._url, self._objects)
+            self._last = max(self._target.reader.numbers(), default=0)
+        target, manifest = self._target, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(place.reader, self._last, manifest.epoch))
+        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
-        there = place.reader.file_sizes()
+        there = target.reader.file_sizes()
         for name, nbytes in manifest.files.items():
             if there.get(name) != nbytes:
-                place.upload(name, self._segments / name)
-        place.commit(manifest)
+                target.upload(name, self._segments / name)
+        target.commit(manifest)
         self._last = number
         try:
-            place.collect(job.keep, manifest.files)
+            target.collect(job.keep, manifest.files)
         except (CheckpointError, OSError) as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
 

@@ -34,7 +34,7 @@ from holdall.checkpoint.manifest import (
     format_text,
     kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
     require_format,
 )
 from holdall.errors import (
@@ -150,7 +150,7 @@ class Objects:
 
     def honours_conditions(self) -> bool:
         """Whether creating an object twice fails the second time."""
-        key = f"probe/{new_epoch()}"
+        key = f"probe/{new_writer_id()}"
         try:
             self.create(key, b"first")
             return not self.create(key, b"second")
@@ -305,7 +305,7 @@ class ObjectStoreWriter:
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
@@ -321,14 +321,14 @@ class ObjectStoreWriter:
     def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return ObjectStoreFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
 
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of another place."""
+        """Put a finished file of a directory."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
@@ -357,7 +357,9 @@ class ObjectStoreWriter:
         named = set(in_use).union(*(manifest.files for manifest in kept))
         self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
         sizes = self.reader.file_sizes()
-        old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
+        old = (
+            sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.writer_id))}
+        )
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(unnamed.values())
