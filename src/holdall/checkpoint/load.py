@@ -48,8 +48,7 @@ from holdall.storage.records import (
     unpack_state,
     window_of,
 )
-from holdall.storage.segment import Segment
-from holdall.storage.slices import ClosedPart
+from holdall.storage.slices import ClosedPart, Segment
 from holdall.storage.snapshot import RowChunk, StoreContent
 from holdall.storage.store import Store
 from holdall.units import require_count

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -23,9 +23,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state
-from holdall.schema import Array, Leaf
-from holdall.storage.blocks import Coded, Extent, SegmentFile
+from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
+from holdall.schema import Array, Bytes, Leaf
+from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart
@@ -118,11 +118,9 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     raw = read(start + PREAMBLE.size, head_bytes)
     if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
         raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
-    try:
+    with malformed_refused(f"the head of the record at byte {start}"):
         head = json.loads(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"the head of the record at byte {start} makes no sense ({error})") from error
 
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
@@ -194,16 +192,36 @@ def unpack_slices(
     record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary], read: Read | None = None
 ) -> Coded:
     """Read all of a block but its units; `read` may know some of the file's bytes already."""
-    try:
-        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
-    palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
+    read = read or file.read
+    units, checks = _units_of(record, read)
+    return _coded_of(record, read, dictionaries, Extent(file, units.start, units.nbytes, checks, record.start))
+
+
+def unpack_slices_whole(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], coder: Coder) -> Coded:
+    """Read a block with its units, and hold each of them against its checksum."""
+    units, checks = _units_of(record, read)
+    data = np.frombuffer(read(units.start, units.nbytes), np.uint8)
+    coded = _coded_of(record, read, dictionaries, data)
+    offsets = coded.offsets.astype(np.int64)
+    if offsets[0] != 0 or offsets[-1] != data.size or (np.diff(offsets) < 0).any() or len(checks) != len(offsets) - 1:
+        raise DamageError(f"the units of the block at byte {record.start} lie outside of it; nothing of it is used")
+    if not np.array_equal(coder.checksums(data, coded.offsets), checks):
+        raise DamageError(f"a unit of the block at byte {record.start} is damaged; nothing of it is used")
+    return coded
+
+
+def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32]]:
     units = record.parts.get("units")
-    if units is None:
-        raise DamageError(f"the block at byte {record.start} of {file.path} has no units")
-    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"), record.start)
-    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
+    if record.kind != SLICES or units is None:
+        raise DamageError(f"the {record.kind} record at byte {record.start} is no block of slices, or has no units")
+    return units, numbers(record.part("checks", read), "u4")
+
+
+def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
+    with malformed_refused(f"the block at byte {record.start}"):
+        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
+    palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
+    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
 
 
 def codec_words(codec: Codec) -> dict[str, Any]:
@@ -244,9 +262,10 @@ Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class _Parts:
-    """The parts of a record to be written, each compressed if that pays."""
+    """The parts of a record to be written, each compressed if that pays and there is time for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compresses: bool = True) -> None:
+        self._compresses = compresses
         self.content: dict[str, Buffer] = {}
         self.coded: list[str] = []
 
@@ -254,8 +273,9 @@ class _Parts:
         """Add an array, in little-endian order."""
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         raw = little.reshape(-1).view(np.uint8).data
-        small = zstandard.ZstdCompressor(level=1).compress(raw) if raw.nbytes else b""
-        if len(small) < _WORTH_IT * raw.nbytes:
+        is_tried = self._compresses and raw.nbytes > 0
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if is_tried else b""
+        if is_tried and len(small) < _WORTH_IT * raw.nbytes:
             self.content[name] = small
             self.coded.append(name)
         else:
@@ -293,14 +313,15 @@ def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
         raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
 
 
-def _require_kind(record: Record, kind: str) -> None:
+def require_kind(record: Record, kind: str) -> None:
+    """Refuse a record of another kind."""
     if record.kind != kind or not isinstance(record.head.get("coded", []), list):
         raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
 
 
-def pack_rows(chunk: RowChunk) -> list[Buffer]:
+def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
     """Return a chunk of rows as a record."""
-    parts = _Parts()
+    parts = _Parts(compresses=compresses)
     for name, column in chunk.columns.items():
         parts.put(name, column)
     for name, (ids, rows) in chunk.apart.items():
@@ -314,7 +335,7 @@ def pack_rows(chunk: RowChunk) -> list[Buffer]:
 
 def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
     """Read a chunk of rows whose ticks and columns are known."""
-    _require_kind(record, ROWS)
+    require_kind(record, ROWS)
     head = record.head
     columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
     if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
@@ -333,9 +354,9 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     return RowChunk(first_tick, ticks, found, apart)
 
 
-def pack_logs(parts: Sequence[ClosedPart]) -> list[Buffer]:
+def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[Buffer]:
     """Return the logs of a segment as a record."""
-    written = _Parts()
+    written = _Parts(compresses=compresses)
     fields = []
     for number, part in enumerate(parts):
         if part.log is not None:
@@ -357,7 +378,7 @@ def unpack_logs(
     record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
 ) -> list[ClosedPart]:
     """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
-    _require_kind(record, LOGS)
+    require_kind(record, LOGS)
     fields = record.head["fields"]
     if len(fields) != len(leaves) or len(blocks) != len(leaves):
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
@@ -388,7 +409,7 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
-    _require_kind(record, PIECE)
+    require_kind(record, PIECE)
     count = count_of(record.head["count"])
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
@@ -410,7 +431,7 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
-    _require_kind(record, STATE)
+    require_kind(record, STATE)
     arrays = {
         number: _array(record, str(number), read, np.dtype(np.uint8), (count_of(nbytes),)).tobytes()
         for number, nbytes in enumerate(record.head["sizes"])
@@ -428,7 +449,7 @@ def pack_file(content: bytes) -> list[Buffer]:
 
 def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
-    _require_kind(record, FILE)
+    require_kind(record, FILE)
     return record.part("content", read)
 
 
@@ -445,3 +466,12 @@ def window_of(words: Any, leaf: Leaf) -> Window:
     if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
         raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
     return Window.along(leaf, axis, step)
+
+
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes

@@ -24,10 +24,10 @@ from holdall.native.kernels import chosen_kernels
 from holdall.native.rollout import TrackStruct, rollout_loops
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, as_bytes
-from holdall.storage.blocks import SealedSlices, SliceBlock, address, reserve
+from holdall.storage.blocks import FrozenBlock, SealedSlices, SliceBlock, address, reserve
 from holdall.storage.codec import COST_CAPS
 from holdall.storage.layout import Window, WindowScout
-from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.sealer import Sealer
 from holdall.storage.slices import NEXT_IS_WHOLE, Cursors, Kernels, OpenPart, lies_direct
 from holdall.threads import ThreadPool
 
@@ -419,7 +419,7 @@ class RolloutFields:
         self._crew = ThreadPool()
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._crew.hands, self._seal)
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._crew.hands, self._on_sealed)
         self._tracks = [RolloutField(leaf, ticks, lanes, kernels, self.sealer) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
@@ -455,7 +455,8 @@ class RolloutFields:
             self.sealer.stop()
         self._crew.dismiss()
 
-    def _seal(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
-        """Hand sealed slices to the field they belong to; called by the sealer's thread."""
-        if sealed is not None:
-            any(track.seal(block, sealed) for track in self._tracks)
+    def _on_sealed(self) -> None:
+        """Hand sealed slices to the fields they belong to; called by the sealer's thread."""
+        for block, sealed in [] if self.sealer is None else self.sealer.collect():
+            if sealed is not None:
+                any(track.seal(block, sealed) for track in self._tracks)
