@@ -2,7 +2,7 @@
 
 In:  a memory; checkpoints that are safe on a disk; blocks that lie in an object store.  Out: the same, saved, sent,
 fetched.
-Invariant: nothing here holds training up, and a failure is logged and tried again, or given to whoever waits for it.
+Invariant: nothing here holds training up, and a failure is logged and tried again, or raised where somebody waits for it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ class CheckpointMirror:
         self._objects.stopped.set()
 
     def close(self) -> None:
-        """Wait for all that is to be sent."""
+        """Wait until everything was sent."""
         with self._changed:
             thread = self._thread
         if thread is not None:
@@ -189,7 +189,7 @@ class CheckpointMirror:
             error: BaseException | None = None
             try:
                 self._copy(job)
-            except BaseException as caught:  # whoever waits gets it; the local checkpoint stands
+            except BaseException as caught:  # raised by `wait`; the local checkpoint stands
                 error = caught
                 _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
             with self._changed:
@@ -231,7 +231,7 @@ class BackgroundFetch:
 
     Args:
         extents: Where they lie, in the order in which they are wanted.
-        interrupt: Makes whoever waits for the store give up.
+        interrupt: Ends all waiting for the store.
     """
 
     def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:

@@ -160,7 +160,7 @@ def restored(
 
     Args:
         reader: Where its files lie.
-        capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+        capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
     with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):

@@ -77,13 +77,13 @@ class Objects:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
 
     def elsewhere(self, url: str) -> Objects:
-        """Return the objects below another url; whoever stops these stops those."""
+        """Return the objects below another url; to stop these is to stop those."""
         other = Objects(url)
         other.stopped = self.stopped
         return other
 
     def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; say whether it was done, as far as the answer tells."""
+        """Put an object where none is; return whether it was done, as far as the answer says."""
         try:
             self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
@@ -128,7 +128,7 @@ class Objects:
             )
         except (self._errors.NotFoundError, FileNotFoundError) as error:
             raise CheckpointError(
-                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load anew"
+                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load it again"
             ) from error
         return found
 
@@ -143,7 +143,7 @@ class Objects:
         return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; those that are gone already are no matter."""
+        """Remove objects; some may be gone already."""
         for key in keys:
             with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
                 self._patiently(partial(self._obstore.delete, self._store, key))
@@ -159,7 +159,7 @@ class Objects:
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do something until it is answered; a server that restarts is waited for."""
-        wait, told = _FIRST_WAIT_S, False
+        wait, is_logged = _FIRST_WAIT_S, False
         while True:
             try:
                 return call()
@@ -175,9 +175,9 @@ class Objects:
             except Exception as error:
                 if _FINAL.search(str(error)):
                     raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
-                if not told:
+                if not is_logged:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
-                told = True
+                is_logged = True
             if self.stopped.wait(wait):
                 raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
             wait = min(2 * wait, _LONGEST_WAIT_S)

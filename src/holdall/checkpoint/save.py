@@ -289,7 +289,7 @@ class Saver:
                 continue
             try:
                 checkpoint = self._written(job)
-            except BaseException as error:  # whoever waits for the handle gets it; training goes on
+            except BaseException as error:  # raised by the handle; training goes on
                 _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
                 self._drop(job.snapshot)
                 job.handle.fail(error)

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from holdall.checkpoint.save import Checkpoint
 
 _MOST_PIECES = 16
-"""Pieces of a block being filled, after which it is written anew as one."""
+"""Pieces of a block being filled, after which it is written again as one."""
 _MOST_SPLIT = 8
 """Full blocks that may stay in the pieces in which they were saved."""
 _FILE_PIECE_BYTES = 16 * 2**20
