@@ -65,7 +65,7 @@ _MODULES = frozenset({"elegantrl", "lint", "plan", "ray", "sb3", "testing", "thr
 
 _HOMES = {
     "batch": ("Batch", "RolloutBatch"),
-    "checkpoint.background": ("Checkpoint", "SaveHandle"),
+    "checkpoint": ("Checkpoint", "SaveHandle"),
     "errors": (
         "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
         "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",

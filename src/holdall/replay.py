@@ -402,9 +402,10 @@ class ReplayMemory(SavedMemory):
             require_count("num_envs", num_envs, 1)
 
         def make(schema: Schema, ticks: int, is_final: bool) -> Self:  # type: ignore[type-var]  # it is the class's own
-            where = device if is_final else None
             most = ticks * schema.num_envs
-            return cls(schema, None, most, budget=budget, prefer=prefer, spill_dir=spill_dir, device=where)
+            if not is_final:
+                return cls(schema, None, most, budget=None, prefer=prefer)
+            return cls(schema, None, most, budget=budget, prefer=prefer, spill_dir=spill_dir, device=device)
 
         loading: Loading[Self] = Loading(make, cls._take_over, sampler, capacity, num_envs, recover)
         return loading.load(open_reader(url, spill_dir))
