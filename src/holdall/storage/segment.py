@@ -327,6 +327,7 @@ class Segments:
 
     def thaw(
         self,
+        next_tick: int,
         leaves: list[Leaf],
         windows: Sequence[Window],
         segments: Sequence[Segment[ClosedPart]],
@@ -337,8 +338,7 @@ class Segments:
         self._closed, self._naming = list(segments), {}
         for segment in self._closed:
             self._name(segment)
-        end = self._closed[-1].first_tick + self._closed[-1].ticks if self._closed else 0
-        self._open = Segment(end, 0, [])
+        self._open = Segment(next_tick, 0, [])
         for leaf, window in zip(leaves, windows, strict=True):
             self._admit(leaf, window)
         self._searches.restore(searches, leaves)

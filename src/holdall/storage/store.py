@@ -448,7 +448,8 @@ class Store:
         self._scouts = {i: scout for i, scout in self._scouts.items() if str(i) in content.scouts}
         for i, scout in self._scouts.items():
             scout.restore(content.scouts[str(i)])
-        self._segments.thaw([leaves[i] for i in self._large], content.windows, content.segments, content.searches)
+        sliced = [leaves[i] for i in self._large]
+        self._segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
         self._settle(may_evict=True)
         rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired)
         if content.reward_dtype is not None:

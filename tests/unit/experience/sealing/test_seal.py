@@ -580,7 +580,7 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     saved = segments.freeze()
     held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
     loaded = Segments(kernels, [], 1, 3_000)
-    loaded.thaw([leaf], saved.windows, held, saved.searches)
+    loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
     loaded.columns()[0][:] = segments.columns()[0]
     for frozen in loaded.take_frozen():
         if frozen.block.sealed is None:
