@@ -10,7 +10,8 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from holdall.checkpoint.autosave import Autosave, BackgroundFetch, SaveInterval
 from holdall.checkpoint.load import Restored
@@ -117,6 +118,18 @@ class SavedMemory(ABC):
     def attached(self) -> Attached:
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _came_from(self, found: Restored) -> None:
         """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""

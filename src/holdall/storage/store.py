@@ -16,17 +16,17 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema, as_bytes
+from holdall.schema import Array, Leaf, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window, WindowScout
-from holdall.storage.rings import FastDictTick, FastRows, FastTick, Rings, field_name
+from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
+from holdall.storage.rings import Rings, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -107,8 +107,8 @@ class Store:
         self._large = sorted(by_size if large is None else large)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
-        self._scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         self._rings = Rings(schema, self._ring_ticks, small, first_tick)
+        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self._segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
         budget.require(self._fixed_bytes, _FEWEST_TICKS * 2 * self._lanes * sum(leaf.nbytes for leaf in sliced))
@@ -128,65 +128,44 @@ class Store:
             large = self._large
             self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
         self.next_tick = now + 1
-        if self._scouts:
-            self._scout(tick)
-        self.fast_tick = self._new_fast_tick()
+        if self._rings.scouts:
+            may_move = self._segments.can_admit(self.next_tick)
+            for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
+                self._move_to_segments(i, window)
+        if self._snapshots.pending:  # the short way does not save what it writes over
+            self.fast_tick = None
+        elif self.fast_tick is None or self._rings.invalid is not None:
+            self.fast_tick = self._rings.fast_tick(self._large, self._write_large, self._write_one_large)
+
+    def write_steps(self, steps: Tick, first: int) -> int:
+        """Write steps from `first` on until blocks pile up; return the first that is left."""
+        for t in range(first, len(steps.reward)):
+            self.write(steps.cut(t))
+            if self.sealer.is_crowded:
+                return t + 1
+        return len(steps.reward)
 
     def _write_large(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Write the large fields, and drop the segments that leave with the oldest tick."""
         self._segments.append(tick, obs, next_obs)
-        self._after_append(tick)
+        if self._segments.frozen or tick >= self._capacity_ticks:
+            self._after_append(tick)
 
     def _write_one_large(self, tick: int, obs: Array, next_obs: Array) -> None:
         """Do the same where there is one large field only."""
         self._segments.append_one(tick, obs, next_obs)
-        self._after_append(tick)
+        if self._segments.frozen or tick >= self._capacity_ticks:
+            self._after_append(tick)
 
     def _after_append(self, tick: int) -> None:
         if self._segments.frozen:
             self._settle(may_evict=True)
-        if tick >= self._capacity_ticks:
-            gone = self._segments.evict_before(tick + 1 - self._capacity_ticks)
-            if gone:
-                self._let_go(gone)
-
-    def _new_fast_tick(self) -> FastTick | FastDictTick | None:
-        """Offer the short way to write a tick, unless fields are there that it does not know."""
-        rings = self._rings
-        if self._snapshots.pending or rings.invalid is not None:  # it does not save what it writes over, nor mark lanes
-            return None
-        if self.fast_tick is not None:
-            return self.fast_tick
-        if len(rings.action) != 1 or rings.extras or self._scouts or rings.reward is None:
-            return None
-        rows = FastRows(rings.action[0], rings.reward, rings.terminated, rings.truncated)
-        tree = self._schema.observation
-        fields = {i: ((self._lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
-        if isinstance(tree.structure, int):
-            write = rings.small[0].write if rings.small else self._write_one_large
-            return FastTick(rows, *fields[0], write, fills_blocks=not rings.small)
-        keys = tree.keys
-        if keys is None:
-            return None
-        return FastDictTick(
-            rows,
-            [(keys[i], *field) for i, field in fields.items()],
-            [(keys[i], ring.write) for i, ring in rings.small.items()],
-            [keys[i] for i in self._large],
-            self._write_large,
-        )
-
-    def _scout(self, tick: Tick) -> None:
-        """Look for windows in rings; where one is found, move the field to the segments."""
-        for i, scout in tuple(self._scouts.items()):
-            scout.look(as_bytes(tick.obs[i], self._lanes), as_bytes(tick.next_obs[i], self._lanes))
-            movable = self._segments.can_admit(self.next_tick)
-            if scout.done or not movable:
-                del self._scouts[i]
-                if scout.finding is not None and movable:
-                    self._move_to_segments(i, scout.finding)
+        gone = self._segments.evict_before(tick + 1 - self._capacity_ticks)
+        if gone:
+            self._let_go(gone)
 
     def _move_to_segments(self, i: int, window: Window) -> None:
+        """Move a field in which a window was found."""
         rings = self._rings
         ring = rings.small.pop(i)
         field = self._segments.admit(ring.leaf, window, self.next_tick)
@@ -401,7 +380,7 @@ class Store:
             "large": list(self._large),
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
-            "scouts": {str(i): scout.state() for i, scout in self._scouts.items()},
+            "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
             "reward_dtype": self.reward_dtype,
             "has_invalid": self._rings.invalid is not None,
         }
@@ -438,15 +417,15 @@ class Store:
         full = self._segments.full_blocks(is_known) if self._large else []
         return [block for block in full if not self._tiers.is_changing(block.block)]
 
-    def thaw(self, content: StoreContent) -> None:
-        """Take over what was frozen, in a store as it was made; its rows follow with `take_rows`, oldest first."""
+    def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
+        """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
         self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._begun_at = content.first_tick
         rings = self._rings
         rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
-        self._scouts = {i: scout for i, scout in self._scouts.items() if str(i) in content.scouts}
-        for i, scout in self._scouts.items():
+        rings.scouts = {i: scout for i, scout in rings.scouts.items() if str(i) in content.scouts}
+        for i, scout in rings.scouts.items():
             scout.restore(content.scouts[str(i)])
         sliced = [leaves[i] for i in self._large]
         self._segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
@@ -454,6 +433,8 @@ class Store:
         rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired)
         if content.reward_dtype is not None:
             rings.begin(content.reward_dtype, has_invalid=content.has_invalid)
+        for chunk in rows:
+            self.take_rows(chunk)
 
     def take_rows(self, chunk: RowChunk) -> None:
         """Take over the rows of some ticks; those that this store would not hold any more are passed over."""
