@@ -32,7 +32,7 @@ from holdall.json_state import generator_of, generator_state, restored_generator
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
 from holdall.sampling.draw import Held, Sampler, Uniform, as_ids
-from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of
+from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of, sampler_to_resume
 from holdall.schema import Leaf, Schema, as_array, fit_flags
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore, steps_in
@@ -109,13 +109,9 @@ class ReplayMemory(SavedMemory):
         self._limit = allowed.limit
         self._kernels = kernels
         self._assembler = ObservationAssembler(kernels, pool, allowed.staging_bytes)
+        on_device, pins = store_device is not None, allowed.limit is None
         self._batches = batches_for(
-            schema,
-            kernels,
-            self._assembler,
-            self._delivery,
-            store_on_device=store_device is not None,
-            pins=allowed.limit is None,
+            schema, kernels, self._assembler, self._delivery, store_on_device=on_device, pins=pins
         )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
@@ -394,15 +390,9 @@ class ReplayMemory(SavedMemory):
             store = self._open()
             found.fill(store)
         self._generator = restored_generator(found.state["generator"])
-        saved, self.sampler = found.state["sampler"], Uniform() if sampler is None else sampler
-        is_same = type(self.sampler).__name__ == saved["kind"]
-        if sampler is None and not is_same:
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
-                f"sampler={saved['kind']}(...) with its settings, or another one to start again"
-            )
-        if found.content is not None and is_same:
-            resume(self.sampler, saved["state"], self.capacity, self.first_id)
+        self.sampler = sampler_to_resume(sampler, found.state["sampler"]["kind"])
+        if found.content is not None and type(self.sampler).__name__ == found.state["sampler"]["kind"]:
+            resume(self.sampler, found.state["sampler"]["state"], self.capacity, self.first_id)
             self._prefetched.restore(found.state.get("prefetched", []), reward_function_of(self.sampler))
         self._came_from(found)
 

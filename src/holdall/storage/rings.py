@@ -26,7 +26,7 @@ from holdall.storage.layout import (
     WriteObservation,
     WriteObservations,
 )
-from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows
+from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
@@ -329,8 +329,29 @@ class Rings:
         """Return the next observations that are kept apart now, by column."""
         return {f"obs.{i}": ring.apart() for i, ring in self.small.items() if ring.is_shared}
 
-    def thaw(self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int]) -> None:
+    def copy(self, first: int, end: int) -> dict[str, Array]:
+        """Copy the rows of ticks [first, end), next observations too; and invalid lanes if there are any."""
+        ids = np.arange(first * self.lanes, end * self.lanes)
+        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items() if name != "invalid.0"}
+        for i, ring in self.small.items():
+            _, following = ring.read(ids, self.slots(ids), self.slots(ids, 1))
+            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
+        if not (valid := self.are_valid(ids)).all():
+            columns["invalid.0"] = ~valid.reshape(end - first, self.lanes)
+        return columns
+
+    def thaw(
+        self,
+        next_tick: int,
+        first_tick: int,
+        newest: dict[int, Array],
+        paired: Collection[int],
+        scouts: dict[str, Any],
+    ) -> None:
         """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
+        self.scouts = {i: scout for i, scout in self.scouts.items() if str(i) in scouts}
+        for i, scout in self.scouts.items():
+            scout.restore(scouts[str(i)])
         for i, ring in self.small.items():
             ring.refill(next_tick, newest.get(i), is_paired=i in paired)
         self._counted_from = first_tick
