@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.load import LoadedMemory, Loading, Restored, restored_state
+from holdall.checkpoint.load import Loading, Restored, restored_state
 from holdall.checkpoint.manifest import CheckpointReader, Manifest, shard_manifest
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
@@ -37,7 +37,7 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
 _OUTCOME_BYTES = 16
 
-_M = TypeVar("_M", bound=LoadedMemory)
+_M = TypeVar("_M", bound="LoadedMemory")
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -49,8 +49,26 @@ class TransitionSource(Protocol):
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
 
-    def are_valid(self, ids: Any) -> Flags:
+    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which ids are transitions."""
+
+
+class LoadedMemory(TransitionSource, Protocol):
+    """What is made of a checkpoint."""
+
+    @property
+    def first_id(self) -> int:
+        """Id of the oldest transition held."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition."""
+
+    def extend(self, *fields: Any) -> None:
+        """Add whole trajectories."""
+
+    def close(self) -> None:
+        """Free everything."""
 
 
 class WriterRun(NamedTuple):
