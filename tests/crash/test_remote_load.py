@@ -16,8 +16,7 @@ from gymnasium import spaces
 from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import autosave as arrival
 from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
-from holdall.native.kernels import chosen_kernels
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
 from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile
 from holdall.storage.slices import Kernels

@@ -26,7 +26,7 @@ def hook(hatch_build: ModuleType, tmp_path: Path) -> Any:
     for number, source in enumerate(hatch_build.SOURCES):
         path = tmp_path / source
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"int answer_{number}(void) {{ return {number}; }}\n")
+        path.write_text(f'__attribute__((visibility("default"))) int answer_{number}(void) {{ return {number}; }}\n')
     return hatch_build.KernelBuildHook(str(tmp_path), {}, None, None, str(tmp_path), "wheel")
 
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import rings as ring
 from holdall.storage import segment
 from holdall.storage.store import Store

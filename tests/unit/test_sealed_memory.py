@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.report import FieldReport
 from holdall.storage import segment
 from holdall.storage.codec import COST_CAPS

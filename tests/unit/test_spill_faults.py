@@ -22,7 +22,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import sealer as seal
 from holdall.storage import segment
 from holdall.storage import tiers as spill

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.report import MemoryReport
 from holdall.storage import codec as choice
 from holdall.storage import sealer as seal

@@ -33,7 +33,7 @@ from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages,
 from holdall.cli.error_output import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling.draw import Uniform
 from holdall.units import format_bytes

@@ -53,7 +53,7 @@ from holdall.json_state import (
     schema_of,
     schema_words,
 )
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized

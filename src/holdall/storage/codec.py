@@ -224,7 +224,7 @@ class MeasuredCodec:
     decode_us: float
 
 
-def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, hands: int, lanes: int = 1) -> Codec:
+def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1) -> Codec:
     """Measure every candidate on samples of `slices` and return the best one within the cap.
 
     Args:
@@ -233,7 +233,7 @@ def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, 
     picked = np.linspace(0, len(slices) - 1, min(_SAMPLED_SLICES, len(slices))).astype(np.int64)
     samples = np.ascontiguousarray(slices[picked])
     raw_us = _raw_us(coder, samples)
-    allowed_us = cap * raw_us * (hands if hands == 1 else hands / _RAW_SPEED_UP)
+    allowed_us = cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP)
     measured = [m for m in measure(coder, leaf, window, samples) if m.decode_us <= allowed_us]
     leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
     together = [

@@ -38,6 +38,7 @@ _LOG = logging.getLogger("holdall")
 
 
 Write = Callable[[SealedSlices], SealedSlices]
+Wake = Callable[[], None]
 
 
 class SealResult(NamedTuple):
@@ -78,18 +79,18 @@ class Sealer:
 
     Args:
         cap: How much longer sampling may take, over a raw gather.
-        hands: Threads that share out the decoding of a batch.
-        wake: Called by the worker after every block, for its owner to collect the result soon; a bound method, held
-            weakly, so that a memory which is simply dropped ends its worker too.
+        threads: Threads that share the decoding of a batch.
+        wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
+            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
     """
 
     def __init__(
-        self, coder: Coder, cap: float, hands: int, wake: Callable[[], None], write: Write | None = None
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
         self._queue = _Queue()
-        self._work = _Work(coder, cap, hands, write)
-        self._wake = weakref.WeakMethod(wake)
+        self._work = _Work(coder, cap, threads, write)
+        self._wake = None if wake is None else weakref.WeakMethod(wake)
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _stop, self._queue)
 
@@ -173,11 +174,11 @@ class Sealer:
 class _Work:
     """Chooses codecs, seals and spills; used by the worker alone."""
 
-    def __init__(self, coder: Coder, cap: float, hands: int, write: Write | None) -> None:
+    def __init__(self, coder: Coder, cap: float, threads: int, write: Write | None) -> None:
         self._coder = coder
         self._write = write
         self._cap = cap
-        self._hands = hands
+        self._threads = threads
         self._habits: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
 
@@ -220,12 +221,12 @@ class _Work:
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
         self.is_choosing = True
         try:
-            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
         finally:
             self.is_choosing = False
 
 
-def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None) -> None:
     hurry = False
     while True:
         with queue.changed:
@@ -252,7 +253,7 @@ def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Callable[[]
                 queue.changed.notify_all()
 
 
-def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Callable[[], None]]) -> None:
+def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
     """Have a job done, list the result, and have it collected if anybody is there: also if it failed."""
     sealed: SealedSlices | None = None
     try:
@@ -260,9 +261,9 @@ def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.We
     finally:
         with queue.changed:
             queue.results.append(SealResult(job.frozen.block, sealed))
-        owner = wake()
-        if owner is not None:
-            owner()
+        collect = None if wake is None else wake()
+        if collect is not None:
+            collect()
 
 
 def _stop(queue: _Queue) -> None:

@@ -54,7 +54,7 @@ _TABLE_BYTES = 32
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
-_ALONE = ThreadPool(hands=1)
+_ALONE = ThreadPool(threads=1)
 
 
 class Segments:

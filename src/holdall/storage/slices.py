@@ -23,7 +23,7 @@ from holdall.storage.layout import Window
 from holdall.threads import ThreadPool
 
 if TYPE_CHECKING:
-    from holdall.native.slice_names import SliceNamer
+    from holdall.native import SliceNamer
 
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
@@ -38,7 +38,7 @@ RECORD_FIELDS = (
     "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
     "sealed",
 )  # fmt: skip
-"""Columns of a table of records, in the order of `part` in kernels.c."""
+"""Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
 _SEALED = RECORD_FIELDS.index("sealed")
 _WINDOW = RECORD_FIELDS.index("window")
 
@@ -294,7 +294,7 @@ class Kernels(Protocol):
         """Make an empty part that writes to `block`."""
 
     def gather(
-        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: ThreadPool, /
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool, /
     ) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
 

@@ -115,7 +115,7 @@ class Store:
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
-        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._on_sealed, write)
+        self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
         self._snapshots = RowSnapshots(self._lanes)
 
     def write(self, tick: Tick) -> None:

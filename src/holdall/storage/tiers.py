@@ -53,22 +53,22 @@ class Budget:
     raw_bytes: int  # closed blocks that stay raw
     closed_bytes: int  # closed blocks that stay in memory, raw or sealed
     cost_cap: float  # of sampling sealed slices, over a raw gather
-    hands: int
+    threads: int
 
     @classmethod
-    def of(cls, budget: str | int | None, prefer: str, hands: int, *, spills: bool = False) -> Budget:
+    def of(cls, budget: str | int | None, prefer: str, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
         if prefer not in COST_CAPS:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
         cap = COST_CAPS[prefer]
         if budget is None:
-            return cls(None, 0, 0 if spills else NO_LIMIT, cap, hands)
+            return cls(None, 0, 0 if spills else NO_LIMIT, cap, threads)
         if budget == "auto":
             available = available_bytes()
             closed = available // _SHARE_BEFORE_DISK if spills else NO_LIMIT
-            return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, hands)
+            return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, threads)
         limit = parse_bytes(budget, "budget")
-        return cls(limit, limit, limit, cap, hands)
+        return cls(limit, limit, limit, cap, threads)
 
     @property
     def segment_bytes(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels
 from holdall.schema import Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform

@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.native.kernels import chosen_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import segment
 from holdall.storage import tiers as tier

@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 from holdall.errors import ArgumentError, SpillError
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
 from holdall.storage import tiers as spill
 from holdall.storage.blocks import Coder, Extent, SealedSlices
@@ -248,7 +247,7 @@ HOLD = """
 import sys, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder
 from holdall.storage.tiers import SpillFolder
 
 coder = PortableCoder()

@@ -18,9 +18,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native.codec import NativeCoder
-from holdall.native.kernels import chosen_kernels, native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import NativeCoder, PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
@@ -540,7 +538,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     def read(places: Places) -> bytes:
         obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-        kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
+        kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
         assert next_obs[:-1].tobytes() == obs[1:].tobytes()
         return obs.tobytes()
 
@@ -590,7 +588,7 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
     places = loaded.places(np.arange(300), np.zeros(300, np.int64))
-    kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
+    kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 
 
@@ -632,7 +630,7 @@ EXIT = """
 import threading, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 
 coder = native_kernels().coder
 slices = np.random.default_rng(0).integers(0, 40, (4, 1 << 21), np.uint8)
