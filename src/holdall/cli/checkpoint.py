@@ -120,7 +120,8 @@ def verify(
             except DamageError as error:
                 results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
                 continue
-            task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
+            nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
+            task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
             found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
             told = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
             results.append({"number": each, "damages": told})
