@@ -60,14 +60,14 @@ def table() -> str:
     fixable = {
         finding.rule
         for rule in RULES.values()
-        for case in rule.BAD
+        for case in rule.doc.bad
         for finding in check_text(case.source, case.file, RULES, REFERENCE_MACHINE)
         if finding.edit
     }
     for rule in RULES.values():
         anchor = f"{rule.id}-{rule.name}-{rule.severity.word}".lower()
         mark = "yes" if rule.id in fixable else ""
-        lines.append(f"| [{rule.id}](#{anchor}) | {rule.name} | {rule.severity.word} | {mark} | {rule.what} |")
+        lines.append(f"| [{rule.id}](#{anchor}) | {rule.name} | {rule.severity.word} | {mark} | {rule.doc.what} |")
     return "\n".join(lines)
 
 
