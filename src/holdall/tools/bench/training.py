@@ -158,7 +158,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
 def _make_model(task: Task) -> Any:
     algorithm = ALGORITHMS[task.algo]
     env = make_vec_env(partial(make_single_env, task.env_id), n_envs=task.num_envs)
-    cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    cls = getattr(importlib.import_module(algorithm.package), algorithm.name)
     settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
     is_dict = hasattr(env.observation_space, "spaces")
     if algorithm.on_policy:

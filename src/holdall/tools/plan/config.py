@@ -15,7 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.plan.environments import parse_observation, parse_space, space_from_dict, stacked_space
+from holdall.tools.plan.environments import (
+    parse_observation,
+    parse_space,
+    read_vec_env,
+    space_from_dict,
+    stacked_space,
+)
 from holdall.tools.plan.spec import ALGORITHMS, REPLAY_CLASSES, Spec, installed_version, parse_version
 from holdall.tools.plan.subprocess_probe import run_probe
 
@@ -240,8 +246,9 @@ def spec_from_model(model: Any) -> Spec:
     """Read a model's configuration."""
     algo = type(model).__name__.lower()
     if algo not in ALGORITHMS or not hasattr(model, "observation_space"):
-        names = ", ".join(algorithm.class_name for algorithm in ALGORITHMS.values())
+        names = ", ".join(algorithm.name for algorithm in ALGORITHMS.values())
         raise ArgumentError(f"model ({type(model).__name__}) is none that holdall plan knows: {names}")
+    env = read_vec_env(model.get_env())
     values: dict[str, Any] = {
         "observation": model.observation_space,
         "action": model.action_space,
@@ -250,7 +257,10 @@ def spec_from_model(model: Any) -> Spec:
         "policy_kwargs": _plain_policy_kwargs(model.policy_kwargs),
         "device": model.device.type,
         "sb3": installed_version(),
-    } | _vector_environment(model.get_env())
+        "vec_env": env.kind or "dummy",
+        "start_method": env.start_method,
+        "frame_stack": env.frame_stack,
+    }
     if ALGORITHMS[algo].on_policy:
         values |= {"n_steps": int(model.n_steps), "batch_size": int(getattr(model, "batch_size", 0) or 0)}
     else:
@@ -271,19 +281,6 @@ def _replay_settings(model: Any) -> dict[str, Any]:
         "optimize_memory_usage": bool(model.optimize_memory_usage) and not ours,
         "handle_timeout_termination": bool(getattr(model.replay_buffer, "handle_timeout_termination", True)),
     }
-
-
-def _vector_environment(env: Any) -> dict[str, Any]:
-    """Look through the wrappers for how environments run, and for a stack of frames."""
-    found: dict[str, Any] = {"vec_env": "dummy"}
-    while env is not None:
-        if type(env).__name__ == "SubprocVecEnv":
-            method = getattr(getattr(env, "processes", [None])[0], "_start_method", None) or ""
-            found |= {"vec_env": "subproc", "start_method": method}
-        if type(env).__name__ == "VecFrameStack":
-            found["frame_stack"] = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
-        env = getattr(env, "venv", None)
-    return found
 
 
 def _policy_name(model: Any) -> str:

@@ -49,7 +49,7 @@ def _verdict_badge(verdict: object) -> Markup:
 
 
 def _tiles(plan: Plan) -> Markup:
-    check = max(plan.checks, key=lambda check: check.verdict.value)  # the one that decides
+    check = max(plan.checks, key=lambda check: check.verdict)  # the one that decides
     verdict = str(plan.verdict)
     shown = [
         Tile("verdict", verdict, check.what, _TONES[verdict]),
@@ -63,7 +63,7 @@ def _answer(plan: Plan) -> Markup:
     found: list[Child] = []
     if plan.change is not None:
         found.append(cards([Card("info", plan.change.title, sentence(plan.change.why))]))
-    elif plan.verdict.value:
+    elif plan.verdict:
         found.append(cards([Card("error", "No single change makes it fit here", "")]))
     title = "The cheapest change that makes it fit" if plan.change else "To paste"
     return section(title, *found, code(plan.code))

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from holdall.machine import Limit
 from holdall.tools.plan.spec import Spec, leaves_of
 
-_SEGMENTS_OF_A_CAPACITY = 16
+SEGMENTS_OF_A_CAPACITY = 16
 """A segment is at most this share of the capacity."""
 _MOST_RAW_SEGMENTS = 3
 """Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
@@ -55,7 +55,7 @@ class HoldallNeed:
         if self.compressed_bytes is None:
             return self.raw_need(transitions)
         # The worker seals a segment faster than training fills the next one: one is raw, and it is full at the peak.
-        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // _SEGMENTS_OF_A_CAPACITY)
+        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // SEGMENTS_OF_A_CAPACITY)
         return int(self.compressed_bytes * transitions) + segments * segment + self.sealing_bytes
 
 
@@ -64,7 +64,8 @@ _ALIGNMENT_BYTES = 64
 _HEAP_SPREAD = 1.6
 """How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
 _MOST_HEAP_SPREAD = 2.5
-_MAPPED_FROM = 32 * MIB
+MAPPED_FROM = 32 * MIB
+"""The C library's largest threshold: blocks from here on are always mapped on their own."""
 _FORKED_BYTES = 6 * MIB
 """What a forked process changes of the pages that it shares."""
 _PRELOADED_BYTES = 10 * MIB
@@ -120,16 +121,15 @@ class RunPhase:
         return sum(part.most_bytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateBytes:
-    """An update's bytes at one batch size; the fields are those of `sb3_model.UpdateTrace`."""
+class UpdateBytes(NamedTuple):
+    """Bytes of an update at one batch size."""
 
     weights: int
-    settled: int
-    settled_heap: int
-    mapped: int
-    heap: int
-    live: int
+    settled: int  # weights, gradients and the optimizer's state: what stays between updates
+    settled_heap: int  # the part of it in smaller blocks
+    mapped: int  # at the peak, in blocks of their own
+    heap: int  # at the peak, in smaller blocks
+    live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +152,8 @@ class MeasuredCosts:
         if self.traced is None or self.traced_twice is None or batch == self.traced_batch:
             return self.traced
         share = batch / self.traced_batch - 1
-        pairs = zip(_values(self.traced), _values(self.traced_twice), strict=True)
+        pairs = zip(self.traced, self.traced_twice, strict=True)
         return UpdateBytes(*(max(int(once + (twice - once) * share), 0) for once, twice in pairs))
-
-
-def _values(traced: UpdateBytes) -> tuple[int, ...]:
-    return traced.weights, traced.settled, traced.settled_heap, traced.mapped, traced.heap, traced.live
 
 
 def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None = None) -> list[RunPhase]:
@@ -287,9 +283,9 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
         return [_part_with_spread("batch", 2 * gathered, "estimate", 1.0)]
     churn = max(networks.heap - networks.settled_heap, 0)
     mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
-    if gathered < _MAPPED_FROM:
+    if gathered < MAPPED_FROM:
         churn += gathered
-    if copies < _MAPPED_FROM:  # freed after the flattening, but the heap stays as large
+    if copies < MAPPED_FROM:  # freed after the flattening, but the heap stays as large
         churn += copies
     size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered)
     most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB
@@ -306,7 +302,7 @@ def _part_with_spread(name: str, nbytes: int, how: str, spread: float) -> PhaseP
     return PhasePart(name, nbytes, how, int(nbytes * (1 + spread)))
 
 
-class FitVerdict(Enum):
+class FitVerdict(IntEnum):
     """Whether a run fits; the value is the command's exit code."""
 
     FITS = 0
@@ -377,4 +373,4 @@ def checks(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: Ho
 
 def verdict_of(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> FitVerdict:
     """Return the worst of all checks."""
-    return max((check.verdict for check in checks(spec, measured, room, holdall)), key=lambda verdict: verdict.value)
+    return max(check.verdict for check in checks(spec, measured, room, holdall))

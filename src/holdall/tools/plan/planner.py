@@ -53,7 +53,7 @@ class Plan:
     @property
     def verdict(self) -> FitVerdict:
         """The worst of all checks."""
-        return max((check.verdict for check in self.checks), key=lambda verdict: verdict.value)
+        return max(check.verdict for check in self.checks)
 
     @property
     def peak(self) -> RunPhase:
@@ -63,9 +63,7 @@ class Plan:
     @property
     def code(self) -> str:
         """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
-        if self.change is None:
-            return recommend.code(self.spec, holdall=self.spec.uses_holdall, compressed=self._compresses(self.spec))
-        change = self.change
+        change = self.change or SuggestedChange("", "", self.spec, self.spec.uses_holdall)
         compressed = self._compresses(change.spec)
         return recommend.code(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
 
@@ -112,13 +110,7 @@ class Plan:
             "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
             "vram_phases": [_phase(phase) for phase in self.vram],
             "table": [
-                {
-                    "size": row.size,
-                    "sb3_bytes": row.sb3_bytes,
-                    "sb3_verdict": str(row.sb3_verdict),
-                    "holdall_bytes": row.holdall_bytes,
-                    "holdall_verdict": None if row.holdall_verdict is None else str(row.holdall_verdict),
-                }
+                {name: str(value) if isinstance(value, FitVerdict) else value for name, value in asdict(row).items()}
                 for row in self.table
             ],
             "profiles": [asdict(profile) for profile in self.profiles],
@@ -294,7 +286,7 @@ def heading(plan: Plan) -> str:
     size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
     envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
     called = f"{spec.name}: " if spec.name else ""
-    return f"{called}{spec.algorithm.class_name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
+    return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
 
 
 def largest_sizes(plan: Plan) -> Iterator[tuple[str, str]]:

@@ -14,9 +14,11 @@ from holdall.tools.plan.phases import FitVerdict, HoldallNeed, MachineLimits, Me
 from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
 
 _LARGEST_SIZE = 1 << 40
-PROFILES = {"memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1)}
+PROFILES = {
+    "memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1),
+    "aggressive": (0.55, 4),
+}  # fmt: skip
 """Share of this machine's limit that the whole run may take, and by how much the batch is larger."""
-PROFILES |= {"aggressive": (0.55, 4)}
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
 
@@ -239,7 +241,7 @@ def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False
     elif spec.optimize_memory_usage:
         settings.append("optimize_memory_usage=True")
         settings.append('replay_buffer_kwargs={"handle_timeout_termination": False}')
-    lines.append(f'model = {algorithm.class_name}("{spec.policy_name}", env, {", ".join(settings)})')
+    lines.append(f'model = {algorithm.name}("{spec.policy_name}", env, {", ".join(settings)})')
     return "\n".join(lines)
 
 

@@ -21,6 +21,7 @@ from gymnasium import spaces
 from holdall.errors import ArgumentError
 from holdall.schema import Leaf, Tree
 from holdall.tools.plan.environments import has_images, space_from_dict, space_to_dict
+from holdall.units import require_count
 
 Version = tuple[int, int, int]
 
@@ -222,8 +223,7 @@ def _require(buffer_class: str, classes: tuple[str, ...], sb3: Version, counts: 
     if buffer_class not in classes:
         raise ArgumentError(f"buffer_class ({buffer_class!r}) must be one of {list(classes)}")
     for name, count in counts.items():
-        if count < 1:
-            raise ArgumentError(f"{name} ({count}) must be at least 1")
+        require_count(name, count)
     oldest = _HAS_NSTEP if buffer_class == "NStepReplayBuffer" else OLDEST_KNOWN
     if sb3 < oldest:
         raise ArgumentError(
@@ -249,32 +249,93 @@ def _require_legal(buffer_class: str, optimize_memory_usage: bool, handle_timeou
 
 
 @dataclass(frozen=True, slots=True)
-class AlgorithmDefaults:
-    """What an algorithm's constructor takes when nothing is said."""
+class Algorithm:
+    """An algorithm, with the arguments of its constructor that memory and training depend on."""
 
+    name: str
     on_policy: bool
-    batch_size: int | None  # None: the whole rollout at once
-    n_steps: int = 1
+    defaults: Mapping[str, Any]
     package: str = "stable_baselines3"
-    class_name: str = ""
+    has_plain_buffer: bool = True  # False: a buffer class of its own, whose size is not known here
+
+    @property
+    def batch_size(self) -> int | None:
+        """The default; None: the whole rollout is one batch."""
+        return self.defaults.get("batch_size")
+
+    @property
+    def n_steps(self) -> int:
+        """The default: steps of a rollout, or of n-step returns."""
+        return int(self.defaults["n_steps"])
+
+    @property
+    def positional(self) -> tuple[str, ...]:
+        """The leading arguments, whose order no version has changed."""
+        if not self.on_policy:
+            return ("policy", "env", "learning_rate", "buffer_size", "learning_starts", "batch_size")
+        return (
+            "policy",
+            "env",
+            "learning_rate",
+            "n_steps",
+            *(("batch_size",) if "batch_size" in self.defaults else ()),
+        )
 
 
-ALGORITHMS = {
-    "a2c": AlgorithmDefaults(True, None, n_steps=5, class_name="A2C"),
-    "ddpg": AlgorithmDefaults(False, 256, class_name="DDPG"),
-    "dqn": AlgorithmDefaults(False, 32, class_name="DQN"),
-    "ppo": AlgorithmDefaults(True, 64, n_steps=2048, class_name="PPO"),
-    "sac": AlgorithmDefaults(False, 256, class_name="SAC"),
-    "td3": AlgorithmDefaults(False, 256, class_name="TD3"),
-    "crossq": AlgorithmDefaults(False, 256, package="sb3_contrib", class_name="CrossQ"),
-    "qrdqn": AlgorithmDefaults(False, 32, package="sb3_contrib", class_name="QRDQN"),
-    "tqc": AlgorithmDefaults(False, 256, package="sb3_contrib", class_name="TQC"),
-    "trpo": AlgorithmDefaults(True, 128, n_steps=2048, package="sb3_contrib", class_name="TRPO"),
+def _off_policy(name: str, batch_size: int, package: str = "stable_baselines3") -> Algorithm:
+    defaults: dict[str, Any] = {
+        "buffer_size": 1_000_000,
+        "learning_starts": 100,
+        "batch_size": batch_size,
+        "train_freq": 1,
+        "gradient_steps": 1,
+        "replay_buffer_class": None,
+        "replay_buffer_kwargs": None,
+        "optimize_memory_usage": False,
+        "n_steps": 1,
+        "device": "auto",
+    }
+    if name in {"DQN", "QRDQN"}:
+        defaults |= {"train_freq": 4, "target_update_interval": 10_000}
+    return Algorithm(name, False, defaults, package)
+
+
+def _on_policy(
+    name: str, n_steps: int, batch_size: int | None, package: str = "stable_baselines3", plain: bool = True
+) -> Algorithm:
+    defaults: dict[str, Any] = {"n_steps": n_steps, "rollout_buffer_class": None, "device": "auto"}
+    defaults |= {"normalize_advantage": name != "A2C"}
+    if batch_size is not None:
+        defaults["batch_size"] = batch_size
+    if "PPO" in name:
+        defaults["n_epochs"] = 10
+    return Algorithm(name, True, defaults, package, plain)
+
+
+_CONTRIB = "sb3_contrib"
+ALGORITHM_CLASSES = {
+    algorithm.name: algorithm
+    for algorithm in (
+        _on_policy("A2C", 5, None),
+        _off_policy("DDPG", 256),
+        _off_policy("DQN", 32),
+        _on_policy("PPO", 2048, 64),
+        _off_policy("SAC", 256),
+        _off_policy("TD3", 256),
+        _off_policy("CrossQ", 256, _CONTRIB),
+        _off_policy("QRDQN", 32, _CONTRIB),
+        _off_policy("TQC", 256, _CONTRIB),
+        _on_policy("TRPO", 2048, 128, _CONTRIB),
+        _on_policy("MaskablePPO", 2048, 64, _CONTRIB, plain=False),
+        _on_policy("RecurrentPPO", 128, 128, _CONTRIB, plain=False),
+    )
 }
+"""By the names of their classes. A test compares them with the signatures of the installed Stable-Baselines3."""
+ALGORITHMS = {name.lower(): algorithm for name, algorithm in ALGORITHM_CLASSES.items() if algorithm.has_plain_buffer}
+"""Those that can be planned, by the names that users write."""
 START_METHODS = ("fork", "forkserver", "spawn")
 _CONTINUOUS = {"ddpg", "sac", "td3", "tqc", "crossq"}
 _DISCRETE = {"dqn", "qrdqn"}
-_FEWEST = {"capacity": 1, "num_envs": 1, "frame_stack": 1, "n_steps": 1, "batch_size": 1, "total_timesteps": 1}
 
 
 @dataclass(frozen=True, slots=True)
@@ -309,10 +370,9 @@ class Spec:
     def __post_init__(self) -> None:
         if self.algo not in ALGORITHMS:
             raise ArgumentError(f"algo ({self.algo!r}) must be one of {', '.join(ALGORITHMS)}")
-        for name, fewest in _FEWEST.items():
-            count = getattr(self, name)
-            if count is not None and not (name in {"n_steps", "batch_size"} and count == 0) and count < fewest:
-                raise ArgumentError(f"{name} ({count}) must be at least {fewest}")
+        for name in ("capacity", "num_envs", "frame_stack", "n_steps", "batch_size", "total_timesteps"):
+            if (count := getattr(self, name)) is not None and not (name in {"n_steps", "batch_size"} and count == 0):
+                require_count(name, count)
         if self.vec_env not in {"dummy", "subproc", "shared"}:
             raise ArgumentError(f"vec_env ({self.vec_env!r}) must be 'dummy', 'subproc' or 'shared'")
         if self.start_method and self.start_method not in START_METHODS:
@@ -322,7 +382,7 @@ class Spec:
         _require_action(self.algo, self.action)
 
     @property
-    def algorithm(self) -> AlgorithmDefaults:
+    def algorithm(self) -> Algorithm:
         """The algorithm's defaults."""
         return ALGORITHMS[self.algo]
 
