@@ -8,7 +8,6 @@ action space is not known, its bytes are left out and the size is a lower bound.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ import psutil
 from holdall.errors import HoldallError
 from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
+from holdall.threads import usable_cores
 from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
 from holdall.tools.plan.spec import (
     BufferLayout,
@@ -28,6 +28,10 @@ from holdall.tools.plan.spec import (
     replay_buffer,
     rollout_buffer,
 )
+
+_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
+_NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def detect_machine(
     limit, name = min(limits) if budget_bytes is None else (budget_bytes, "the budget")
     shm, free = shared_memory(), disk(Path.cwd())
     return Machine(
-        cores=_cores(),
+        cores=usable_cores(),
         ram_bytes=max(ram, limit),
         limit_bytes=limit,
         limit_name=name,
@@ -69,16 +73,6 @@ def detect_machine(
         python=sys.version_info[:2],
         sb3=sb3 or installed_version(),
     )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
 
 
 def sized(count: float) -> str:
@@ -93,9 +87,6 @@ def sized(count: float) -> str:
 def percent(part: float, of: float) -> str:
     """Write a share: `83 %`."""
     return f"{100 * part / of:.0f} %"
-
-
-_NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ _POOLS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 _READ_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
 _STARTS_PROCESSES = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
 _HARMLESS = {"torch.cuda.is_available", "torch.cuda.device_count"}
+_DECIMAL_UNIT = re.compile(r"\b[GMT]B\b")
+_BINARY_UNIT = re.compile(r"\b[GMT]iB\b")
 
 
 def _is_repeated(script: Script, node: ast.AST) -> str | None:
@@ -234,10 +236,6 @@ def _reads(statement: ast.Import | ast.ImportFrom) -> bool:
     else:
         names = [alias.name for alias in statement.names]
     return any(name.partition(".")[0] in _READ_AT_IMPORT for name in names)
-
-
-_DECIMAL_UNIT = re.compile(r"\b[GMT]B\b")
-_BINARY_UNIT = re.compile(r"\b[GMT]iB\b")
 
 
 class SumOfResident(ScriptRule):

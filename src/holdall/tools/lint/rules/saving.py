@@ -13,6 +13,11 @@ from holdall.tools.lint.run import ConfiguredRun, algorithm_by_import, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script
 
+_PROTOCOL = 5
+_DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
+# What holds arrays by the gigabyte; a pickled dict of settings does not matter.
+_LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
+
 
 def _saves_buffer(run: ConfiguredRun) -> Iterator[tuple[SourceRange, int | None]]:
     """Yield where checkpoints include the buffer, and every how many calls."""
@@ -124,11 +129,9 @@ class LoadsBesideOld(ScriptRule):
         ):
             return
         runs = dict(zip((call for call, _ in training.constructions), training.runs, strict=True))
-        for call in script.calls:
-            if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_replay_buffer":
-                continue
-            made = training.constructed(call.func.value)
-            learnt = [learn for learn, model in training.learn_calls if model is made and learn.lineno < call.lineno]
+        for call, model in script.method_calls("load_replay_buffer"):
+            made = training.constructed(model)
+            learnt = [learn for learn, taught in training.learn_calls if taught is made and learn.lineno < call.lineno]
             needed = buffer_need(runs[made], machine) if made in runs and learnt else None
             if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
                 yield self.finding(
@@ -170,13 +173,8 @@ class ResumesEmpty(ScriptRule):
             isinstance(n, ast.Attribute) and n.attr in {"load_replay_buffer", "replay_buffer"} for n in script.nodes
         ):
             return
-        for call in script.calls:
-            match call.func:
-                case ast.Attribute(attr="learn", value=ast.Name() as model):
-                    found = script.definition(model)
-                    loaded = found.value if found else None
-                case _:
-                    continue
+        for call, model in script.method_calls("learn"):
+            loaded = script.assigned(model)
             if isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and loaded.func.attr == "load":
                 algorithm = algorithm_by_import(script.dotted(loaded.func.value))
                 if algorithm and not algorithm.on_policy:
@@ -219,24 +217,14 @@ class StatisticsNotSaved(ScriptRule):
         """Yield if a model is saved and nothing else is."""
         script = training.script
         normalised = [call for call in script.calls if script.dotted(call.func).endswith(".VecNormalize")]
-        saves = [call for call in script.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "save"]
-        models = [c for c in saves if isinstance(c.func, ast.Attribute) and training.constructed(c.func.value)]
-        told = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
-        told = told or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
-        if normalised and models and len(models) == len(saves) and not told:
+        saves = list(script.method_calls("save"))
+        models = [call for call, owner in saves if training.constructed(owner)]
+        saved = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
+        saved = saved or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
+        if normalised and models and len(models) == len(saves) and not saved:
             yield self.finding(
                 "the model is saved, and the statistics of VecNormalize are not", script.place(models[0])
             )
-
-
-_PROTOCOL = 5
-
-
-_DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
-
-
-# What holds arrays by the gigabyte; a pickled dict of settings does not matter.
-_LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
 
 
 class OldPickleProtocol(ScriptRule):

@@ -47,11 +47,9 @@ class LossesKeepGraph(ScriptRule):
         """Yield where something that `backward` was called on is kept in a loop."""
         script = training.script
         differentiated = {
-            (script.scope(call), call.func.value.id)
-            for call in script.calls
-            if isinstance(call.func, ast.Attribute)
-            and call.func.attr == "backward"
-            and isinstance(call.func.value, ast.Name)
+            (script.scope(call), loss.id)
+            for call, loss in script.method_calls("backward")
+            if isinstance(loss, ast.Name)
         }
         for node in script.nodes:
             match node:
@@ -157,12 +155,8 @@ class MovedThenJoined(ScriptRule):
 
 
 def _moves(script: Script, node: ast.expr) -> bool:
-    if isinstance(node, ast.Name):
-        found = script.definition(node)
-        return bool(
-            found and found.value is not None and not isinstance(found.value, ast.Name) and _moves(script, found.value)
-        )
-    match node:
+    """Whether an expression, or what a name stands for, is a list of tensors that are moved to a device."""
+    match script.assigned(node) if isinstance(node, ast.Name) else node:
         case ast.ListComp(elt=ast.Call(func=ast.Attribute(attr="to" | "cuda"))):
             return True
     return False
@@ -198,8 +192,7 @@ class StackedThenFlattened(ScriptRule):
                     pass
                 case _:
                     continue
-            found = script.definition(base) if isinstance(base, ast.Name) else None
-            made = found.value if found else base
+            made = script.assigned(base) or base
             if isinstance(made, ast.Call) and script.dotted(made.func) == "torch.stack":
                 yield self.finding(
                     "torch.stack copies, and its result is flattened: torch.cat does both", script.place(made)

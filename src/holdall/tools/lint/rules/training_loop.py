@@ -11,6 +11,8 @@ from holdall.tools.lint.rule import RunRule, ScriptRule
 from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, whole
 from holdall.tools.lint.source.models import TrainingReader
 
+_MANY_EPISODES = 10  # in one rollout of one environment
+
 
 def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
     """Return `train_freq` as a number and its unit, if both are known."""
@@ -276,9 +278,6 @@ class SmallNetworkOnGpu(RunRule):
             yield self.finding(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
 
 
-_MANY_EPISODES = 10
-
-
 class LearningNeverStarts(RunRule):
     """Compares `learning_starts` with the steps of the run.
 
@@ -452,13 +451,9 @@ class ResetByHand(ScriptRule):
             for call, made in training.learn_calls
             if made is not None and script.loop(call) is not None and _continues(training, call)
         }
-        for call in script.calls:
-            match call.func:
-                case ast.Attribute(attr="reset", value=ast.Name() as env) if id(script.loop(call)) in loops:
-                    if script.definition(env) in origins:
-                        yield self.finding(
-                            "the environment is reset by hand between two calls of learn", script.place(call)
-                        )
+        for call, env in script.method_calls("reset"):
+            if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
+                yield self.finding("the environment is reset by hand between two calls of learn", script.place(call))
 
 
 def _continues(training: TrainingReader, call: ast.Call) -> bool:

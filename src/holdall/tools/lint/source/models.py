@@ -64,13 +64,9 @@ class TrainingReader:
     @cached_property
     def learn_calls(self) -> list[tuple[ast.Call, ast.Call | None]]:
         """The calls of `learn`, each with the construction of its model if that is certain."""
-        return [
-            (call, self.constructed(call.func.value))
-            for call in self.script.calls
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "learn"
-        ]
+        return [(call, self.constructed(model)) for call, model in self.script.method_calls("learn")]
 
-    def constructed(self, node: ast.expr) -> ast.Call | None:
+    def constructed(self, node: ast.expr | None) -> ast.Call | None:
         """Return the call that constructed the model that an expression means."""
         match node:
             case ast.Call() if algorithm_by_import(self.script.dotted(node.func)):
@@ -78,11 +74,9 @@ class TrainingReader:
             case ast.Call(func=ast.Attribute(attr="learn", value=model)):
                 return self.constructed(model)
             case ast.Name():
-                found = self.script.definition(node)
-                return self.constructed(found.value) if found and found.value else None
+                return self.constructed(self.script.assigned(node))
             case ast.Attribute():
-                value = self.evaluator.attribute_node(node)
-                return self.constructed(value) if value else None
+                return self.constructed(self.evaluator.attribute_node(node))
         return None
 
     def environments(self, node: ast.expr | None) -> Environments:
@@ -119,9 +113,9 @@ class TrainingReader:
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
                 yield whole(self.evaluator.value(part.right))
             elif isinstance(part, ast.Name) and depth < _DEEPEST:
-                found = self.script.definition(part)
-                if found and found.value is not None:
-                    yield from self._divisors(found.value, depth + 1)
+                value = self.script.assigned(part)
+                if value is not None:
+                    yield from self._divisors(value, depth + 1)
 
     def _run(self, call: ast.Call, algorithm: Algorithm) -> ConfiguredRun:
         given, has_more = self.settings(call, algorithm.positional)
@@ -171,9 +165,7 @@ class TrainingReader:
                 for item in items:
                     yield from self._callbacks(item)
             case ast.Name():
-                found = self.script.definition(node)
-                if found and found.value:
-                    yield from self._callbacks(found.value)
+                yield from self._callbacks(self.script.assigned(node))
             case ast.Attribute():
                 yield from self._callbacks(self.evaluator.attribute_node(node))
             case ast.Call():
