@@ -11,7 +11,7 @@ from typing import Any
 
 import typer
 
-from holdall.cli.error_output import OneLineErrors, Verbose
+from holdall.cli.conventions import OneLineErrors, Verbose
 
 COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "trim", "watch")
 """Each is a module here, with a function, or a Typer of subcommands, of the same name."""

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import holdall
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError
 from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
 from holdall.tools.lint.finding import Finding, apply_edits

@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError, WatchError
 from holdall.tools.watch.one_pass import WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
@@ -123,17 +123,7 @@ DrawPass = Callable[[Any, int], RenderableType]
 """Draws a turn in so many columns."""
 
 
-class WatchOutput:
-    """Somewhere that turns go."""
-
-    def show(self, turn: WatchPass) -> None:
-        """Take a turn."""
-
-    def close(self) -> None:
-        """End."""
-
-
-class JsonLinesOutput(WatchOutput):
+class JsonLinesOutput:
     """JSON lines on stdout."""
 
     def __init__(self, first: dict[str, object]) -> None:
@@ -144,9 +134,12 @@ class JsonLinesOutput(WatchOutput):
         for line in turn.lines():
             typer.echo(json_.dumps(line))
 
+    def close(self) -> None:
+        """Do nothing: stdout stays open."""
 
-class LiveOutput(WatchOutput):
-    """A table in the terminal that is drawn anew."""
+
+class LiveOutput:
+    """A table in the terminal that each reading redraws."""
 
     def __init__(self, draw: DrawPass) -> None:
         self._draw = draw
@@ -163,7 +156,7 @@ class LiveOutput(WatchOutput):
         self._live.stop()
 
 
-class PrintedOutput(WatchOutput):
+class PrintedOutput:
     """One table at the end, and verdicts on stderr as they come: for logs and pipes."""
 
     def __init__(self, draw: DrawPass) -> None:
@@ -171,7 +164,7 @@ class PrintedOutput(WatchOutput):
         self._last: WatchPass | None = None
 
     def show(self, turn: WatchPass) -> None:
-        """Keep a turn; tell what is new in it."""
+        """Keep a turn; print its new verdicts."""
         self._last = turn
         for verdict in turn.news:
             typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
@@ -183,34 +176,7 @@ class PrintedOutput(WatchOutput):
             console.print(self._draw(self._last, console.width))
 
 
-class RecordFileOutput(WatchOutput):
-    """A file."""
-
-    def __init__(self, path: Path, first: dict[str, object]) -> None:
-        self._recorder = WatchRecorder(path, first)
-
-    def show(self, turn: WatchPass) -> None:
-        """Add a turn."""
-        self._recorder.show(turn)
-
-    def close(self) -> None:
-        """Close it."""
-        self._recorder.close()
-
-
-class PrometheusOutput(WatchOutput):
-    """A page for Prometheus."""
-
-    def __init__(self, port: int, bind: str) -> None:
-        self._exposition = PrometheusServer(port, bind)
-
-    def show(self, turn: WatchPass) -> None:
-        """Serve a turn."""
-        self._exposition.show(turn)
-
-    def close(self) -> None:
-        """End the server."""
-        self._exposition.close()
+WatchOutput = JsonLinesOutput | LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
 
 
 def shows_live(once: bool, json: bool) -> bool:
@@ -237,9 +203,9 @@ def open_outputs(
     else:
         outputs = [LiveOutput(draw) if shows_live(once, json) else PrintedOutput(draw)]
     if record is not None:
-        outputs.append(RecordFileOutput(record, first))
+        outputs.append(WatchRecorder(record, first))
     if prometheus is not None:
-        outputs.append(PrometheusOutput(prometheus, bind))
+        outputs.append(PrometheusServer(prometheus, bind))
     return outputs
 
 
@@ -266,7 +232,9 @@ def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: in
         lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
     lines += [verdict_line(verdict) for verdict in turn.verdicts]
     if not reading.exact:
-        lines.append(Text("This system tells only sums: mappings and pages are not told apart.", style="yellow"))
+        lines.append(
+            Text("This system reports only sums: there is nothing about single mappings and pages.", style="yellow")
+        )
     return Group(*lines)
 
 

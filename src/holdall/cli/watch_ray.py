@@ -31,7 +31,7 @@ _QUIET_RAY_SETTINGS = {
 """What Ray reads when it is imported: the terminal belongs to the view."""
 
 _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
-"""How long shards may take to answer; they are asked anew when the next turn is due."""
+"""How long shards may take to answer; they are asked again when the next turn is due."""
 
 
 def watch_ray(
