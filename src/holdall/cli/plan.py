@@ -16,9 +16,20 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.conventions import AsJson, Verbose, set_error_code, writing
-from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
-from holdall.tools.plan.phases import RunPhase, largest
-from holdall.tools.plan.planner import ColumnUnits, Plan, heading, largest_sizes, make_plan, row_name, size_name
+from holdall.tools.plan import (
+    ColumnUnits,
+    Plan,
+    RunPhase,
+    heading,
+    largest_phase,
+    largest_sizes,
+    make_plan,
+    parse_count,
+    read_config_file,
+    row_name,
+    size_name,
+    spec_from_settings,
+)
 from holdall.units import format_bytes, parse_bytes
 
 UNREADABLE = 64
@@ -96,7 +107,7 @@ def plan(
         environment=environment,
     )
     if html is not None:
-        from holdall.tools.plan.html_page import write_plan_page  # noqa: PLC0415 only a page needs the charts
+        from holdall.tools.plan import write_plan_page  # noqa: PLC0415 only a page needs the charts
 
         with writing("html", html):
             html.write_text(write_plan_page(planned), encoding="utf-8")
@@ -156,7 +167,7 @@ def _checks(plan: Plan) -> Table:
 
 def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
     table = _table(title, ("phase", "needs", "at most", "known by"))
-    peak = largest(phases)
+    peak = largest_phase(phases)
     for phase in phases:
         style = "bold" if phase is peak else ""
         name = phase.name if phase.happens else f"{phase.name}, if ever"
@@ -171,7 +182,7 @@ def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
 def _capacities(plan: Plan) -> Table:
     units = ColumnUnits.for_largest(row.sb3_bytes for row in plan.table)
     heads = [row_name(plan.spec).lower(), f"SB3, {units.decimal}", units.binary, "the run"]
-    if plan.known.experience is not None:
+    if plan.known.need is not None:
         heads += [f"holdall, {units.decimal}", units.binary, "the run"]
     table = _table("What fits", heads)
     for row in plan.table:

@@ -26,8 +26,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.bench.child_process import Task, emit
-from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
-from holdall.tools.plan.spec import ALGORITHMS
+from holdall.tools.plan import ALGORITHMS, has_images, make_single_env, space_to_dict
 
 PATCH_PX = 12  # what the network sees at once
 

@@ -20,7 +20,7 @@ from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
 from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
-from holdall.tools.plan.spec import (
+from holdall.tools.plan import (
     BufferLayout,
     Version,
     default_class,

@@ -15,7 +15,7 @@ import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
+from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm
 
 
 class Unknown:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest
+from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, heading, largest_sizes, row_name, size_name
 from holdall.tools.report.charts import (
     BarPiece,
@@ -115,7 +115,7 @@ def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
 def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> Markup:
     names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts if part.nbytes))
     colours = {name: _colour(name) for name in names}
-    peak = largest(phases)
+    peak = largest_phase(phases)
     rows = [
         BarRow(
             phase.name,
@@ -147,7 +147,7 @@ def _colour(name: str) -> str:
 def _capacities(plan: Plan) -> Markup:
     name = row_name(plan.spec)
     heads = [name.lower(), "SB3's buffer", "the run"]
-    holdall = plan.known.experience is not None
+    holdall = plan.known.need is not None
     rows: list[list[Child]] = []
     for row in plan.table:
         cells: list[Child] = [size_name(row.size), both_units(row.sb3_bytes), _verdict_badge(row.sb3_verdict)]
@@ -164,10 +164,10 @@ def _curves(plan: Plan) -> Markup:
     rows = sorted(plan.table, key=lambda row: row.size)
     sizes = np.array([0, *(row.size for row in rows)], np.float64)
     layers = [PlotLayer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
-    if plan.known.experience is not None:
-        ours = [plan.known.experience.need(0), *(row.holdall_bytes or 0 for row in rows)]
+    if plan.known.need is not None:
+        ours = [plan.known.need.need(0), *(row.holdall_bytes or 0 for row in rows)]
         layers.append(PlotLayer("holdall's memory", "c0", np.array(ours, np.float64)))
-    limit = plan.known.room.limit_bytes
+    limit = plan.known.limits.limit_bytes
     most = max(float(layer.values.max()) for layer in layers)
     scale = bytes_scale(limit if most <= limit <= 2 * most else most)
     unit = row_name(plan.spec).lower()

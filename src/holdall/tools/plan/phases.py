@@ -346,31 +346,55 @@ class LimitCheck:
         return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
 
 
-def largest(phases: Sequence[RunPhase]) -> RunPhase:
+def largest_phase(phases: Sequence[RunPhase]) -> RunPhase:
     """Return the phase that decides."""
     return max((phase for phase in phases if phase.happens), key=lambda phase: phase.most_bytes)
 
 
-def checks(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> list[LimitCheck]:
-    """Compare every need of a run with what there is; `holdall`: its memory is used."""
-    host = host_phases(spec, measured, holdall)
-    need = max(phase.nbytes for phase in host if phase.happens)
-    found = [LimitCheck(f"memory, {largest(host).name}", need, largest(host).most_bytes, room.memory[0])]
-    if room.largest_mapping is not None and holdall is None:
-        array = max(spec.layout().arrays, key=lambda array: array.nbytes)
-        whole = Limit("memory and swap, for one array", room.largest_mapping, room.largest_mapping)
-        found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
-    gpu = vram_phases(spec, measured)
-    if gpu and room.vram is not None:
-        most = largest(gpu)
-        found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, room.vram))
-    if room.shared_memory is not None and (size := shared_bytes(spec)):
-        found.append(LimitCheck("shared memory", size, size, room.shared_memory))
-    if room.disk is not None and holdall is None and (size := checkpoint_bytes(spec, measured)):
-        found.append(LimitCheck("one checkpoint", size, size, room.disk))
-    return found
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that the arithmetic needs beside the spec; every answer of a plan is worked out by these methods."""
 
+    measured: MeasuredCosts
+    limits: MachineLimits
+    need: HoldallNeed | None  # what holdall's memory would need; None: not known
 
-def verdict_of(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> FitVerdict:
-    """Return the worst of all checks."""
-    return max(check.verdict for check in checks(spec, measured, room, holdall))
+    def phases(self, spec: Spec, *, holdall: bool) -> list[RunPhase]:
+        """Work out the host's memory by phase, with holdall's memory or with Stable-Baselines3's buffer."""
+        return host_phases(spec, self.measured, self.need if holdall else None)
+
+    def need_bytes(self, spec: Spec, *, holdall: bool) -> int:
+        """Bytes of the largest phase."""
+        return max(phase.nbytes for phase in self.phases(spec, holdall=holdall) if phase.happens)
+
+    def checks(self, spec: Spec, *, holdall: bool) -> list[LimitCheck]:
+        """Compare every need of a run with its limit."""
+        limits = self.limits
+        worst = largest_phase(self.phases(spec, holdall=holdall))
+        need = self.need_bytes(spec, holdall=holdall)
+        found = [LimitCheck(f"memory, {worst.name}", need, worst.most_bytes, limits.memory[0])]
+        if limits.largest_mapping is not None and not holdall:
+            array = max(spec.layout().arrays, key=lambda array: array.nbytes)
+            whole = Limit("memory and swap, for one array", limits.largest_mapping, limits.largest_mapping)
+            found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
+        gpu = vram_phases(spec, self.measured)
+        if gpu and limits.vram is not None:
+            most = largest_phase(gpu)
+            found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, limits.vram))
+        if limits.shared_memory is not None and (size := shared_bytes(spec)):
+            found.append(LimitCheck("shared memory", size, size, limits.shared_memory))
+        if limits.disk is not None and not holdall and (size := checkpoint_bytes(spec, self.measured)):
+            found.append(LimitCheck("one checkpoint", size, size, limits.disk))
+        return found
+
+    def verdict(self, spec: Spec, *, holdall: bool) -> FitVerdict:
+        """Return the worst of all checks."""
+        return max(check.verdict for check in self.checks(spec, holdall=holdall))
+
+    def fits(self, spec: Spec, *, holdall: bool) -> bool:
+        """Whether a run fits for sure."""
+        return self.verdict(spec, holdall=holdall) is FitVerdict.FITS
+
+    def within(self, limit_bytes: int) -> PlanInputs:
+        """Return the same with less host memory."""
+        return replace(self, limits=replace(self.limits, memory=(Limit("profile", limit_bytes, limit_bytes),)))

@@ -20,14 +20,13 @@ from holdall.tools.plan.phases import (
     LimitCheck,
     MachineLimits,
     MeasuredCosts,
+    PlanInputs,
     RunPhase,
     UpdateBytes,
-    checks,
-    host_phases,
-    largest,
+    largest_phase,
     vram_phases,
 )
-from holdall.tools.plan.recommend import CapacityRow, PlanInputs, ShareProfile, SuggestedChange
+from holdall.tools.plan.recommend import CapacityRow, ShareProfile, SuggestedChange
 from holdall.tools.plan.spec import Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
@@ -58,25 +57,24 @@ class Plan:
     @property
     def peak(self) -> RunPhase:
         """The phase that decides, with the buffer that the run uses."""
-        return largest(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
+        return largest_phase(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
 
     @property
     def code(self) -> str:
         """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
         change = self.change or SuggestedChange("", "", self.spec, self.spec.uses_holdall)
         compressed = self._compresses(change.spec)
-        return recommend.code(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
+        return recommend.code_to_paste(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
 
     def _compresses(self, spec: Spec) -> bool:
         """Whether a run with holdall's buffer fits only if all that is sealed is compressed."""
-        experience = self.known.experience
-        if experience is None or experience.compressed_bytes is None:
+        need = self.known.need
+        if need is None or need.compressed_bytes is None:
             return False
-        return experience.raw_need(spec.layout().transitions) > self.known.room.limit_bytes // 2
+        return need.raw_need(spec.layout().transitions) > self.known.limits.limit_bytes // 2
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings; docs/plan.md describes them."""
-        experience = self.known.experience
         layout = self.spec.layout()
         return {
             "schema": SCHEMA,
@@ -93,7 +91,7 @@ class Plan:
                     for a in layout.arrays
                 ],
             },
-            "holdall": None if experience is None else asdict(experience),
+            "holdall": None if self.known.need is None else asdict(self.known.need),
             "checks": [
                 {
                     "what": check.what,
@@ -105,7 +103,7 @@ class Plan:
                 }
                 for check in self.checks
             ],
-            "limits": [asdict(limit) for limit in self.known.room.memory],
+            "limits": [asdict(limit) for limit in self.known.limits.memory],
             "phases": [_phase(phase) for phase in self.phases],
             "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
             "vram_phases": [_phase(phase) for phase in self.vram],
@@ -144,18 +142,17 @@ def make_plan(
         environment: What `measure_environment` found, if an environment was made.
     """
     notes: list[str] = []
-    room = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
-    with ThreadPoolExecutor(1) as beside:  # the trial's libraries load while holdall's memory is asked
-        base = beside.submit(run_probe, "baseline", spec=spec, networks=networks)
+    limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
+    with ThreadPoolExecutor(1) as background:  # the probe loads its libraries while holdall's memory is measured
+        base = background.submit(run_probe, "baseline", spec=spec, networks=networks)
         made_up = None if probe_steps and spec.env_id else _need_from_spaces(spec)
         measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
-    room = replace(room, vram=vram)
-    experience = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    need = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
     if made_up is not None and not spec.on_policy:
         notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
-    return plan_from_inputs(spec, PlanInputs(measured, room, experience), notes)
+    return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), notes)
 
 
 def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:
@@ -171,21 +168,21 @@ def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoi
 
 def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
     """Answer every question from what is known."""
-    uses = spec.uses_holdall and known.experience is not None
-    experience = known.experience
+    has_need = known.need is not None
+    uses = spec.uses_holdall and has_need
     change = None if known.fits(spec, holdall=uses) else recommend.cheapest_change(spec, known)
     return Plan(
         spec,
         known,
-        tuple(checks(spec, known.measured, known.room, experience if uses else None)),
-        tuple(host_phases(spec, known.measured)),
-        () if experience is None else tuple(host_phases(spec, known.measured, experience)),
+        tuple(known.checks(spec, holdall=uses)),
+        tuple(known.phases(spec, holdall=False)),
+        tuple(known.phases(spec, holdall=True)) if has_need else (),
         tuple(vram_phases(spec, known.measured)),
-        tuple(recommend.table(spec, known)),
-        tuple(recommend.profiles(spec, known)),
+        tuple(recommend.capacity_table(spec, known)),
+        tuple(recommend.share_profiles(spec, known)),
         {
             "sb3_size": recommend.largest_size(spec, known, holdall=False),
-            "holdall_size": None if experience is None else recommend.largest_size(spec, known, holdall=True),
+            "holdall_size": recommend.largest_size(spec, known, holdall=True) if has_need else None,
             "batch_size": recommend.largest_batch(spec, known),
             "num_envs": recommend.largest_num_envs(spec, known),
         },

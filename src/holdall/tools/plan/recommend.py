@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from holdall.machine import Limit
-from holdall.tools.plan.phases import FitVerdict, HoldallNeed, MachineLimits, MeasuredCosts, host_phases, verdict_of
+from holdall.tools.plan.phases import FitVerdict, PlanInputs
 from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
 
 _LARGEST_SIZE = 1 << 40
@@ -20,27 +19,6 @@ PROFILES = {
 }  # fmt: skip
 """Share of this machine's limit that the whole run may take, and by how much the batch is larger."""
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Everything that the arithmetic needs beside the spec."""
-
-    measured: MeasuredCosts
-    room: MachineLimits
-    experience: HoldallNeed | None  # what holdall would need; None: not known
-
-    def fits(self, spec: Spec, *, holdall: bool) -> bool:
-        """Whether a run fits for sure."""
-        return self.verdict(spec, holdall=holdall) is FitVerdict.FITS
-
-    def verdict(self, spec: Spec, *, holdall: bool) -> FitVerdict:
-        """Say whether a run fits."""
-        return verdict_of(spec, self.measured, self.room, self.experience if holdall else None)
-
-    def within(self, limit_bytes: int) -> PlanInputs:
-        """Return the same with less host memory."""
-        return replace(self, room=replace(self.room, memory=(Limit("profile", limit_bytes, limit_bytes),)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +65,7 @@ def resized(spec: Spec, size: int) -> Spec:
     return spec.but(n_steps=size) if spec.on_policy else spec.but(capacity=size)
 
 
-def table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
+def capacity_table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
     """Lay capacities beside each other, from the one that was asked for down."""
     sizes = sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True)
     return [_row(resized(spec, size), known) for size in sizes]
@@ -95,24 +73,23 @@ def table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
 
 def _row(spec: Spec, known: PlanInputs) -> CapacityRow:
     layout = spec.layout()
-    experience = known.experience
     return CapacityRow(
         size_of(spec),
         layout.nbytes,
         known.verdict(spec, holdall=False),
-        None if experience is None else experience.need(layout.transitions),
-        None if experience is None else known.verdict(spec, holdall=True),
+        None if known.need is None else known.need.need(layout.transitions),
+        None if known.need is None else known.verdict(spec, holdall=True),
     )
 
 
-def profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
+def share_profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
     """Fill each profile's share of the limit."""
     found = []
     for name, (share, times) in PROFILES.items():
-        limit = int(known.room.limit_bytes * share)
+        limit = int(known.limits.limit_bytes * share)
         inside = known.within(limit)
         wanted = spec.but(batch_size=spec.batch * times) if times > 1 and spec.algorithm.batch_size else spec
-        holdall = largest_size(wanted, inside, holdall=True) if known.experience is not None else None
+        holdall = largest_size(wanted, inside, holdall=True) if known.need is not None else None
         sb3 = largest_size(wanted, inside, holdall=False)
         found.append(ShareProfile(name, share, limit, wanted.batch, sb3, holdall))
     return found
@@ -167,7 +144,7 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
         yield SuggestedChange(
             "upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer, spec.uses_holdall
         )
-    holdall = spec.uses_holdall or known.experience is not None
+    holdall = spec.uses_holdall or known.need is not None
     if holdall and not spec.uses_holdall:
         why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
         yield SuggestedChange("keep the experience in holdall's buffer", why, spec.but(uses_holdall=True), holdall=True)
@@ -218,7 +195,7 @@ def rounded_down(count: int) -> int:
     return count // unit * unit
 
 
-def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
+def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
     """Return the line to paste."""
     settings = []
     algorithm = spec.algorithm
@@ -243,9 +220,3 @@ def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False
         settings.append('replay_buffer_kwargs={"handle_timeout_termination": False}')
     lines.append(f'model = {algorithm.name}("{spec.policy_name}", env, {", ".join(settings)})')
     return "\n".join(lines)
-
-
-def need_bytes(spec: Spec, known: PlanInputs, *, holdall: bool) -> int:
-    """Bytes of the largest phase."""
-    phases = host_phases(spec, known.measured, known.experience if holdall else None)
-    return max(phase.nbytes for phase in phases if phase.happens)
