@@ -1,4 +1,4 @@
-"""The machine that a run is judged against, and the bytes of the run's buffer.
+"""The machine that a run is compared with, and the bytes of the run's buffer.
 
 In:  this machine, or what the user says of another one; a run.  Out: one record of limits; the buffer's layout and
 bytes, or None where a size is not known; bytes as text in decimal and binary units.
@@ -106,7 +106,7 @@ class BufferNeed:
 
 
 def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
-    """Return what the buffer of a run takes, or None if that cannot be told."""
+    """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
     if observation is None or count is None or not run.algorithm.has_plain_buffer:
         return None

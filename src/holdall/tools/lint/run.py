@@ -19,7 +19,7 @@ from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm
 
 
 class Unknown:
-    """The value cannot be told from the file."""
+    """The value is not known from the file."""
 
     __slots__ = ()
 
@@ -143,7 +143,7 @@ class Environments:
     stack: int = 1  # frames side by side in one observation, as far as wrappers say
     episode_steps: object = UNKNOWN  # the time limit
     place: SourceRange | None = None
-    origin: object = None  # the same for the same object; None where it cannot be told
+    origin: object = None  # the same for the same object; None where that is not known
 
     @property
     def number(self) -> int | None:

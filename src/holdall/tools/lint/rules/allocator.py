@@ -206,7 +206,7 @@ class ThreadsSetLate(ScriptRule):
     id, name, severity = "P11", "threads-set-too-late", Severity.WARNING
 
     def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if a library was imported before, and no process is started that would read it anew."""
+        """Yield if a library was imported before, and no process is started that would read it again."""
         script = training.script
         if any(part in _STARTS_PROCESSES for full in _imported(script) for part in full.split(".")):
             return

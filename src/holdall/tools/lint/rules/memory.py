@@ -106,7 +106,7 @@ class BufferNearLimit(RunRule):
 
 
 class BufferBeyondContainer(RunRule):
-    """Tells a container that is too small from a machine that is too small.
+    """Finds a buffer that fits into the machine, but not into its container.
 
     A warning where the number of steps is not known.
 

@@ -179,7 +179,7 @@ class BatchBecomesFloat(RunRule):
 
     Why: A batch worked out from the bytes that are stored is four times too small: the network gets float32. What the
     layers keep for the backward pass comes on top.
-    Fix: Reckon with the larger figure, or lower `batch_size`.
+    Fix: Plan with the larger figure, or lower `batch_size`.
 
     Bad (screens):
         env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)

@@ -126,7 +126,7 @@ def _run_by_import(script: Script) -> set[str]:
 class SharedMemoryTooSmall(ScriptRule):
     """Compares the observations that Gymnasium's vector environments share with /dev/shm.
 
-    Why: `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it unless told otherwise,
+    Why: `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it by default,
     and writing beyond it kills the process with a bus error.
     Fix: `docker run --shm-size`, fewer environments, or `shared_memory=False`.
 

@@ -206,7 +206,7 @@ def _is_minus_one(node: ast.expr) -> bool:
 class Preallocated(ScriptRule):
     """Finds private attributes of a buffer class that are set to a constant and never read.
 
-    Why: A buffer that says it reuses memory, and never looks at what it keeps, allocates anew at every update.
+    Why: A buffer that says it reuses memory, and never looks at what it keeps, allocates new memory at every update.
     Fix: Use it, or delete it.
 
     Bad:

@@ -153,12 +153,12 @@ class TrainingReader:
         )
 
     def _unknown_learn(self, call: ast.Call) -> LearnCall:
-        """Return a call on a model that cannot be told; as it may be this run's, the steps are not known."""
+        """Return a call on a model that is not certain; it may be this run's, so the steps are not known."""
         place = self.script.place(call)
         return LearnCall(Setting(UNKNOWN, place), (), place, reset_num_timesteps=UNKNOWN)
 
     def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
-        """Yield the callbacks that an expression holds, as far as they can be told."""
+        """Yield the callbacks that an expression holds, as far as they are known."""
         match node:
             case ast.List(elts=items) | ast.Tuple(elts=items):
                 for item in items:
