@@ -41,18 +41,15 @@ from holdall.units import format_bytes
 
 _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
-
-
-class PlaceholderSampler(Uniform):
-    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
-
-
 checkpoint = typer.Typer(
     cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="List, check, clean up and import checkpoints.",
 )  # fmt: skip
-
 Url = Annotated[str, typer.Argument(help="A directory, or a prefix of an object store: s3://, gs://, az://.")]
+
+
+class PlaceholderSampler(Uniform):
+    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
 
 
 @checkpoint.command()

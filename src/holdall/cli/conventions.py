@@ -17,6 +17,7 @@ from typer.core import TyperGroup
 from holdall.errors import ArgumentError, HoldallError
 
 _VERBOSE, _ERROR_CODE = "holdall.verbose", "holdall.error_code"
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 def _remember_verbose(context: typer.Context, verbose: bool) -> bool:
@@ -28,7 +29,6 @@ def _remember_verbose(context: typer.Context, verbose: bool) -> bool:
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", callback=_remember_verbose, help="Show the traceback of an error.")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
 class OneLineErrors(TyperGroup):

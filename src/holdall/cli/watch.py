@@ -29,6 +29,20 @@ from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import format_bytes, parse_bytes
 
+DrawPass = Callable[[Any, int], RenderableType]
+"""Draws a turn in so many columns."""
+_TITLES = {
+    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
+    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
+    "other": "other", "unattributed": "unattributed",
+}  # fmt: skip
+_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")
+"""Groups whose parts are shown, too."""
+_MOST_PARTS = 4
+_BAR = 16
+_LEVELS = "▁▂▃▄▅▆▇█"
+_SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
+
 
 def watch(
     target: Annotated[
@@ -119,10 +133,6 @@ def _command_line_of(pid: int) -> list[str]:
         raise ArgumentError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
 
 
-DrawPass = Callable[[Any, int], RenderableType]
-"""Draws a turn in so many columns."""
-
-
 class JsonLinesOutput:
     """JSON lines on stdout."""
 
@@ -207,19 +217,6 @@ def open_outputs(
     if prometheus is not None:
         outputs.append(PrometheusServer(prometheus, bind))
     return outputs
-
-
-_TITLES = {
-    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
-    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
-    "other": "other", "unattributed": "unattributed",
-}  # fmt: skip
-_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")
-"""Groups whose parts are shown, too."""
-_MOST_PARTS = 4
-_BAR = 16
-_LEVELS = "▁▂▃▄▅▆▇█"
-_SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
 
 def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:

@@ -30,6 +30,10 @@ from holdall.tools.plan import parse_version
 from holdall.units import parse_bytes
 
 ALL_RULES = "ALL"
+YAML_SUFFIXES = (".yml", ".yaml")
+Rules = Mapping[str, Rule]
+_SUFFIXES = (".py", *YAML_SUFFIXES)
+_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +118,6 @@ def read_settings(file: Path) -> LintSettings:
     )
 
 
-YAML_SUFFIXES = (".yml", ".yaml")
-
-Rules = Mapping[str, Rule]
-
-
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
     """Return what is wrong with a file: a Python script, or YAML by its name's ending."""
     check = _check_yaml if path.endswith(YAML_SUFFIXES) else _check_script
@@ -191,10 +190,6 @@ def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> It
         named = ", ".join(sorted(idle)) or "all rules"
         removal = Edit(place, comment, "") if idle == ignore.ids else None
         yield unused.finding(f"this comment ignores {named}, and nothing is found here", place, removal)
-
-
-_SUFFIXES = (".py", *YAML_SUFFIXES)
-_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 
 
 def find_files(paths: Iterable[Path], exclude: Iterable[str] = ()) -> list[Path]:

@@ -15,6 +15,10 @@ from urllib.parse import quote
 from holdall.tools.lint.finding import Finding, Severity, SourceRange
 from holdall.tools.lint.rule import Rule, RuleExample
 
+SCHEMA_VERSION = 1
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
+
 
 def as_line(finding: Finding) -> str:
     """Write one finding."""
@@ -33,11 +37,6 @@ def summary(findings: Sequence[Finding]) -> str:
     counted = Counter(finding.severity for finding in findings)
     words = [f"{counted[s]} {s.word}{'' if counted[s] == 1 else 's'}" for s in sorted(Severity, reverse=True)]
     return ", ".join(words)
-
-
-SCHEMA_VERSION = 1
-_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
 def as_json(findings: Sequence[Finding], files: int) -> dict[str, Any]:

@@ -17,6 +17,9 @@ from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm
 
+# The names that rl-baselines3-zoo gives to files and folders.
+_ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
+
 
 class Unknown:
     """The value is not known from the file."""
@@ -70,10 +73,6 @@ def candidates(value: object) -> tuple[int, ...]:
     values = value.values if isinstance(value, OneOf) else (value,)
     numbers = [whole(one) for one in values]
     return () if None in numbers else tuple(number for number in numbers if number is not None)
-
-
-# The names that rl-baselines3-zoo gives to files and folders.
-_ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
 def algorithm_by_import(dotted: str) -> Algorithm | None:

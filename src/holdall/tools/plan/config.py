@@ -25,65 +25,91 @@ from holdall.tools.plan.environments import (
 from holdall.tools.plan.spec import ALGORITHMS, REPLAY_CLASSES, Spec, installed_version, parse_version
 from holdall.tools.plan.subprocess_probe import run_probe
 
+_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
+_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")
+_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "name")
+OPTIONS = {
+    *_COUNTS, *_SWITCHES, *_TEXTS, "algo", "obs", "action", "policy_kwargs", "sb3", "env", "budget", "memory", "vram",
+}  # fmt: skip
+_ZOO_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
+_ZOO_NAMES |= {name: name for name in ("batch_size", "n_steps", "policy", "frame_stack", "optimize_memory_usage")}
+_MOST_BYTES = 4 * 2**20  # of a configuration file
 
-def read_literal(text: str, argument: str) -> Any:
-    """Read one value."""
+
+def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any] | None]:
+    """Read settings; an environment is made in a throwaway process."""
+    given = {name: value for name, value in settings.items() if value is not None}
+    algo = str(given.get("algo", "")).lower()
+    if algo not in ALGORITHMS:
+        raise ArgumentError(f"algo ({algo or None}) must be one of {', '.join(ALGORITHMS)}; name it with --algo")
+    values: dict[str, Any] = {"algo": algo}
+    values |= {name: parse_count(given[name], name) for name in _COUNTS if name in given}
+    values |= {name: _switch(given[name], name) for name in _SWITCHES if name in given}
+    values |= {name: str(given[name]) for name in _TEXTS if name in given}
+    if "policy_kwargs" in given:
+        values["policy_kwargs"] = _kwargs(given["policy_kwargs"])
+    if "sb3" in given:
+        values["sb3"] = parse_version(str(given["sb3"]))
+    environment = None
+    if env_id := str(given.get("env", "")):
+        values["env_id"] = env_id
+        environment = _environment(env_id, values.get("wrapper", ""))
+    values["observation"], values["action"] = _spaces(given, environment, values.get("frame_stack", 1))
+    return Spec(**values), environment
+
+
+def _environment(env_id: str, wrapper: str) -> dict[str, Any]:
+    """Make the environment; once more if it brought torch along, which is counted among the libraries."""
+    found = run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
+    if found["brought_torch"]:
+        return run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
+    return found
+
+
+def parse_count(value: Any, argument: str) -> int:
+    """Read a count: 400000, 4e5, 400_000 or 2**12 written out as a number."""
     try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ArgumentError(
-            f"{argument} ({text!r}) is no plain value ({error}); write numbers, lists and dicts"
-        ) from error
+        number = float(str(value).replace("_", "").replace(",", ""))
+    except ValueError:
+        number = float("nan")
+    if isinstance(value, bool) or not number.is_integer():
+        raise ArgumentError(f"{argument} ({value!r}) must be a whole number, as in 400000, 4e5 or 400_000")
+    return int(number)
 
 
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call):
-        return _called(node)
-    if isinstance(node, ast.Attribute | ast.Name):
-        return node.attr if isinstance(node, ast.Attribute) else node.id
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError("'**' is not data")
-        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _number(node.left) * _number(node.right)
-    return ast.literal_eval(node)
+def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, frames: int) -> tuple[Any, Any]:
+    if "obs" in given:
+        observation = _observation(given["obs"])
+    elif environment is not None:
+        observation = space_from_dict(environment["observation"])
+    else:
+        raise ArgumentError("obs is missing; write --obs 84x84x4:uint8, or name the environment with --env")
+    if "action" in given:
+        action = parse_space(str(given["action"]), "action")
+    elif environment is not None:
+        action = space_from_dict(environment["action"])
+    else:
+        raise ArgumentError("action is missing; write --action 8 or --action 'discrete(4)', or name an --env")
+    return stacked_space(observation, frames), action
 
 
-def _called(node: ast.Call) -> dict[str, Any]:
-    if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
-        raise ValueError(f"{ast.unparse(node)} is a call")
-    if any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("'**' is not data")
-    return {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+def _observation(given: Any) -> Any:
+    if isinstance(given, Mapping):
+        return parse_observation([f"{name}={text}" for name, text in given.items()])
+    texts = [str(text) for text in given] if isinstance(given, list | tuple) else [str(given)]
+    return parse_observation(texts)
 
 
-def _number(node: ast.expr) -> float:
-    value = _value(node)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{ast.unparse(node)} is no number")  # noqa: TRY004 as every other refusal here
+def _switch(value: Any, argument: str) -> bool:
+    if not isinstance(value, bool):
+        raise ArgumentError(f"{argument} ({value!r}) must be true or false")
     return value
 
 
-OPTIONS = {
-    "algo", "obs", "action", "capacity", "num_envs", "n_steps", "batch_size", "policy", "policy_kwargs", "vec_env",
-    "start_method", "preloads", "device", "total_timesteps", "frame_stack", "buffer_class", "optimize_memory_usage",
-    "handle_timeout_termination", "saves_buffer", "uses_holdall", "sb3", "env", "wrapper", "name", "budget",
-    "memory", "vram",
-}  # fmt: skip
-_MOST_BYTES = 4 * 2**20
-_ZOO_NAMES = {
-    "n_envs": "num_envs",
-    "n_timesteps": "total_timesteps",
-    "buffer_size": "capacity",
-    "batch_size": "batch_size",
-    "n_steps": "n_steps",
-    "policy": "policy",
-    "frame_stack": "frame_stack",
-    "optimize_memory_usage": "optimize_memory_usage",
-}
+def _kwargs(value: Any) -> dict[str, Any]:
+    if not isinstance(value, Mapping):
+        raise ArgumentError(f"policy_kwargs ({value!r}) must be a table, such as net_arch = [256, 256]")
+    return dict(value)
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
@@ -161,85 +187,45 @@ def _data_of(value: Any, argument: str) -> Any:
     return read_literal(value, argument) if isinstance(value, str) else value
 
 
-_COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
-_SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")
-_TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "name")
-
-
-def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any] | None]:
-    """Read settings; an environment is made in a throwaway process."""
-    given = {name: value for name, value in settings.items() if value is not None}
-    algo = str(given.get("algo", "")).lower()
-    if algo not in ALGORITHMS:
-        raise ArgumentError(f"algo ({algo or None}) must be one of {', '.join(ALGORITHMS)}; name it with --algo")
-    values: dict[str, Any] = {"algo": algo}
-    values |= {name: parse_count(given[name], name) for name in _COUNTS if name in given}
-    values |= {name: _switch(given[name], name) for name in _SWITCHES if name in given}
-    values |= {name: str(given[name]) for name in _TEXTS if name in given}
-    if "policy_kwargs" in given:
-        values["policy_kwargs"] = _kwargs(given["policy_kwargs"])
-    if "sb3" in given:
-        values["sb3"] = parse_version(str(given["sb3"]))
-    environment = None
-    if env_id := str(given.get("env", "")):
-        values["env_id"] = env_id
-        environment = _environment(env_id, values.get("wrapper", ""))
-    values["observation"], values["action"] = _spaces(given, environment, values.get("frame_stack", 1))
-    return Spec(**values), environment
-
-
-def _environment(env_id: str, wrapper: str) -> dict[str, Any]:
-    """Make the environment; once more if it brought torch along, which is counted among the libraries."""
-    found = run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=False)
-    if found["brought_torch"]:
-        return run_probe("environment", env_id=env_id, wrapper=wrapper, with_torch=True)
-    return found
-
-
-def parse_count(value: Any, argument: str) -> int:
-    """Read a count: 400000, 4e5, 400_000 or 2**12 written out as a number."""
+def read_literal(text: str, argument: str) -> Any:
+    """Read a value that is written as Python: numbers, lists, dicts, names; nothing is evaluated."""
     try:
-        number = float(str(value).replace("_", "").replace(",", ""))
-    except ValueError:
-        number = float("nan")
-    if isinstance(value, bool) or not number.is_integer():
-        raise ArgumentError(f"{argument} ({value!r}) must be a whole number, as in 400000, 4e5 or 400_000")
-    return int(number)
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ArgumentError(
+            f"{argument} ({text!r}) is no plain value ({error}); write numbers, lists and dicts"
+        ) from error
 
 
-def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, frames: int) -> tuple[Any, Any]:
-    if "obs" in given:
-        observation = _observation(given["obs"])
-    elif environment is not None:
-        observation = space_from_dict(environment["observation"])
-    else:
-        raise ArgumentError("obs is missing; write --obs 84x84x4:uint8, or name the environment with --env")
-    if "action" in given:
-        action = parse_space(str(given["action"]), "action")
-    elif environment is not None:
-        action = space_from_dict(environment["action"])
-    else:
-        raise ArgumentError("action is missing; write --action 8 or --action 'discrete(4)', or name an --env")
-    return stacked_space(observation, frames), action
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        return _called(node)
+    if isinstance(node, ast.Attribute | ast.Name):
+        return node.attr if isinstance(node, ast.Attribute) else node.id
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("'**' is not data")
+        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _number(node.left) * _number(node.right)
+    return ast.literal_eval(node)
 
 
-def _observation(given: Any) -> Any:
-    if isinstance(given, Mapping):
-        return parse_observation([f"{name}={text}" for name, text in given.items()])
-    texts = [str(text) for text in given] if isinstance(given, list | tuple) else [str(given)]
-    return parse_observation(texts)
+def _called(node: ast.Call) -> dict[str, Any]:
+    if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
+        raise ValueError(f"{ast.unparse(node)} is a call")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("'**' is not data")
+    return {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
 
 
-def _switch(value: Any, argument: str) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{argument} ({value!r}) must be true or false")
+def _number(node: ast.expr) -> float:
+    value = _value(node)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{ast.unparse(node)} is no number")  # noqa: TRY004 as every other refusal here
     return value
-
-
-def _kwargs(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ArgumentError(f"policy_kwargs ({value!r}) must be a table, such as net_arch = [256, 256]")
-    return dict(value)
 
 
 def spec_from_model(model: Any) -> Spec:

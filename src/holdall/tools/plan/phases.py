@@ -22,6 +22,32 @@ _MOST_RAW_SEGMENTS = 3
 """Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
 _RATIO_SPREAD = 0.1
 """What the ratio of the first thousands of steps may be off by."""
+MIB = 2**20
+_ALIGNMENT_BYTES = 64
+_HEAP_SPREAD = 1.6
+"""How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
+_MOST_HEAP_SPREAD = 2.5
+MAPPED_FROM = 32 * MIB
+"""The C library's largest threshold: blocks from here on are always mapped on their own."""
+_FORKED_BYTES = 6 * MIB
+"""What a forked process changes of the pages that it shares."""
+_PRELOADED_BYTES = 10 * MIB
+_SERVER_BYTES = 6 * MIB
+"""An interpreter that only starts others: the fork server, the resource tracker."""
+_CONTEXT_BYTES = 766 * MIB
+"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
+_CUDA_HOST_BYTES = 1100 * MIB
+"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
+_MOST_CUDA_HOST_BYTES = 1500 * MIB
+_BLAS_BYTES = 65 * MIB
+"""Workspace of the matrix products, taken from torch's pool once."""
+_CONVOLUTION_SPREAD = 1.2
+"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
+_POOL_SPREAD = 2.1
+"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
+_LIBRARIES_SPREAD = 0.05
+_PROCESSES_SPREAD = 0.15
+_PROBED_SPREAD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,34 +83,6 @@ class HoldallNeed:
         # The worker seals a segment faster than training fills the next one: one is raw, and it is full at the peak.
         segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // SEGMENTS_OF_A_CAPACITY)
         return int(self.compressed_bytes * transitions) + segments * segment + self.sealing_bytes
-
-
-MIB = 2**20
-_ALIGNMENT_BYTES = 64
-_HEAP_SPREAD = 1.6
-"""How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
-_MOST_HEAP_SPREAD = 2.5
-MAPPED_FROM = 32 * MIB
-"""The C library's largest threshold: blocks from here on are always mapped on their own."""
-_FORKED_BYTES = 6 * MIB
-"""What a forked process changes of the pages that it shares."""
-_PRELOADED_BYTES = 10 * MIB
-_SERVER_BYTES = 6 * MIB
-"""An interpreter that only starts others: the fork server, the resource tracker."""
-_CONTEXT_BYTES = 766 * MIB
-"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
-_CUDA_HOST_BYTES = 1100 * MIB
-"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
-_MOST_CUDA_HOST_BYTES = 1500 * MIB
-_BLAS_BYTES = 65 * MIB
-"""Workspace of the matrix products, taken from torch's pool once."""
-_CONVOLUTION_SPREAD = 1.2
-"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
-_POOL_SPREAD = 2.1
-"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
-_LIBRARIES_SPREAD = 0.05
-_PROCESSES_SPREAD = 0.15
-_PROBED_SPREAD = 0.05
 
 
 @dataclass(frozen=True, slots=True)

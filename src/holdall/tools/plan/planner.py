@@ -31,6 +31,7 @@ from holdall.tools.plan.spec import Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
 SCHEMA = "holdall.plan/1"
+_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -238,9 +239,6 @@ def _phase(phase: RunPhase) -> dict[str, Any]:
         "happens": phase.happens,
         "parts": [asdict(part) for part in phase.parts],
     }
-
-
-_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 
 
 def both_units(count: int) -> str:

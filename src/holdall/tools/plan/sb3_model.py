@@ -34,6 +34,11 @@ from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
 
 EPISODE_STEPS = 200
+_UPDATES = 40
+_BATCHES = 3
+"""Batches in a shortened rollout."""
+_ROLLOUTS = 3
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class SpaceEnv(gym.Env[Any, Any]):
@@ -130,12 +135,6 @@ def _class_of(module: Any, value: str, base: type, name: str) -> type:
     return found
 
 
-_UPDATES = 40
-_BATCHES = 3
-"""Batches in a shortened rollout."""
-_ROLLOUTS = 3
-
-
 def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     """Collect, train, and read the peaks."""
     short = with_short_rollouts(spec)
@@ -181,9 +180,6 @@ def _child_processes() -> list[dict[str, int]]:
         held = held_bytes(child.pid)
         found.append({"unique": held.unique, "proportional": held.proportional, "resident": held.resident})
     return found
-
-
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 def trace_update(spec: Spec) -> UpdateBytes:

@@ -42,6 +42,10 @@ _POINTER = np.dtype(np.object_)
 _ROLLOUT_SCALARS = ("rewards", "returns", "episode_starts", "values", "log_probs", "advantages")
 _FLATTENED = ("observations", "actions", "values", "log_probs", "advantages", "returns")
 """What `RolloutBuffer.get` copies into one axis, array after array."""
+_CONTRIB = "sb3_contrib"
+START_METHODS = ("fork", "forkserver", "spawn")
+_CONTINUOUS = {"ddpg", "sac", "td3", "tqc", "crossq"}
+_DISCRETE = {"dqn", "qrdqn"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +316,6 @@ def _on_policy(
     return Algorithm(name, True, defaults, package, plain)
 
 
-_CONTRIB = "sb3_contrib"
 ALGORITHM_CLASSES = {
     algorithm.name: algorithm
     for algorithm in (
@@ -333,9 +336,6 @@ ALGORITHM_CLASSES = {
 """By the names of their classes. A test compares them with the signatures of the installed Stable-Baselines3."""
 ALGORITHMS = {name.lower(): algorithm for name, algorithm in ALGORITHM_CLASSES.items() if algorithm.has_plain_buffer}
 """Those that can be planned, by the names that users write."""
-START_METHODS = ("fork", "forkserver", "spawn")
-_CONTINUOUS = {"ddpg", "sac", "td3", "tqc", "crossq"}
-_DISCRETE = {"dqn", "qrdqn"}
 
 
 @dataclass(frozen=True, slots=True)

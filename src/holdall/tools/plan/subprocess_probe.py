@@ -22,6 +22,9 @@ from holdall.machine import begin_peak, held_bytes
 from holdall.tools.plan.environments import measure_environment
 from holdall.tools.plan.spec import Spec
 
+_TINY_IMAGE = (36, 36, 1)
+_TINY_BATCH = 4
+
 
 class ProbeError(HoldallError, RuntimeError):
     """A measurement in a process of its own failed."""
@@ -55,10 +58,6 @@ def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[st
         raise ArgumentError(reply["error"])
     answer: dict[str, Any] = reply["answer"]
     return answer
-
-
-_TINY_IMAGE = (36, 36, 1)
-_TINY_BATCH = 4
 
 
 def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:

@@ -27,6 +27,13 @@ _PACKAGES = ("gymnasium", "gym")
 
 # AtariWrapper's own output; WarpFrame resizes to this by default.
 ATARI_SHAPE = (84, 84, 1)
+_VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async"}
+# Wrappers that leave observations, actions and the number of environments as they are.
+_TRANSPARENT = frozenset(
+    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo"}
+    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
+)
+_DEEPEST = 12
 
 
 def box_leaf(name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
@@ -125,15 +132,6 @@ def _box(evaluator: Evaluator, node: ast.Call) -> Leaf | None:
     axes = [whole(axis) for axis in shape]
     known = tuple(axis for axis in axes if axis is not None and axis >= 0)
     return box_leaf("", known, name) if len(known) == len(axes) else None
-
-
-_VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async"}
-# Wrappers that leave observations, actions and the number of environments as they are.
-_TRANSPARENT = frozenset(
-    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo"}
-    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
-)
-_DEEPEST = 12
 
 
 class EnvironmentReader:

@@ -39,6 +39,11 @@ _CALLBACK_ARGUMENTS = {
     "EveryNTimesteps": ("n_steps", "callback"),
     "CallbackList": ("callbacks",),
 }
+_POLICIES = {
+    "MultiInputActorCriticPolicy": "MultiInputPolicy",
+    "ActorCriticCnnPolicy": "CnnPolicy",
+    "ActorCriticPolicy": "MlpPolicy",
+}
 
 
 class TrainingReader:
@@ -179,13 +184,6 @@ class TrainingReader:
         yield Callback(kind, given, self.script.place(call), self.environments(evaluated) if evaluated else None)
         if kind == "CallbackList":
             yield from self._callbacks(self._argument(call, "callbacks", 0))
-
-
-_POLICIES = {
-    "MultiInputActorCriticPolicy": "MultiInputPolicy",
-    "ActorCriticCnnPolicy": "CnnPolicy",
-    "ActorCriticPolicy": "MlpPolicy",
-}
 
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:
