@@ -29,15 +29,13 @@ from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import format_bytes, parse_bytes
 
-DrawPass = Callable[[Any, int], RenderableType]
-"""Draws a turn in so many columns."""
+DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns
 _TITLES = {
     "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
     "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
     "other": "other", "unattributed": "unattributed",
 }  # fmt: skip
-_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")
-"""Groups whose parts are shown, too."""
+_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")  # groups whose parts are shown, too
 _MOST_PARTS = 4
 _BAR = 16
 _LEVELS = "▁▂▃▄▅▆▇█"

@@ -32,8 +32,7 @@ _QUIET_RAY_SETTINGS = {
 
 _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
 """How long shards may take to answer; they are asked again when the next turn is due."""
-_WIDE = 92
-"""Columns from which on there is room for more than at 80."""
+_WIDE = 92  # columns from which on there is room for more than at 80
 _STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
 _UNREACHABLE_COLOUR = "bold red"
 

@@ -27,8 +27,7 @@ _COUNTED_SPACE = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
 _MOST_ELEMENTS = 2**26
 """Larger shapes are a typing error, and gymnasium allocates four arrays of a box's shape for its bounds."""
-_FEW_STEPS = 50
-"""Steps after which an environment has loaded what it needs."""
+_FEW_STEPS = 50  # steps after which an environment has loaded what it needs
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:

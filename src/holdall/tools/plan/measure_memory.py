@@ -24,12 +24,11 @@ from holdall.rollout import RolloutMemory
 from holdall.storage.segment import SEGMENT_BYTES
 from holdall.tools.plan.environments import has_images, make_single_env, random_steps
 from holdall.tools.plan.phases import SEGMENTS_OF_A_CAPACITY, HoldallNeed
-from holdall.tools.plan.spec import Spec, leaves_of
+from holdall.tools.plan.spec import Spec
 
 _NOISE_BYTES = 48 * 2**20
 _NOISE_TICKS = 256
-_SEGMENTS = 4
-"""A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
+_SEGMENTS = 4  # a probe's memory is cut into this many segments, so that all but the last one are compressed
 _SETTLE_S = 60.0
 _TRIALS = 2
 """A codec is chosen by how fast it decodes, and a busy machine may let a good one look slow: so more than once."""
@@ -49,7 +48,7 @@ class FilledMemory(NamedTuple):
 
 def need_from_spaces(spec: Spec) -> HoldallNeed:
     """Fill a memory with noise that overlaps as frame stacks do: an upper bound, if the environment overlaps too."""
-    ticks = int(np.clip(_NOISE_BYTES // (_observation_bytes(spec) * spec.num_envs), 16, _NOISE_TICKS))
+    ticks = int(np.clip(_NOISE_BYTES // (spec.observation_bytes * spec.num_envs), 16, _NOISE_TICKS))
     filled = (_fill_rollout if spec.on_policy else _fill_replay)(spec, _noise_steps(spec), ticks)
     return HoldallNeed(filled.bytes_per_transition, None, _fixed_bytes(spec), 0, filled.findings)
 
@@ -151,11 +150,7 @@ def _fixed_bytes(spec: Spec) -> int:
 
     Of a replay memory these are two batches with next observations, one drawn while the last is used; of a rollout one.
     """
-    return (1 if spec.on_policy else 4) * spec.batch * _observation_bytes(spec) + _TABLES_BYTES
-
-
-def _observation_bytes(spec: Spec) -> int:
-    return sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
+    return (1 if spec.on_policy else 4) * spec.batch * spec.observation_bytes + _TABLES_BYTES
 
 
 def _noise_steps(spec: Spec) -> Iterator[StepArrays]:

@@ -16,38 +16,29 @@ from typing import Any, NamedTuple
 from holdall.machine import Limit
 from holdall.tools.plan.spec import Spec, leaves_of
 
-SEGMENTS_OF_A_CAPACITY = 16
-"""A segment is at most this share of the capacity."""
-_MOST_RAW_SEGMENTS = 3
-"""Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
-_RATIO_SPREAD = 0.1
-"""What the ratio of the first thousands of steps may be off by."""
 MIB = 2**20
-_ALIGNMENT_BYTES = 64
-_HEAP_SPREAD = 1.6
-"""How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
+SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity
+MAPPED_FROM = 32 * MIB  # the C library's largest threshold: it always maps blocks from here on on their own
+
+_MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that waits, and one that is compressed
+_RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
+_HEAP_SPREAD = 1.6  # of a heap over what lives in it at most: freed blocks leave holes; measured 1.1 to 2.2
 _MOST_HEAP_SPREAD = 2.5
-MAPPED_FROM = 32 * MIB
-"""The C library's largest threshold: blocks from here on are always mapped on their own."""
-_FORKED_BYTES = 6 * MIB
-"""What a forked process changes of the pages that it shares."""
-_PRELOADED_BYTES = 10 * MIB
-_SERVER_BYTES = 6 * MIB
-"""An interpreter that only starts others: the fork server, the resource tracker."""
-_CONTEXT_BYTES = 766 * MIB
-"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
-_CUDA_HOST_BYTES = 1100 * MIB
-"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
-_MOST_CUDA_HOST_BYTES = 1500 * MIB
-_BLAS_BYTES = 65 * MIB
-"""Workspace of the matrix products, taken from torch's pool once."""
-_CONVOLUTION_SPREAD = 1.2
-"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
-_POOL_SPREAD = 2.1
-"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
 _LIBRARIES_SPREAD = 0.05
 _PROCESSES_SPREAD = 0.15
 _PROBED_SPREAD = 0.05
+_ALIGNMENT_BYTES = 64
+
+_FORKED_BYTES = 6 * MIB  # what a forked process changes of the pages that it shares
+_PRELOADED_BYTES = 10 * MIB
+_SERVER_BYTES = 6 * MIB  # an interpreter that only starts others: the fork server, the resource tracker
+
+_CONTEXT_BYTES = 766 * MIB  # a CUDA context where none can be measured: that of an H200 with torch 2.11
+_CUDA_HOST_BYTES = 1100 * MIB  # what CUDA's libraries add to the host's memory, from the same machine
+_MOST_CUDA_HOST_BYTES = 1500 * MIB
+_BLAS_BYTES = 65 * MIB  # workspace of the matrix products, taken from torch's pool once
+_CONVOLUTION_SPREAD = 1.2  # workspace of convolutions on a GPU, beside what they read and write; measured 1.1 to 1.8
+_POOL_SPREAD = 2.1  # torch's pool hands out whole blocks and keeps them; measured up to 2.0 times what is in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +89,11 @@ class PhasePart:
     def exact(cls, name: str, nbytes: int) -> PhasePart:
         """Return a part that is known to the byte."""
         return cls(name, nbytes, "exact", nbytes)
+
+    @classmethod
+    def measured(cls, name: str, nbytes: int, spread: float) -> PhasePart:
+        """Return a part that was measured, and may be larger by a share of itself."""
+        return cls(name, nbytes, "measured", int(nbytes * (1 + spread)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,25 +228,25 @@ def _libraries_and_environments(spec: Spec, measured: MeasuredCosts) -> list[Pha
     if measured.probe is not None:
         return _probed_libraries(measured.probe, measured)
     libraries = measured.libraries
-    parts = [_part_with_spread("interpreter and libraries", libraries, "measured", _LIBRARIES_SPREAD)]
+    parts = [PhasePart.measured("interpreter and libraries", libraries, _LIBRARIES_SPREAD)]
     if spec.device.startswith("cuda") and measured.vram_context is None:
         parts.append(PhasePart("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
     if spec.vec_env != "dummy":
         name = f"{spec.num_envs} processes ({spec.method})"
-        parts.append(_part_with_spread(name, process_bytes(spec, measured), "measured", _PROCESSES_SPREAD))
+        parts.append(PhasePart.measured(name, process_bytes(spec, measured), _PROCESSES_SPREAD))
     elif measured.env_first is not None:
         size = measured.env_first + (spec.num_envs - 1) * measured.env_each
-        parts.append(_part_with_spread(f"{spec.num_envs} environments", size, "measured", _PROCESSES_SPREAD))
+        parts.append(PhasePart.measured(f"{spec.num_envs} environments", size, _PROCESSES_SPREAD))
     return parts
 
 
 def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list[PhasePart]:
     weights = 0 if measured.traced is None else measured.traced.weights
     held = max(int(probe["constructed"]) - weights, 0)
-    parts = [_part_with_spread("interpreter, libraries, environments", held, "measured", _PROBED_SPREAD)]
+    parts = [PhasePart.measured("interpreter, libraries, environments", held, _PROBED_SPREAD)]
     if probe["processes"]:
         unique = sum(int(child["unique"]) for child in probe["processes"])
-        parts.append(_part_with_spread(f"{len(probe['processes'])} processes", unique, "measured", _PROBED_SPREAD))
+        parts.append(PhasePart.measured(f"{len(probe['processes'])} processes", unique, _PROBED_SPREAD))
     return parts
 
 
@@ -273,12 +269,11 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     if measured.probe is not None:
         settled = 0 if networks is None else networks.settled - networks.weights
         known = int(measured.probe["constructed"]) + int(measured.probe["buffer_bytes"]) + settled
-        return [
-            _part_with_spread("batch and activations", max(int(measured.probe["trained"]) - known, 0), "measured", 0.1)
-        ]
-    gathered = _gathered_batch_bytes(spec)
+        return [PhasePart.measured("batch and activations", max(int(measured.probe["trained"]) - known, 0), 0.1)]
+    # One batch of observations as the buffer returns it, before it becomes tensors.
+    gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if networks is None:
-        return [_part_with_spread("batch", 2 * gathered, "estimate", 1.0)]
+        return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
     churn = max(networks.heap - networks.settled_heap, 0)
     mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
     if gathered < MAPPED_FROM:
@@ -288,16 +283,6 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered)
     most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB
     return [PhasePart("batch and activations", size, "traced", most)]
-
-
-def _gathered_batch_bytes(spec: Spec) -> int:
-    """Bytes of one batch of observations as the buffer hands it over, before it becomes tensors."""
-    once = sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
-    return spec.batch * once * (1 if spec.on_policy else 2)
-
-
-def _part_with_spread(name: str, nbytes: int, how: str, spread: float) -> PhasePart:
-    return PhasePart(name, nbytes, how, int(nbytes * (1 + spread)))
 
 
 class FitVerdict(IntEnum):

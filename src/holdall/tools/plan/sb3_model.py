@@ -35,8 +35,7 @@ from holdall.tools.plan.spec import Spec
 
 EPISODE_STEPS = 200
 _UPDATES = 40
-_BATCHES = 3
-"""Batches in a shortened rollout."""
+_BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 

@@ -397,6 +397,11 @@ class Spec:
         return isinstance(self.observation, spaces.Dict)
 
     @property
+    def observation_bytes(self) -> int:
+        """Bytes of one observation."""
+        return sum(leaf.nbytes for leaf in leaves_of(self.observation, "obs"))
+
+    @property
     def rollout_steps(self) -> int:
         """Steps per environment and rollout; of n-step returns where there are no rollouts."""
         return self.n_steps or self.algorithm.n_steps
