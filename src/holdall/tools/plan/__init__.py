@@ -1,7 +1,8 @@
 """Plan: check whether a training run fits in memory before it starts, what would fit, and what to change.
 
-config (options, a file, a live model) -> spec -> subprocess_probe and measure_memory (what is measured) -> phases
-(memory by phase, checks against limits) -> recommend (what would fit) -> planner (the Plan) -> html_page.
+config (options, a file, a live model) -> spec (a run, its environments, its buffer_layout) -> subprocess_probe and
+measure_memory (what is measured) -> phases (memory by phase, checks against limits) -> recommend (what would fit) ->
+planner (the Plan) -> html_page.
 
 Other packages import from here. A name is loaded when it is first used: lint needs only the layouts of buffers, and
 what a process has loaded counts among what it measures.
@@ -15,6 +16,17 @@ from typing import TYPE_CHECKING, Any
 from holdall.units import parse_bytes
 
 if TYPE_CHECKING:
+    from holdall.tools.plan.buffer_layout import (
+        ROLLOUTS_KEEP_DTYPES,
+        BufferLayout,
+        Version,
+        default_class,
+        installed_version,
+        leaves_of,
+        parse_version,
+        replay_buffer,
+        rollout_buffer,
+    )
     from holdall.tools.plan.config import parse_count, read_config_file, spec_from_model, spec_from_settings
     from holdall.tools.plan.environments import (
         has_images,
@@ -30,21 +42,7 @@ if TYPE_CHECKING:
     from holdall.tools.plan.phases import FitVerdict, MachineLimits, MeasuredCosts, PlanInputs, RunPhase, largest_phase
     from holdall.tools.plan.planner import ColumnUnits, Plan, heading, largest_sizes, make_plan, row_name, size_name
     from holdall.tools.plan.recommend import PROFILES, code_to_paste, largest_size, share_profiles
-    from holdall.tools.plan.spec import (
-        ALGORITHM_CLASSES,
-        ALGORITHMS,
-        ROLLOUTS_KEEP_DTYPES,
-        Algorithm,
-        BufferLayout,
-        Spec,
-        Version,
-        default_class,
-        installed_version,
-        leaves_of,
-        parse_version,
-        replay_buffer,
-        rollout_buffer,
-    )
+    from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Algorithm, Spec
     from holdall.tools.plan.subprocess_probe import run_probe
 
 __all__ = [
@@ -58,6 +56,10 @@ __all__ = [
 ]  # fmt: skip
 
 _HOMES = {
+    "buffer_layout": (
+        "ROLLOUTS_KEEP_DTYPES", "BufferLayout", "Version", "default_class", "installed_version", "leaves_of",
+        "parse_version", "replay_buffer", "rollout_buffer",
+    ),
     "config": ("parse_count", "read_config_file", "spec_from_model", "spec_from_settings"),
     "environments": (
         "has_images", "make_single_env", "parse_observation", "random_steps", "read_vec_env", "space_from_dict",
@@ -70,11 +72,7 @@ _HOMES = {
         "ColumnUnits", "Plan", "heading", "largest_sizes", "make_plan", "row_name", "size_name",
     ),
     "recommend": ("PROFILES", "code_to_paste", "largest_size", "share_profiles"),
-    "spec": (
-        "ALGORITHM_CLASSES", "ALGORITHMS", "ROLLOUTS_KEEP_DTYPES", "Algorithm", "BufferLayout", "Spec",
-        "Version", "default_class", "installed_version", "leaves_of", "parse_version", "replay_buffer",
-        "rollout_buffer",
-    ),
+    "spec": ("ALGORITHM_CLASSES", "ALGORITHMS", "Algorithm", "Spec"),
     "subprocess_probe": ("run_probe",),
 }  # fmt: skip
 """Which module a name lives in."""

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
 from holdall.tools.plan.environments import (
     parse_observation,
     parse_space,
@@ -22,7 +23,7 @@ from holdall.tools.plan.environments import (
     space_from_dict,
     stacked_space,
 )
-from holdall.tools.plan.spec import ALGORITHMS, REPLAY_CLASSES, Spec, installed_version, parse_version
+from holdall.tools.plan.spec import ALGORITHMS, Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")

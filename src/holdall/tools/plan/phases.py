@@ -14,7 +14,8 @@ from enum import IntEnum
 from typing import Any, NamedTuple
 
 from holdall.machine import Limit
-from holdall.tools.plan.spec import Spec, leaves_of
+from holdall.tools.plan.buffer_layout import leaves_of
+from holdall.tools.plan.spec import Spec
 
 MIB = 2**20
 SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
 from holdall.tools.plan.phases import FitVerdict, PlanInputs
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
+from holdall.tools.plan.spec import Spec
 
 _LARGEST_SIZE = 1 << 40
 PROFILES = {
