@@ -11,7 +11,7 @@ import json as json_
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
@@ -63,19 +63,19 @@ def watch(
     verbose: Verbose = False,
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
+    options = OutputOptions(once, json, record, prometheus, bind)
     if ray:
         if limit is not None:
             raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
         from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  Ray takes a second to import
 
-        watch_ray(target or [], once, interval, json, record, prometheus, bind)
+        watch_ray(target or [], interval, options)
         return
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    launched = (
-        None if len(target) == 1 and target[0].isdigit() else LaunchedCommand(target, captured=shows_live(once, json))
-    )
+    is_pid = len(target) == 1 and target[0].isdigit()
+    launched = None if is_pid else LaunchedCommand(target, captured=options.shows_live)
     pid = int(target[0]) if launched is None else launched.pid
     code = 0
     try:
@@ -83,15 +83,8 @@ def watch(
         # What was just started may not have its own command line yet.
         command = _command_line_of(pid) if launched is None else target
         title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
-        outputs = open_outputs(
-            record_header(pid, command, interval),
-            lambda turn, width: process_view(turn, turns.history, title, width),
-            once,
-            json,
-            record,
-            prometheus,
-            bind,
-        )
+        first = record_header(pid, command, interval)
+        outputs = options.open(first, lambda turn, width: process_view(turn, turns.history, title, width))
         try:
             _watch_until_end(turns, outputs, launched, once)
         finally:
@@ -187,34 +180,31 @@ class PrintedOutput:
 WatchOutput = JsonLinesOutput | LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
 
 
-def shows_live(once: bool, json: bool) -> bool:
-    """Whether turns are drawn over each other."""
-    return sys.stdout.isatty() and not once and not json
+class OutputOptions(NamedTuple):
+    """Where readings go, as the options say."""
 
+    once: bool
+    json: bool
+    record: Path | None
+    prometheus: int | None
+    bind: str
 
-def open_outputs(
-    first: dict[str, Any],
-    draw: DrawPass,
-    once: bool,
-    json: bool,
-    record: Path | None,
-    prometheus: int | None,
-    bind: str,
-) -> list[WatchOutput]:
-    """Open what was asked for.
+    @property
+    def shows_live(self) -> bool:
+        """Whether a reading is drawn over the one before."""
+        return sys.stdout.isatty() and not self.once and not self.json
 
-    Args:
-        first: The first line of a record.
-    """
-    if json:
-        outputs: list[WatchOutput] = [JsonLinesOutput(first)]
-    else:
-        outputs = [LiveOutput(draw) if shows_live(once, json) else PrintedOutput(draw)]
-    if record is not None:
-        outputs.append(WatchRecorder(record, first))
-    if prometheus is not None:
-        outputs.append(PrometheusServer(prometheus, bind))
-    return outputs
+    def open(self, first: dict[str, Any], draw: DrawPass) -> list[WatchOutput]:
+        """Open the outputs; `first` is the first line of a record."""
+        if self.json:
+            outputs: list[WatchOutput] = [JsonLinesOutput(first)]
+        else:
+            outputs = [LiveOutput(draw) if self.shows_live else PrintedOutput(draw)]
+        if self.record is not None:
+            outputs.append(WatchRecorder(self.record, first))
+        if self.prometheus is not None:
+            outputs.append(PrometheusServer(self.prometheus, self.bind))
+        return outputs
 
 
 def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:

@@ -6,14 +6,13 @@ In:  the address of Ray's head.  Out: a table of shards for every memory, for 80
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.watch import curve_of, open_outputs, verdict_line
+from holdall.cli.watch import OutputOptions, curve_of, verdict_line
 from holdall.cluster.token import use_token
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.watch.reading import ReadingHistory
@@ -37,15 +36,7 @@ _STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "res
 _UNREACHABLE_COLOUR = "bold red"
 
 
-def watch_ray(
-    target: list[str],
-    once: bool,
-    interval: float,
-    json: bool,
-    record: Path | None,
-    prometheus: int | None,
-    bind: str,
-) -> None:
+def watch_ray(target: list[str], interval: float, options: OutputOptions) -> None:
     """Watch a cluster until interrupted."""
     if len(target) > 1:
         raise ArgumentError(f"TARGET ({' '.join(target)}) is no address; name host and port of Ray's head, or nothing")
@@ -61,21 +52,13 @@ def watch_ray(
         raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
     survey = Survey(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
     turns = ClusterTurns(survey, interval)
-    outputs = open_outputs(
-        turns.header(),
-        lambda turn, width: cluster_view(turn, turns.history, width),
-        once,
-        json,
-        record,
-        prometheus,
-        bind,
-    )
+    outputs = options.open(turns.header(), lambda turn, width: cluster_view(turn, turns.history, width))
     try:
         while True:
             turn = turns.take()
             for output in outputs:
                 output.show(turn)
-            if once:
+            if options.once:
                 break
             turns.pause()
     except KeyboardInterrupt:
