@@ -353,11 +353,11 @@ class PlanInputs:
 
     def checks(self, spec: Spec, *, holdall: bool) -> list[LimitCheck]:
         """Compare every need of a run with its limit."""
-        limits = self.limits
+        limits, theirs = self.limits, not holdall or self.need is None  # theirs: Stable-Baselines3's buffer is used
         worst = largest_phase(self.phases(spec, holdall=holdall))
         need = self.need_bytes(spec, holdall=holdall)
         found = [LimitCheck(f"memory, {worst.name}", need, worst.most_bytes, limits.memory[0])]
-        if limits.largest_mapping is not None and not holdall:
+        if limits.largest_mapping is not None and theirs:
             array = max(spec.layout().arrays, key=lambda array: array.nbytes)
             whole = Limit("memory and swap, for one array", limits.largest_mapping, limits.largest_mapping)
             found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
@@ -367,7 +367,7 @@ class PlanInputs:
             found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, limits.vram))
         if limits.shared_memory is not None and (size := shared_bytes(spec)):
             found.append(LimitCheck("shared memory", size, size, limits.shared_memory))
-        if limits.disk is not None and not holdall and (size := checkpoint_bytes(spec, self.measured)):
+        if limits.disk is not None and theirs and (size := checkpoint_bytes(spec, self.measured)):
             found.append(LimitCheck("one checkpoint", size, size, limits.disk))
         return found
 

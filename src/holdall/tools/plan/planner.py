@@ -1,4 +1,4 @@
-"""The plan of one run: measure what may be measured, work out the rest, and name it in words and units.
+"""The plan of one run: measure what may be measured, calculate the rest, and name it in words and units.
 
 In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSON and HTML, and the texts that the
 terminal and the HTML page share.
@@ -63,12 +63,12 @@ class Plan:
     @property
     def code(self) -> str:
         """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
-        change = self.change or SuggestedChange("", "", self.spec, self.spec.uses_holdall)
-        compressed = self._compresses(change.spec)
-        return recommend.code_to_paste(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
+        change = self.change or SuggestedChange("", "", self.spec)
+        spec, compressed = change.spec, self._compresses(change.spec)
+        return recommend.code_to_paste(spec, holdall=spec.uses_holdall, setup=change.setup, compressed=compressed)
 
     def _compresses(self, spec: Spec) -> bool:
-        """Whether a run with holdall's buffer fits only if all that is sealed is compressed."""
+        """Whether a run with holdall's buffer fits only if all closed segments are compressed."""
         need = self.known.need
         if need is None or need.compressed_bytes is None:
             return False
@@ -144,9 +144,11 @@ def make_plan(
     """
     notes: list[str] = []
     limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
-    with ThreadPoolExecutor(1) as background:  # the probe loads its libraries while holdall's memory is measured
+    with ThreadPoolExecutor(1) as background:
         base = background.submit(run_probe, "baseline", spec=spec, networks=networks)
-        made_up = None if probe_steps and spec.env_id else _need_from_spaces(spec)
+        from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 loads while the probe runs
+
+        made_up = None if probe_steps and spec.env_id else need_from_spaces(spec)
         measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
@@ -157,7 +159,7 @@ def make_plan(
 
 
 def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:
-    """Look at this machine, or at what is said of another."""
+    """Return the limits of this machine, or those that the user gives of another."""
     if memory_bytes is None:
         limits, mapping = memory_limits(budget_bytes), largest_mapping()
         return MachineLimits(tuple(limits), None, disk(checkpoint_dir or Path.cwd()), shared_memory(), mapping)
@@ -168,7 +170,7 @@ def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoi
 
 
 def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
-    """Answer every question from what is known."""
+    """Work out every part of a plan from what is known."""
     has_need = known.need is not None
     uses = spec.uses_holdall and has_need
     change = None if known.fits(spec, holdall=uses) else recommend.cheapest_change(spec, known)
@@ -208,7 +210,7 @@ def _measure(
     if not networks:
         notes.append("networks are not counted: leave --no-networks out")
     if spec.device.startswith("cuda") and vram is None:
-        notes.append("no GPU was found here: what it needs is worked out; what is free is given by --vram")
+        notes.append("no GPU was found here: its need is calculated; give its free memory with --vram")
     env = environment or {}
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
@@ -223,12 +225,6 @@ def _measure(
         vram_context=vram["context"] if vram else None,
     )
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
-
-
-def _need_from_spaces(spec: Spec) -> HoldallNeed:
-    from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 the memory is imported while the trial runs
-
-    return need_from_spaces(spec)
 
 
 def _phase(phase: RunPhase) -> dict[str, Any]:

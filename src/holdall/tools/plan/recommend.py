@@ -51,8 +51,7 @@ class SuggestedChange:
 
     title: str
     why: str
-    spec: Spec
-    holdall: bool
+    spec: Spec  # the changed run
     setup: str = ""  # a line before the model is made
 
 
@@ -133,7 +132,7 @@ def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
 def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:
     """Return the first change that makes the run fit, those first that do not alter what is learnt."""
     for change in _changes(spec, known):
-        if known.fits(change.spec, holdall=change.holdall):
+        if known.fits(change.spec, holdall=change.spec.uses_holdall):
             return change
     return None
 
@@ -142,32 +141,24 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     sb3 = spec.sb3 or installed_version()
     if spec.on_policy and sb3 is not None and sb3 < ROLLOUTS_KEEP_DTYPES:
         newer = spec.but(sb3=ROLLOUTS_KEEP_DTYPES)
-        yield SuggestedChange(
-            "upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer, spec.uses_holdall
-        )
-    holdall = spec.uses_holdall or known.need is not None
-    if holdall and not spec.uses_holdall:
+        yield SuggestedChange("upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer)
+    ours = None if spec.uses_holdall or known.need is None else spec.but(uses_holdall=True)
+    if ours is not None:
         why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
-        yield SuggestedChange("keep the experience in holdall's buffer", why, spec.but(uses_holdall=True), holdall=True)
-    yield from _process_changes(spec)
-    if holdall and not spec.uses_holdall:  # which then loses less than without it
-        for change in _smaller_sizes(spec.but(uses_holdall=True), known):
-            yield replace(change, spec=change.spec.but(uses_holdall=False), holdall=False)  # enough by itself, at times
+        yield SuggestedChange("keep the experience in holdall's buffer", why, ours)
+    if spec.vec_env != "dummy" and spec.method != "fork" and spec.num_envs > 1:
+        setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
+        preloading = spec.but(start_method="forkserver", preloads=True)
+        why = "the processes then share the libraries' pages"
+        yield SuggestedChange("let the fork server import torch once", why, preloading, setup)
+    if ours is not None:  # which then loses less than without it
+        for change in _smaller_sizes(ours, known):
+            yield replace(change, spec=change.spec.but(uses_holdall=False))  # enough by itself, at times
             yield replace(change, title=f"holdall's buffer, and {change.title}")
     yield from _smaller_sizes(spec, known)
-    for count in _halvings(spec.num_envs):
-        yield SuggestedChange(
-            f"{count} environments", "each takes memory of its own", spec.but(num_envs=count), spec.uses_holdall
-        )
-
-
-def _process_changes(spec: Spec) -> Iterator[SuggestedChange]:
-    if spec.vec_env == "dummy" or spec.method == "fork" or spec.num_envs == 1:
-        return
-    setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
-    preloading = spec.but(start_method="forkserver", preloads=True)
-    why = "the processes then share the libraries' pages"
-    yield SuggestedChange("let the fork server import torch once", why, preloading, spec.uses_holdall, setup)
+    count = spec.num_envs
+    while (count := count // 2) >= 1:
+        yield SuggestedChange(f"{count} environments", "each takes memory of its own", spec.but(num_envs=count))
 
 
 def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
@@ -176,18 +167,12 @@ def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     if size := rounded_down(largest_size(spec, known, holdall=spec.uses_holdall)):
         name = "rollouts of {:,} steps" if spec.on_policy else "a capacity of {:,}"
         title, why = name.format(size), f"the largest that fits, of {size_of(spec):,}"
-        tries.append((size / size_of(spec), SuggestedChange(title, why, resized(spec, size), spec.uses_holdall)))
+        tries.append((size / size_of(spec), SuggestedChange(title, why, resized(spec, size))))
     if batch := largest_batch(spec, known):
         batch = 1 << (batch.bit_length() - 1)
         title, why = f"batches of {batch:,}", f"activations grow with the batch, of {spec.batch:,}"
-        tries.append((batch / spec.batch, SuggestedChange(title, why, spec.but(batch_size=batch), spec.uses_holdall)))
+        tries.append((batch / spec.batch, SuggestedChange(title, why, spec.but(batch_size=batch))))
     yield from (change for share, change in sorted(tries, key=lambda found: -found[0]) if share < 1)
-
-
-def _halvings(count: int) -> Iterator[int]:
-    while count > 1:
-        count //= 2
-        yield count
 
 
 def rounded_down(count: int) -> int:
@@ -198,12 +183,8 @@ def rounded_down(count: int) -> int:
 
 def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
     """Return the line to paste."""
-    settings = []
     algorithm = spec.algorithm
-    if spec.on_policy:
-        settings.append(f"n_steps={spec.rollout_steps}")
-    else:
-        settings.append(f"buffer_size={spec.capacity:_}")
+    settings = [f"n_steps={spec.rollout_steps}" if spec.on_policy else f"buffer_size={spec.capacity:_}"]
     if algorithm.batch_size is not None:
         settings.append(f"batch_size={spec.batch}")
     lines = [setup] if setup else []
@@ -217,7 +198,6 @@ def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: boo
             kwargs_text = repr(kwargs | ({"budget": None} if compressed else {})).replace("'", '"')
             settings.append(f"replay_buffer_kwargs={kwargs_text}")
     elif spec.optimize_memory_usage:
-        settings.append("optimize_memory_usage=True")
-        settings.append('replay_buffer_kwargs={"handle_timeout_termination": False}')
+        settings += ["optimize_memory_usage=True", 'replay_buffer_kwargs={"handle_timeout_termination": False}']
     lines.append(f'model = {algorithm.name}("{spec.policy_name}", env, {", ".join(settings)})')
     return "\n".join(lines)
