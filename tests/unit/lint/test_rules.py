@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from holdall.tools.lint import rules
 from holdall.tools.lint.engine import check_text
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.rule import REFERENCE_MACHINE, Rule, RuleDoc, RuleExample
@@ -73,6 +74,11 @@ def test_the_further_cases_are_all_read() -> None:
     assert set(FURTHER) <= set(RULES)
     assert sum(len(doc.bad) + len(doc.good) for doc in FURTHER.values()) == len(re.findall(r"(?m)^(?:Bad|Good)", _FILE))
     assert len(cases("bad")) + len(cases("good")) >= 190
+
+
+def test_every_family_of_rules_is_in_force() -> None:
+    files = {file.stem for file in Path(rules.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == {type(rule).__module__.rpartition(".")[2] for rule in RULES.values()} - {"rule"}
 
 
 def test_there_are_thirty_rules_or_more_and_no_two_share_a_name() -> None:

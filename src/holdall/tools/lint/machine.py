@@ -19,7 +19,7 @@ from holdall.errors import HoldallError
 from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
-from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
+from holdall.tools.lint.run import ConfiguredRun, Reference
 from holdall.tools.plan import (
     BufferLayout,
     Version,
@@ -122,13 +122,10 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
 
 
 def _layout(run: ConfiguredRun, machine: Machine, count: int) -> BufferLayout | None:
-    observation = run.environments.observation
-    if observation is None:
+    observation, steps = run.environments.observation, run.count("n_steps")
+    if observation is None or steps is None:
         return None
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
-    steps = run.count("n_steps")
-    if steps is None:
-        return None
     if run.algorithm.on_policy and run.value("rollout_buffer_class") is not None:
         return None
     try:
@@ -160,6 +157,6 @@ def _replay_class(run: ConfiguredRun) -> str | None:
     is_dict = bool(run.environments.observation and run.environments.observation.is_dict)
     if given is None:
         return default_class(False, is_dict, run.count("n_steps") or 1)
-    if given is UNKNOWN or not isinstance(given, Reference):
+    if not isinstance(given, Reference) or not given.dotted.startswith("stable_baselines3"):
         return None
-    return given.last if given.dotted.startswith("stable_baselines3") else None
+    return given.last

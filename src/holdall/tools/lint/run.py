@@ -115,14 +115,10 @@ class SpaceInfo:
         """Numbers in one value of the whole space."""
         return sum(prod(leaf.shape) for leaf in self.leaves)
 
-    def is_image(self, leaf: Leaf) -> bool:
-        """Whether Stable-Baselines3 takes a leaf for an image: three axes, uint8, 0 to 255."""
-        return len(leaf.shape) == 3 and leaf.dtype == np.uint8
-
     @property
     def images(self) -> tuple[Leaf, ...]:
-        """The leaves that are images."""
-        return tuple(leaf for leaf in self.leaves if self.is_image(leaf))
+        """The leaves that Stable-Baselines3 takes for images: three axes, uint8, 0 to 255."""
+        return tuple(leaf for leaf in self.leaves if len(leaf.shape) == 3 and leaf.dtype == np.uint8)
 
     def stacked(self, count: int) -> SpaceInfo:
         """Return the space of `count` values side by side along the last axis."""
@@ -187,7 +183,6 @@ class ConfiguredRun:
     learns: tuple[LearnCall, ...]
     place: SourceRange
     has_more: bool = False  # further arguments were passed that could not be read
-    filled: int | None = None  # transitions already held, for a live model
 
     def setting(self, name: str) -> Setting:
         """What an argument is: given, the default, or UNKNOWN."""

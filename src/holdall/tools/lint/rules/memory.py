@@ -34,8 +34,18 @@ def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
     return text
 
 
-def _warning_if_uncertain(finding: Finding, needed: BufferNeed) -> Finding:
-    """Return a finding as a warning where the run may be too short for it to come true."""
+def _buffer_finding(
+    rule: RunRule, run: ConfiguredRun, needed: BufferNeed, machine: Machine, limit: str, **numbers: int
+) -> Finding:
+    """Return a finding about a buffer and its limit: a warning at most where the run may be too short to fill it."""
+    finding = rule.finding(
+        f"{_buffer_words(run, needed)}{limit}; {_largest_that_fits(run, needed, machine)}",
+        run.place_of("buffer_size", "n_steps"),
+        None,
+        needed_bytes=needed.peak_bytes,
+        limit_bytes=machine.limit_bytes,
+        **numbers,
+    )
     return finding if needed.is_certain else replace(finding, severity=Severity.WARNING)
 
 
@@ -65,14 +75,8 @@ class BufferBeyondMemory(RunRule):
             return
         if machine.is_contained and needed.peak_bytes <= machine.ram_bytes:
             return
-        finding = self.finding(
-            f"{_buffer_words(run, needed)}; {machine.limit_name} is {sized(machine.limit_bytes)}; "
-            f"{_largest_that_fits(run, needed, machine)}",
-            run.place_of("buffer_size", "n_steps"),
-            needed_bytes=needed.peak_bytes,
-            limit_bytes=machine.limit_bytes,
-        )
-        yield _warning_if_uncertain(finding, needed)
+        limit = f"; {machine.limit_name} is {sized(machine.limit_bytes)}"
+        yield _buffer_finding(self, run, needed, machine, limit)
 
 
 class BufferNearLimit(RunRule):
@@ -96,13 +100,9 @@ class BufferNearLimit(RunRule):
         needed = buffer_need(run, machine)
         if needed is None or not machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
             return
-        yield self.finding(
-            f"{_buffer_words(run, needed)}: {percent(needed.peak_bytes, machine.limit_bytes)} of "
-            f"{machine.limit_name} ({sized(machine.limit_bytes)}); {_largest_that_fits(run, needed, machine)}",
-            run.place_of("buffer_size", "n_steps"),
-            needed_bytes=needed.peak_bytes,
-            limit_bytes=machine.limit_bytes,
-        )
+        share = percent(needed.peak_bytes, machine.limit_bytes)
+        limit = f": {share} of {machine.limit_name} ({sized(machine.limit_bytes)})"
+        yield _buffer_finding(self, run, needed, machine, limit)
 
 
 class BufferBeyondContainer(RunRule):
@@ -129,15 +129,9 @@ class BufferBeyondContainer(RunRule):
         if needed is None or not machine.is_contained:
             return
         if machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
-            finding = self.finding(
-                f"{_buffer_words(run, needed)}; the host has {sized(machine.ram_bytes)}, but {machine.limit_name} "
-                f"allows {sized(machine.limit_bytes)}; {_largest_that_fits(run, needed, machine)}",
-                run.place_of("buffer_size", "n_steps"),
-                needed_bytes=needed.peak_bytes,
-                limit_bytes=machine.limit_bytes,
-                ram_bytes=machine.ram_bytes,
-            )
-            yield _warning_if_uncertain(finding, needed)
+            allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
+            limit = f"; the host has {sized(machine.ram_bytes)}, but {allowed}"
+            yield _buffer_finding(self, run, needed, machine, limit, ram_bytes=machine.ram_bytes)
 
 
 class BufferNeverFills(RunRule):
