@@ -157,7 +157,7 @@ def _table(title: str, heads: Sequence[str]) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    table = _table("Against what there is", ("", "needs", "at most", "free", ""))
+    table = _table("Need and limits", ("", "needs", "at most", "free", ""))
     for check in plan.checks:
         sizes = (check.need_bytes, check.most_bytes, check.limit.free_bytes)
         name = Text.assemble(check.what, (f"\n  of {check.limit.name}", "dim"))
@@ -166,11 +166,11 @@ def _checks(plan: Plan) -> Table:
 
 
 def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
-    table = _table(title, ("phase", "needs", "at most", "known by"))
+    table = _table(title, ("phase", "needs", "at most", "source"))
     peak = largest_phase(phases)
     for phase in phases:
         style = "bold" if phase is peak else ""
-        name = phase.name if phase.happens else f"{phase.name}, if ever"
+        name = phase.name if phase.happens else f"{phase.name} (not in this run)"
         table.add_row(name, format_bytes(phase.nbytes), format_bytes(phase.most_bytes), style=style)
         if phase is peak:
             for part in phase.parts:
@@ -209,7 +209,7 @@ def _profiles(plan: Plan) -> Table:
 
 
 def _largest(plan: Plan) -> Table:
-    table = _table("Largest that fits", ("all else as it is", ""))
+    table = _table("Largest that fits", ("if nothing else changes", ""))
     for name, size in largest_sizes(plan):
         table.add_row(name, size)
     return table

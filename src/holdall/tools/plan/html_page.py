@@ -32,7 +32,7 @@ _COLOURS = {
     "CUDA": "c8", "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "batch": "c2",
 }  # fmt: skip
 """By a word in the name of a part; environments and processes have the one that is left."""
-_PROVENANCE = "Every part says how it is known: exact, measured, traced, or an estimate."
+_PROVENANCE = "Each part names its source: exact, measured, traced, or an estimate."
 
 
 def write_plan_page(plan: Plan) -> str:
@@ -40,7 +40,7 @@ def write_plan_page(plan: Plan) -> str:
     sections = [_tiles(plan), _answer(plan), _checks(plan), *_phases(plan), _capacities(plan), _profiles(plan)]
     if plan.notes:
         notes = tag("ul", *(tag("li", sentence(note)) for note in plan.notes), class_="notes")
-        sections.append(section("What was left out", notes))
+        sections.append(section("Not included", notes))
     return document(heading(plan), "plan", (), sections)
 
 
@@ -84,7 +84,7 @@ def _checks(plan: Plan) -> Markup:
     lead = (
         "A run fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
     )
-    return section("Against what there is", table(heads, rows, "Checks", words=2), lead=lead)
+    return section("Need and limits", table(heads, rows, "Checks", words=2), lead=lead)
 
 
 def _phases(plan: Plan) -> list[Markup]:
@@ -125,7 +125,7 @@ def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> 
                 if part.nbytes
             ],
             format_bytes(phase.nbytes),
-            "" if phase.happens else "if ever",
+            "" if phase.happens else "not in this run",
             strong=phase is peak,
         )
         for phase in phases
@@ -156,7 +156,9 @@ def _capacities(plan: Plan) -> Markup:
         rows.append(cells)
     figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
     sizes = tiles(Tile(f"largest {what}", size) for what, size in largest_sizes(plan))
-    lead = "What the buffer takes; verdicts are on the whole run. Each of the largest is for all else as it is."
+    lead = (
+        "Bytes are those of the buffer, verdicts those of the whole run. A largest size holds if nothing else changes."
+    )
     return section(f"{name} against memory", sizes, _curves(plan), figures, lead=lead)
 
 

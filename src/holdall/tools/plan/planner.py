@@ -281,7 +281,7 @@ def heading(plan: Plan) -> str:
 
 
 def largest_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Name the largest sizes that fit, all else as it is."""
+    """Name the largest sizes that fit, each if nothing else changes."""
     size = row_name(plan.spec).lower()
     names = {
         "sb3_size": f"{size} with SB3's buffer",

@@ -110,7 +110,7 @@ def largest_batch(spec: Spec, known: PlanInputs) -> int | None:
 
 
 def largest_num_envs(spec: Spec, known: PlanInputs) -> int:
-    """Return the most environments that fit, with all else as it is."""
+    """Return the most environments that fit, if nothing else changes."""
     top = _LARGEST_SIZE if spec.on_policy else max(spec.capacity, 1)
     return largest_int(lambda count: known.fits(spec.but(num_envs=count), holdall=spec.uses_holdall), top)
 
