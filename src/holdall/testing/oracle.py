@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, TransitionIdError
+from holdall.sampling.draw import Held
 
 _COMPARED = (
     "obs",
@@ -60,6 +61,7 @@ class OracleMemory:
         self.num_envs = num_envs
         self._ticks: deque[_Tick] = deque(maxlen=capacity // num_envs)
         self._added = 0
+        self.flags_changed = 0
 
     def add(
         self,
@@ -107,10 +109,16 @@ class OracleMemory:
         return Batch(**fields, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Say anew how transitions ended."""
+        """Set again how transitions ended."""
+        self.flags_changed += 1
         for number, ended, cut in zip(ids, terminated, truncated, strict=True):
             tick, lane = self._place(int(number))
             tick.terminated[lane], tick.truncated[lane] = ended, cut
+
+    def held(self) -> Held:
+        """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
+        whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
+        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, OracleFields(self))
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
@@ -132,15 +140,52 @@ class OracleMemory:
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
-    def _place(self, number: int) -> tuple[_Tick, int]:
-        """Return the tick and the lane of a transition id, or say that it names none."""
+    def tick_and_lane(self, number: int) -> tuple[_Tick, int]:
+        """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
         if not self.first_id <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
         index, lane = divmod(number - self.first_id, self.num_envs)
-        tick = self._ticks[index]
+        return self._ticks[index], lane
+
+    def _place(self, number: int) -> tuple[_Tick, int]:
+        """Return the same of a transition that was made."""
+        tick, lane = self.tick_and_lane(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
         return tick, lane
+
+
+class OracleFields:
+    """The small fields of an oracle, as `holdall.sampling.draw.SmallFields` for samplers."""
+
+    def __init__(self, oracle: OracleMemory) -> None:
+        self._oracle = oracle
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return len(self._oracle) == self._oracle.next_id - self._oracle.first_id
+
+    @property
+    def flags_changed(self) -> int:
+        """How often flags were set again."""
+        return self._oracle.flags_changed
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return self._read(ids, lambda tick, lane: tick.terminated[lane] or tick.truncated[lane], np.bool_)
+
+    def rewards(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rewards, in their own dtype."""
+        return self._read(ids, lambda tick, lane: tick.reward[lane], None)
+
+    def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
+        values = [value(*self._oracle.tick_and_lane(number)) for number in np.ravel(ids).tolist()]
+        return np.array(values, dtype).reshape(np.shape(ids))
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
