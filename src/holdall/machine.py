@@ -16,6 +16,12 @@ import psutil
 
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
+LINUX = sys.platform.startswith("linux")
+_COUNTED = {
+    b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3, b"Swap:": 4,
+}  # fmt: skip
+"""The lines of smaps that are read, and where they are added up."""
+_HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +172,6 @@ def _text(file: Path) -> str:
         return ""
 
 
-LINUX = sys.platform.startswith("linux")
-
-_COUNTED = {
-    b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3, b"Swap:": 4,
-}  # fmt: skip
-"""The lines of smaps that are read, and where they are added up."""
-
-
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
     """One process, at one moment."""
@@ -263,9 +261,6 @@ def _mappings(text: bytes) -> Iterator[Mapping]:
             _count(line, sums)
     if header:
         yield _mapping(header, sums)
-
-
-_HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 
 
 def _mapping(header: list[bytes], sums: list[int]) -> Mapping:

@@ -99,7 +99,7 @@ def _watch_until_end(
 ) -> None:
     while turns.watcher.is_alive():
         try:
-            turn = turns.take()
+            turn = turns.run_pass()
         except WatchError:
             if turns.watcher.is_alive() or not turns.history.readings:
                 raise
@@ -173,7 +173,7 @@ class PrintedOutput(WatchOutput):
     def show(self, turn: WatchPass) -> None:
         """Keep a turn; tell what is new in it."""
         self._last = turn
-        for verdict in turn.news:
+        for verdict in turn.new_verdicts:
             typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
 
     def close(self) -> None:

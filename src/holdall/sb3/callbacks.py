@@ -79,7 +79,7 @@ class WatchCallback(BaseCallback):
         agent.follow_model(self.model)
         # Off-policy models turn from one to the other many times a second; there is nothing to tell apart then.
         self._has_phases = hasattr(self.model, "rollout_buffer")
-        self._drive = agent.drive
+        self._drive = agent.publish_if_due
         agent.publish()
 
     def _save_soon(self) -> None:

@@ -41,6 +41,7 @@ _MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/n
 _AVERAGES = ("obs_rms", "ret_rms")
 
 _LOG = logging.getLogger("holdall")
+_PACKAGES = ("stable_baselines3", "sb3_contrib")
 
 
 class CheckpointCallback(BaseCallback):
@@ -362,9 +363,6 @@ def _rng_json(generator: np.random.Generator) -> Any:
 def _rng_of_json(words: Any) -> np.random.Generator:
     arrays = {number: bytes.fromhex(text) for number, text in enumerate(words["arrays"])}
     return restored_generator(decode_state(words["state"], arrays))
-
-
-_PACKAGES = ("stable_baselines3", "sb3_contrib")
 
 
 def algorithm_name(kind: type[BaseAlgorithm]) -> str:

@@ -24,6 +24,9 @@ from holdall.errors import ArgumentError, DamageError
 from holdall.sb3.replay import ReplayBuffer
 
 _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
+_TAG = "~holdall"
+_KINDS = "biuf"
+_JSON_TYPES = (bool, int, float, str)
 
 
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type: ignore[override]  # arrays read when asked
@@ -190,11 +193,6 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         infos = self.infos[slots, lanes] if self.copy_info_dict else [{} for _ in range(len(slots))]
         rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])
         return rewards[0].astype(np.float32).reshape(-1)
-
-
-_TAG = "~holdall"
-_KINDS = "biuf"
-_JSON_TYPES = (bool, int, float, str)
 
 
 def pack_info(info: dict[str, Any]) -> bytes:

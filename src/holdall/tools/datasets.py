@@ -29,6 +29,7 @@ _STEPS_AT_ONCE = 256
 
 OnProgress = Callable[[int, int], None]
 """Is told how many transitions are done, and how many there are."""
+_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
 
 
 def export_minari(memory: ReplayMemory, dataset_id: str, told: OnProgress = lambda _done, _all: None) -> int:
@@ -100,9 +101,6 @@ def _episodes(memory: ReplayMemory) -> Iterator[dict[str, Any]]:
                     parts.append(piece)
         if parts:
             yield _joined(parts)
-
-
-_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
 
 
 def _episode_starts(batch: Any, ids: NDArray[np.int64], lanes: int) -> list[int]:

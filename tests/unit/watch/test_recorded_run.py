@@ -41,7 +41,7 @@ def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
     turns = WatchLoop(os.getpid(), 1.0)
     recorder = WatchRecorder(tmp_path / "run.jsonl", record_header(os.getpid(), ["python", "train.py"], 1.0))
     for _ in range(3):
-        recorder.show(turns.take())
+        recorder.show(turns.run_pass())
     recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     check(lines)

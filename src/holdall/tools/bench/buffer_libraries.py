@@ -20,6 +20,12 @@ from holdall.replay import ReplayMemory
 from holdall.tools.bench.child_process import version_of
 from holdall.tools.bench.trace import TraceStep
 
+_CPPRB_FLAGS = ("terminated", "truncated")
+_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
+_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
+LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
+"""A library's name on the command line selects all of its setups."""
+
 
 class BufferAdapter(ABC):
     """One buffer of one environment, from any library."""
@@ -138,9 +144,6 @@ class Sb3Adapter(BufferAdapter):
         return Sb3Adapter(load_from_pkl(folder / "buffer.pkl"))
 
 
-_CPPRB_FLAGS = ("terminated", "truncated")
-
-
 class CpprbAdapter(BufferAdapter):
     """A buffer of cpprb that stores every observation once (`next_of`); the keys of a Dict are separate fields."""
 
@@ -201,9 +204,6 @@ class CpprbAdapter(BufferAdapter):
 
     def _part(self, observation: Any, name: str) -> Any:
         return (observation[name.removeprefix("obs_")] if self._is_dict else observation)[0]
-
-
-_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
 
 
 def open_torchrl(observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> TorchrlAdapter:
@@ -419,8 +419,6 @@ class BufferSetup:
         return self.opener(observation, action, capacity, **self.settings)
 
 
-_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
-
 BUFFER_SETUPS = {
     setup.name: setup
     for setup in (
@@ -436,8 +434,6 @@ BUFFER_SETUPS = {
         BufferSetup("holdall compressed", "holdall", open_holdall, {"budget": None}),
     )
 }
-LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
-"""A library's name on the command line selects all of its setups."""
 
 
 def setups_named(names: list[str]) -> list[BufferSetup]:

@@ -22,12 +22,12 @@ import psutil
 
 from holdall.errors import HoldallError
 
+_CHANNEL: dict[str, TextIO] = {}
+_DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
+
 
 class ChildError(HoldallError, RuntimeError):
     """A measurement in a process of its own did not end well."""
-
-
-_CHANNEL: dict[str, TextIO] = {}
 
 
 def emit(message: Mapping[str, Any]) -> None:
@@ -90,9 +90,6 @@ class Task:
 def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
     """Run one training in a process of its own; yield what it says."""
     return messages(module_command("tools.bench.training", json.dumps(asdict(task))))
-
-
-_DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
 
 
 def machine() -> dict[str, Any]:

@@ -23,6 +23,9 @@ from holdall.tools.bench.child_process import ChildError, machine, messages, mod
 from holdall.tools.bench.trace import Trace
 from holdall.units import format_bytes
 
+FORMAT = "holdall-bench-buffers-1"
+HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
+
 
 @dataclass(frozen=True, slots=True)
 class BufferCase:
@@ -142,9 +145,6 @@ def _measure_round(
     return found
 
 
-FORMAT = "holdall-bench-buffers-1"
-
-
 @dataclass(frozen=True, slots=True)
 class BufferResult:
     """One way on one case; times and bytes are medians over rounds, each in a process of its own."""
@@ -214,9 +214,6 @@ def _note(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
     if rows["dtypes"]:
         said.append(f"returns {', '.join(rows['dtypes'])}")
     return "; ".join(said)
-
-
-HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
 
 
 def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[str, ...]]:

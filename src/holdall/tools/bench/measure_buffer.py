@@ -29,6 +29,11 @@ from holdall.tools.bench.child_process import emit
 from holdall.tools.bench.trace import Trace, TraceStep
 
 _AT_ONCE_BYTES = 32 * 2**20
+BATCH = 256
+_BLOCK = 50
+_EMIT_EVERY = 20 * _BLOCK
+_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
+_BATCHES = 60
 
 
 @dataclass(slots=True)
@@ -96,13 +101,6 @@ def _nbytes(observation: Any) -> int:
     if isinstance(observation, dict):
         return sum(_nbytes(part) for part in observation.values())
     return max(int(np.asarray(observation).nbytes), 1)
-
-
-BATCH = 256
-_BLOCK = 50
-_EMIT_EVERY = 20 * _BLOCK
-_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
-_BATCHES = 60
 
 
 def measure(way_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:

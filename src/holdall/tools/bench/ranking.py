@@ -26,6 +26,8 @@ its size follows from what the trials happened to take."""
 _NEARLY_FULL = 0.999
 
 ProfileAndBuffer = tuple[str, str]  # profile and buffer
+_HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")
+_BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,10 +164,6 @@ def _by_interval(by: str, found: Sequence[tuple[ProfileAndBuffer, Interval | Non
             by, (), "the intervals of all neighbours overlap; more seeds or steps would tell them apart"
         )
     return ProfileRanking(by, tuple(name for name, _ in known), None, tuple(same))
-
-
-_HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")
-_BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
 
 
 def bench_tables(

@@ -21,6 +21,8 @@ from holdall.tools.bench.settings import BenchSettings, Calibration
 OnProgress = Callable[[str, float], None]
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""
+FORMAT = "holdall-bench-1"
+MAX_LINES = 100_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,10 +139,6 @@ def _share(message: dict[str, Any]) -> float:
 
 def _expected(turn: PlannedRun, calibration: Calibration) -> float:
     return calibration.seconds.get(f"{turn.profile}/{turn.buffer}", 0.0)
-
-
-FORMAT = "holdall-bench-1"
-MAX_LINES = 100_000
 
 
 @dataclass(frozen=True, slots=True)

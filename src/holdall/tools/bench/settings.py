@@ -23,6 +23,9 @@ from holdall.units import parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")
 BUFFERS = ("sb3", "holdall")
+TRIAL_SIZE = 1_000
+_TRIAL_STEPS = 120
+_TRIAL_ROLLOUT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,11 +142,6 @@ def _require(name: str, values: list[str], known: tuple[str, ...]) -> None:
     unknown = [value for value in values if value not in known]
     if unknown or not values:
         raise ArgumentError(f"{name} ({', '.join(unknown) or None}) must be among {', '.join(known)}")
-
-
-TRIAL_SIZE = 1_000
-_TRIAL_STEPS = 120
-_TRIAL_ROLLOUT = 256
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from holdall.tools.bench.child_process import emit
 from holdall.tools.plan.environments import make_single_env, random_steps
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
+_EMIT_EVERY = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,9 +188,6 @@ def _space_of(observation: Any) -> spaces.Space[Any]:
         return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
     limits = np.iinfo(array.dtype)
     return spaces.Box(int(limits.min), int(limits.max), array.shape[1:], array.dtype.type)
-
-
-_EMIT_EVERY = 200
 
 
 def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) -> None:

@@ -30,6 +30,9 @@ from holdall.tools.plan.environments import has_images, make_single_env, space_t
 from holdall.tools.plan.spec import ALGORITHMS
 
 PATCH_PX = 12  # what the network sees at once
+_EMIT_EVERY_S = 0.2
+_READINGS = 50
+_WARM_UP = 0.2  # share of the steps that are not timed
 
 
 class CameraExtractor(BaseFeaturesExtractor):
@@ -50,11 +53,6 @@ class CameraExtractor(BaseFeaturesExtractor):
     def forward(self, observations: dict[str, torch.Tensor]) -> torch.Tensor:
         """Join what the camera shows with the state."""
         return torch.cat([self.look(observations["camera"]), observations["state"]], dim=1)
-
-
-_EMIT_EVERY_S = 0.2
-_READINGS = 50
-_WARM_UP = 0.2  # share of the steps that are not timed
 
 
 class MeasureCallback(BaseCallback):

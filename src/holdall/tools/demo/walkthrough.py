@@ -34,6 +34,10 @@ from holdall.units import format_bytes
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_ROUND_BYTES = 50 * 2**20
+_TAIL_BYTES = 65_536
+_SHOWN = ("buffers", "torch", "python", "libraries")
+TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
 
 
 def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
@@ -148,9 +152,6 @@ def _check(steps: int, transitions: int) -> None:
             raise ArgumentError(msg)
 
 
-_ROUND_BYTES = 50 * 2**20
-
-
 @dataclass(frozen=True, slots=True)
 class DemoFit:
     """What the plan says."""
@@ -183,10 +184,6 @@ def _known(measured: MeasuredCosts, spec: Spec, limit_bytes: int) -> PlanInputs:
     return PlanInputs(measured, MachineLimits((Limit("--limit", limit_bytes, limit_bytes),)), need_from_spaces(spec))
 
 
-_TAIL_BYTES = 65_536
-_SHOWN = ("buffers", "torch", "python", "libraries")
-
-
 def latest_reading(record: Path) -> str:
     """Return the newest reading in words."""
     try:
@@ -213,9 +210,6 @@ def _reading_text(reading: dict[str, object]) -> str:
             sums[part["group"]] += int(part["resident"])
     shown = ", ".join(f"{group} {format_bytes(size)}" for group, size in sums.items() if size)
     return f"{format_bytes(float(str(reading['pss'])))}: {shown}"
-
-
-TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
 
 
 @dataclass(frozen=True, slots=True)

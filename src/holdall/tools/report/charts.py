@@ -20,6 +20,18 @@ from numpy.typing import NDArray
 from holdall.units import format_bytes
 
 _VOID = frozenset({"br", "hr", "link", "meta"})
+_STEPS = (1, 2, 2.5, 5, 10)
+_BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_SMALLEST = 1e-6
+_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
+_SIDE = 1000
+_SHARE_FOR_A_NAME = 0.09
+"""A band whose last value takes this share of the height has its name written into it."""
+SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
+"""Signs that differ in shape, and not in colour alone."""
+_BAR_HEIGHT = 22
+_WHISKER = 3
 
 
 class Markup(str):
@@ -59,13 +71,6 @@ def _attribute(key: str, value: Attribute) -> str:
         return ""
     name = key.rstrip("_").replace("_", "-")
     return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
-
-
-_STEPS = (1, 2, 2.5, 5, 10)
-_BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-_SMALLEST = 1e-6
-_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,11 +162,6 @@ def thinned_positions(values: Floats, most: int) -> NDArray[np.int64]:
     lowest = [int(stretch[np.argmin(values[stretch])]) for stretch in stretches]
     highest = [int(stretch[np.argmax(values[stretch])]) for stretch in stretches]
     return np.unique(np.array(ends + lowest + highest, np.int64))
-
-
-_SIDE = 1000
-_SHARE_FOR_A_NAME = 0.09
-"""A band whose last value takes this share of the height has its name written into it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,20 +328,12 @@ class Plot:
         return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
-"""Signs that differ in shape, and not in colour alone."""
-
-
 def _down(share: float) -> str:
     return f"{_SIDE * (1 - share):.1f}"
 
 
 def _point(x: float, share: float) -> str:
     return f"{_SIDE * x:.1f},{_down(share)}"
-
-
-_BAR_HEIGHT = 22
-_WHISKER = 3
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from importlib import resources
 from holdall.tools.report.charts import SEVERITY_SIGNS, Child, Markup, tag
 
 _THEME_WORDS = "Switch between the light and the dark theme"
+_SEVERITY_WORDS = {"good": ("good", "✓"), **{name: (name, sign) for name, sign in SEVERITY_SIGNS.items()}}
 
 
 def document(title: str, kind: str, facts: Sequence[str], sections: Iterable[Markup]) -> str:
@@ -110,9 +111,6 @@ class Card:
     evidence: Sequence[tuple[str, str]] = ()
     remedy: str = ""
     when: str = ""
-
-
-_SEVERITY_WORDS = {"good": ("good", "✓"), **{name: (name, sign) for name, sign in SEVERITY_SIGNS.items()}}
 
 
 def cards(those: Iterable[Card]) -> Markup:

@@ -47,6 +47,12 @@ _PHASES_LEAD = (
     "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
     "and in proportion above."
 )
+_SIZES = frozenset({
+    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
+    "stacks_virtual",
+})  # fmt: skip
+_RATES = frozenset({"slope", "low", "high"})
+_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
 
 def write_recording_page(recording: Recording) -> str:
@@ -375,14 +381,6 @@ def _events(recording: Recording) -> Markup | None:
         for moment, event in zip(moments, recording.events, strict=True)
     ]
     return section("Events", joined(table(["after", "what happened"], rows, "Events", words=2)))
-
-
-_SIZES = frozenset({
-    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
-    "stacks_virtual",
-})  # fmt: skip
-_RATES = frozenset({"slope", "low", "high"})
-_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
 
 def evidence_in_words(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

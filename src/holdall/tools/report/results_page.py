@@ -35,6 +35,8 @@ _LIMIT_IN_SIGHT = 2.5
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
+_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
+           "M0,-7 7,5.5H-7Z")  # fmt: skip
 
 
 def write_bench_page(results: Results) -> str:
@@ -362,10 +364,6 @@ def _runs_without_figures(results: Results) -> Markup | None:
         return None
     heads = ["run", "seed", "status", "why"]
     return section("What was not measured", table(heads, rows, "Runs without figures", words=3, prose=True))
-
-
-_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
-           "M0,-7 7,5.5H-7Z")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
