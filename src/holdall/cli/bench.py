@@ -35,7 +35,6 @@ from holdall.tools.bench.compare_buffers import (
 from holdall.tools.bench.ranking import bench_tables, rankings
 from holdall.tools.bench.run import (
     ResultWriter,
-    TrainingRun,
     expected_seconds,
     header,
     planned_runs,
@@ -45,6 +44,7 @@ from holdall.tools.bench.run import (
 )
 from holdall.tools.bench.search import Search, SearchTrial
 from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
+from holdall.tools.report.results import TrainingRun
 from holdall.units import format_bytes
 
 
@@ -204,7 +204,7 @@ def search(
     """Search for settings that learn from most samples per second with the largest memory that fits."""
     told = Console(stderr=True, highlight=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
-    if before := len(study.found()):
+    if before := len(study.trials()):
         told.print(f"{before} trials are in {storage} already.")
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=told, transient=True) as bars:
@@ -223,7 +223,7 @@ def search(
 
 def _show_search(study: Search) -> None:
     console = wide_console()
-    found = study.found()
+    found = study.trials()
     best = sorted((one for one in found if one.is_best), key=lambda one: -one.capacity)
     table = Table(title="No other trial is both faster and larger", title_justify="left", box=None, pad_edge=False)
     for number, head in enumerate(("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory")):

@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).take()
+    turn = WatchLoop(os.getpid(), 1.0).run_pass()
     assert latest_reading(os.getpid()) is None
     publish_latest(os.getpid(), turn)
     assert latest_reading(os.getpid()) == (turn.reading, turn.verdicts)
@@ -67,7 +67,7 @@ def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
 
 
 def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).take()
+    turn = WatchLoop(os.getpid(), 1.0).run_pass()
     served = PrometheusServer(0)
     try:
         served.show(turn)

@@ -80,6 +80,12 @@ class BenchSettings:
         """Return plain data."""
         return asdict(self) | {"policy_kwargs": dict(self.policy_kwargs)}
 
+    def task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
+        """Return what one process trains."""
+        own: dict[str, Any] = {"fills": self.fills, "features": self.features, "threads": self.threads}
+        own["policy_kwargs"] = dict(self.policy_kwargs)
+        return Task(self.env_id, self.algo, buffer, size, batch_size, timesteps, seed, **own | changes)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BenchSettings:
         """Make settings of what `as_dict` returned."""
@@ -190,14 +196,14 @@ class Calibration:
         return cls(sizes, dict(data["seconds"]))
 
 
-def calibrate(settings: BenchSettings, tell: Callable[[str, float], None]) -> Calibration:
+def calibrate(settings: BenchSettings, on_progress: Callable[[str, float], None]) -> Calibration:
     """Try every batch size with every buffer, at a small size."""
     factors = {name: PROFILES[name][1] for name in settings.profiles}
     batches = sorted({settings.batch_size * factor for factor in factors.values()})
     trials: dict[tuple[int, str], dict[str, Any]] = {}
     wanted = [(batch, buffer) for batch in batches for buffer in settings.buffers]
     for number, (batch, buffer) in enumerate(wanted):
-        tell(f"trial with {buffer}, batches of {batch}", number / len(wanted))
+        on_progress(f"trial with {buffer}, batches of {batch}", number / len(wanted))
         trials[batch, buffer] = _trial(settings, batch, buffer)
     sizes = {}
     for name, factor in factors.items():
@@ -217,19 +223,7 @@ def calibrate(settings: BenchSettings, tell: Callable[[str, float], None]) -> Ca
 def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
     size = _TRIAL_ROLLOUT if settings.on_policy else max(TRIAL_SIZE, 2 * batch)
     steps = 2 * size if settings.on_policy else _TRIAL_STEPS
-    task = Task(
-        settings.env_id,
-        settings.algo,
-        buffer,
-        size,
-        batch,
-        steps,
-        0,
-        True,
-        settings.features,
-        dict(settings.policy_kwargs),
-        settings.threads,
-    )
+    task = settings.task(buffer, size, batch, steps, fills=True)
     start = time.perf_counter()
     found: dict[str, Any] = {}
     for message in run_task(task):

@@ -25,7 +25,7 @@ from holdall.tools.report.charts import (
 )
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
-from holdall.tools.report.results import ReportedRanking, Results, SeedsSummary
+from holdall.tools.report.results import ProfileRanking, Results, SeedsSummary
 from holdall.units import format_bytes
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
@@ -70,7 +70,7 @@ def summarize_bench(results: Results) -> dict[str, Any]:
             for one in results.summaries
         ],
         "rankings": [
-            {"by": ranking.by, "order": [list(name) for name in ranking.order], "refused": ranking.refused or None}
+            {"by": ranking.by, "order": [list(name) for name in ranking.order], "refused": ranking.refused}
             for ranking in results.rankings
         ],
     }
@@ -116,7 +116,7 @@ def _value(name: str, value: Any) -> str:
     return str(value)
 
 
-def _named(name: Sequence[str]) -> str:
+def _display_name(name: Sequence[str]) -> str:
     return " with ".join(part for part in name if part)
 
 
@@ -125,7 +125,9 @@ def _tiles(results: Results) -> Markup:
     for ranking in results.rankings:
         if ranking.order and not ranking.refused:
             found = results.of(*ranking.order[0])
-            best.append(Tile(_BEST.get(ranking.by, ranking.by), _figure(ranking.by, found), _named(ranking.order[0])))
+            best.append(
+                Tile(_BEST.get(ranking.by, ranking.by), _figure(ranking.by, found), _display_name(ranking.order[0]))
+            )
         else:
             best.append(Tile(_BEST.get(ranking.by, ranking.by), "not ranked", "see why below", "warning"))
     runs = [run for one in results.summaries for run in one.runs]
@@ -158,15 +160,15 @@ def _rankings(results: Results) -> Markup | None:
     )
 
 
-def _ranking(ranking: ReportedRanking, results: Results) -> Markup:
+def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
     title = tag("h4", f"By {ranking.by}")
     if ranking.refused or not ranking.order:
         why = ranking.refused or "nothing was measured"
         return tag("div", title, cards([Card("warning", "Not ranked", sentence(why))]))
     items = []
     for name in ranking.order:
-        tied = name in ranking.tied_with_next
-        named = tag("span", _named(name), tag("small", "not told apart from the next") if tied else None)
+        tied = name in (one for one, _ in ranking.same)
+        named = tag("span", _display_name(name), tag("small", "not told apart from the next") if tied else None)
         items.append(tag("li", named, tag("strong", _figure(ranking.by, results.of(*name)))))
     return tag("div", title, tag("ol", *items, class_="ranking"))
 
@@ -189,11 +191,11 @@ def _memory(results: Results) -> Markup | None:
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
-        pieces = [BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_named(one.name)}\n{peaks}")]
+        pieces = [BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")]
         text = _bytes(one.peak) if one.done else one.runs[0].status
         each = one.bytes_per_transition
         note = "" if each is None else f"{each:,.0f} B a transition"
-        rows.append(BarRow(_named(one.name), pieces if one.done else [], text, note))
+        rows.append(BarRow(_display_name(one.name), pieces if one.done else [], text, note))
     named = (limit, f"limit {format_bytes(limit)}") if limit else None
     phases = list(dict.fromkeys(phase for one in known for phase in one.peaks))
     figures = table(
@@ -250,14 +252,16 @@ def _intervals(
     for one in results.summaries:
         interval = figure(one)
         if interval is None:
-            rows.append(BarRow(_named(one.name), [], _NOT_MEASURED if one.done else one.runs[0].status))
+            rows.append(BarRow(_display_name(one.name), [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
         piece = BarPiece(
-            interval.mean - begin, _colour(results, one.buffer), f"{_named(one.name)}\n{text}\n{len(one.done)} seeds"
+            interval.mean - begin,
+            _colour(results, one.buffer),
+            f"{_display_name(one.name)}\n{text}\n{len(one.done)} seeds",
         )
         ends = None if interval.ends is None else (interval.ends[0] - begin, interval.ends[1] - begin)
-        rows.append(BarRow(_named(one.name), [piece], text, interval=ends))
+        rows.append(BarRow(_display_name(one.name), [piece], text, interval=ends))
     return bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
 
 
@@ -279,7 +283,7 @@ def _memory_and_speed(results: Results) -> Markup | None:
             _colour(results, one.buffer),
             one.peak or 0.0,
             _mean(one.speed) or 0.0,
-            f"{_named(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
+            f"{_display_name(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
         )
         for one in known
     ]
@@ -359,7 +363,10 @@ def _dash(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _runs_without_figures(results: Results) -> Markup | None:
-    rows = [[_named((run.profile, run.buffer)), f"{run.seed}", run.status, run.reason] for run in results.not_done()]
+    rows = [
+        [_display_name((run.profile, run.buffer)), f"{run.seed}", run.status, run.reason or ""]
+        for run in results.not_done()
+    ]
     if not rows:
         return None
     heads = ["run", "seed", "status", "why"]

@@ -161,7 +161,7 @@ class Agent:
                 self._networks_due = time.monotonic() + _NETWORKS_EVERY_S
             self._regions = tuple(_without_duplicates([*buffers, *self._in_networks]))
         models = self._living_models()
-        torch = sys.modules.get("torch")  # never imported to find out
+        torch: Any = sys.modules.get("torch")  # never imported to find out
         return AgentReport(
             pid=self._pid,
             started=self._started,

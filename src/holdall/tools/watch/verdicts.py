@@ -149,6 +149,7 @@ def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     newest = history.newest
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
     for fill in filling_buffers(history):
+        final, final_pss = fill.resident + fill.bytes_left, newest.pss + fill.bytes_left
         end = f" at step {history.position(newest) + fill.left:,.0f}" if history.counts_steps else ""
         when = f", in {format_time_span(fill.left / rate)}" if rate > 0 else ""
         verdicts.append(
@@ -157,13 +158,12 @@ def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
                 severity="info",
                 text=(
                     f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}"
-                    f"{when}, with {format_bytes(fill.resident + fill.bytes_left)}; the whole then takes "
-                    f"{format_bytes(newest.pss + fill.bytes_left)}"
+                    f"{when}, with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
                 ),
                 remedy="nothing to do: this growth ends when the buffer is full",
                 evidence={
                     "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
-                    "left": fill.left, "final": fill.resident + fill.bytes_left, "final_pss": newest.pss + fill.bytes_left,
+                    "left": fill.left, "final": final, "final_pss": final_pss,
                 },
             )
         )  # fmt: skip
