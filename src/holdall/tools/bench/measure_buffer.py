@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.testing.oracle import OracleMemory, as_array
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
-from holdall.tools.bench.child_process import emit
+from holdall.tools.bench.child_process import emit, folder_bytes
 from holdall.tools.bench.trace import Trace, TraceStep
 
 _AT_ONCE_BYTES = 32 * 2**20
@@ -167,8 +167,7 @@ def _measure_save(buffer: BufferAdapter, folder: Path) -> dict[str, Any]:
     buffer.save(folder)
     seconds = time.perf_counter() - start
     extra = max(peak_bytes() - resident, 0) if has_peak else None
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": size}
+    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": folder_bytes(folder)}
 
 
 def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dict[str, Any]:
