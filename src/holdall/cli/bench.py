@@ -22,29 +22,32 @@ from typer.core import TyperCommand, TyperGroup
 
 from holdall.cli.error_output import Verbose
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.compare_buffers import (
+from holdall.tools.bench import (
     CASES,
+    BenchSettings,
     BufferCase,
+    Calibration,
+    ResultWriter,
+    Search,
+    SearchTrial,
+    bench_tables,
+    calibrate,
     case_named,
     case_table,
     cases_of,
-    compare_buffers,
-    remarks,
-)
-from holdall.tools.bench.ranking import bench_tables, rankings
-from holdall.tools.bench.run import (
-    ResultWriter,
     expected_seconds,
     header,
+    measure_buffers,
     planned_runs,
+    rankings,
     read_results,
+    remarks,
     run_bench,
     runs_of,
+    settings_of,
+    setups_named,
 )
-from holdall.tools.bench.search import Search, SearchTrial
-from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
-from holdall.tools.report.results import TrainingRun
+from holdall.tools.report import TrainingRun
 from holdall.units import format_bytes
 
 
@@ -135,7 +138,7 @@ def buffers(
         bars = stack.enter_context(Progress(*columns, console=told, transient=True))
         task = bars.add_task("", total=1.0)
         try:
-            for record in compare_buffers(
+            for record in measure_buffers(
                 cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
             ):
                 records.append(record)

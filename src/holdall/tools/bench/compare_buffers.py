@@ -21,7 +21,7 @@ from holdall.errors import ArgumentError
 from holdall.tools.bench.buffer_libraries import BufferSetup
 from holdall.tools.bench.child_process import ChildError, machine, messages, module_command, version_of, versions
 from holdall.tools.bench.trace import Trace
-from holdall.tools.report.buffer_results import BUFFERS_FORMAT
+from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
 
 HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
@@ -77,7 +77,7 @@ OnProgress = Callable[[str, float], None]
 """Gets what is being done, and which share of it is done."""
 
 
-def compare_buffers(
+def measure_buffers(
     cases: list[BufferCase], setups: list[BufferSetup], transitions: int | None, rounds: int, on_progress: OnProgress
 ) -> Iterator[Any]:
     """Measure everything; yield the header, then records as they come."""

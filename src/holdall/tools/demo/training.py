@@ -26,8 +26,7 @@ from holdall.machine import held_bytes, peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench.child_process import emit, folder_bytes
-from holdall.tools.bench.training import CameraExtractor, slope
+from holdall.tools.bench import CameraExtractor, emit, folder_bytes, slope
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
