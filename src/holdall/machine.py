@@ -225,7 +225,7 @@ def peak_bytes(pid: int | None = None) -> int:
     info = psutil.Process(pid).memory_info()
     if hasattr(info, "peak_wset"):  # Windows
         return int(info.peak_wset)
-    if pid is not None and pid != os.getpid():  # macOS tells a process only of itself
+    if pid is not None and pid != os.getpid():  # macOS reports only a process's own
         return int(info.rss)
     import resource  # noqa: PLC0415 does not exist on Windows
 
@@ -233,7 +233,7 @@ def peak_bytes(pid: int | None = None) -> int:
 
 
 def begin_peak(pid: int | None = None) -> bool:
-    """Let a process's peak begin anew; False where the kernel does not allow it."""
+    """Reset a process's peak; False where the kernel does not allow it."""
     try:
         _file(pid, "clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -242,7 +242,7 @@ def begin_peak(pid: int | None = None) -> bool:
 
 
 def mappings(pid: int | None = None) -> list[Mapping]:
-    """Read every mapping of a process, in order of addresses; Linux alone tells them apart.
+    """Read every mapping of a process, in order of addresses; only on Linux.
 
     The kernel walks the page tables for it: about 5 ms a read, and the caller's time to parse it, 15 ms.
     """

@@ -31,10 +31,10 @@ class WatchCallback(BaseCallback):
     `model.learn(100_000, callback=WatchCallback())`
 
     Args:
-        interval_s: Seconds between two readings, which a process beside the training takes.
+        interval_s: Seconds between two readings, which a second process takes.
         record: A file for `holdall report`.
         prometheus: A port of the loopback on which the newest reading is served.
-        limit: Memory that the training may use, beside the system's own limits: "8GiB" or bytes.
+        limit: Memory that the training may use, besides the system's own limits: "8GiB" or bytes.
         on_pressure: What is done when memory runs short: "warn"; "spill", for holdall's buffers; "checkpoint".
         pressure_at: Share of a limit from which on memory is short.
         checkpoint: The callback that saves, between two steps, for `on_pressure="checkpoint"`.
@@ -75,7 +75,7 @@ class WatchCallback(BaseCallback):
             self.watch = start(**self._settings)
         agent = self.watch.agent
         agent.follow_model(self.model)
-        # Off-policy models turn from one to the other many times a second; there is nothing to tell apart then.
+        # Off-policy models turn from one to the other many times a second, so their phases mean nothing.
         self._has_phases = hasattr(self.model, "rollout_buffer")
         self._drive = agent.publish_if_due
         agent.publish()

@@ -217,7 +217,7 @@ class Stream:
         return f"Stream({spaces_told}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._told})"
 
     def tick(self) -> StreamStep:
-        """Let one step pass in every lane, with whatever mishaps befall it."""
+        """Let one step pass in every lane, with whatever goes wrong in it."""
         generator, lanes, rare = self._generator, self.num_envs, self._mishaps
         chance = generator.random((4, lanes))
         ends, silent = chance[0] < rare.ends, chance[1] < rare.silent_resets

@@ -17,7 +17,7 @@ _NORMAL = 1.96
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """A mean, and where the true one lies with 95 %; None: one run alone says nothing of that."""
+    """A mean, and where the true one lies with 95 %; None: one run alone does not show it."""
 
     mean: float
     half: float | None
@@ -32,12 +32,17 @@ class Interval:
         return cls(fmean(values), quantile * stdev(values) / sqrt(count))
 
     @property
-    def ends(self) -> tuple[float, float] | None:
-        """Both ends of the interval."""
-        return None if self.half is None else (self.mean - self.half, self.mean + self.half)
+    def low(self) -> float:
+        """The lower end; the mean itself if there is no interval."""
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        """The upper end, likewise."""
+        return self.mean + (self.half or 0.0)
 
     def overlaps(self, other: Interval) -> bool:
-        """Whether the two cannot be told apart."""
+        """Whether the two do not differ clearly."""
         if self.half is None or other.half is None:
             return True
         return abs(self.mean - other.mean) <= self.half + other.half

@@ -60,7 +60,7 @@ def test_what_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
     one, other = ["fast", "sb3"], ["fast", "holdall"]
     ranking = {"kind": "ranking", "by": "memory", "order": [one, other], "refused": None, "same": [[one, other]]}
     text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), _run("fast", "holdall", 0), ranking).page()
-    assert text.count("not told apart from the next") == 1
+    assert text.count("no clear difference to the next") == 1
 
 
 def test_a_real_bench_is_ranked_as_it_was(tmp_path: Path) -> None:

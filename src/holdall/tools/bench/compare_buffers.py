@@ -62,7 +62,7 @@ def case_named(name: str) -> BufferCase:
 def record_case(
     case: BufferCase, transitions: int | None, folder: Path, on_progress: Callable[[float], None]
 ) -> tuple[Path, int]:
-    """Return the case as a trace, and how many transitions of it are to be held."""
+    """Return the case as a trace, and how many of its transitions to hold."""
     if case.file is not None:
         return case.file, transitions or len(Trace.load(case.file))
     count = transitions or 20_000
@@ -185,15 +185,15 @@ def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _note(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
-    said = []
+    notes = []
     for where, found in (("", rows), ("after loading ", loaded)):
         if found["wrong"] and (where == "" or found["wrong"] != rows["wrong"]):
-            said.append(
+            notes.append(
                 f"{where}{', '.join(found['fields'])} wrong in {found['wrong']:,} of {found['compared']:,} rows"
             )
     if rows["dtypes"]:
-        said.append(f"returns {', '.join(rows['dtypes'])}")
-    return "; ".join(said)
+        notes.append(f"returns {', '.join(rows['dtypes'])}")
+    return "; ".join(notes)
 
 
 def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[str, ...]]:
@@ -245,22 +245,22 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Say what was not measured, and why; and which figures are to be taken with care."""
+    """Return what was not measured, and why; and which figures need care."""
     known = list(records)
-    said = [
+    notes = [
         f"{record['case']} was played {record['laps']:.1f} times over: a buffer that shares what repeats gains by that"
         for record in known
         if record["kind"] == "buffer" and "laps" in record
     ]
-    said += [
+    notes += [
         f"{record['library']} on {record['case']}: {record['note']}"
         for record in known
         if record["kind"] == "buffer" and record["note"]
     ]
-    said += (
+    notes += (
         f"{record['library'] or record['case']}{' on ' + record['case'] if record['library'] else ''}"
         f" was not measured: {record['reason']}"
         for record in known
         if record["kind"] == "absent"
     )
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(notes))

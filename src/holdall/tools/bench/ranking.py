@@ -74,22 +74,18 @@ def _by_interval(by: str, found: Sequence[tuple[ProfileAndBuffer, Interval | Non
     if not known:
         return ProfileRanking(by, (), f"no {by} was measured")
     if any(interval.half is None for _, interval in known):
-        return ProfileRanking(
-            by, (), "one seed says nothing of how far another would be from it; give --seeds 3 or more"
-        )
+        return ProfileRanking(by, (), "one seed does not show how much seeds differ; give --seeds 3 or more")
     pairs = list(pairwise(known))
     same = [(one[0], other[0]) for one, other in pairs if one[1].overlaps(other[1])]
     if pairs and len(same) == len(pairs):
-        return ProfileRanking(
-            by, (), "the intervals of all neighbours overlap; more seeds or steps would tell them apart"
-        )
+        return ProfileRanking(by, (), "the intervals of all neighbours overlap; more seeds or steps may separate them")
     return ProfileRanking(by, tuple(name for name, _ in known), None, tuple(same))
 
 
 def bench_tables(
     header: dict[str, Any], runs: Sequence[TrainingRun], rankings: Sequence[ProfileRanking]
 ) -> Iterator[RenderableType]:
-    """Yield everything that is said about a bench."""
+    """Yield the table of a bench, its rankings, and what failed."""
     title = f"{header['algo'].upper()} on {header['env']}, profiles of {format_bytes(header['limit'])}"
     table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for number, head in enumerate(_HEADS):
@@ -134,5 +130,5 @@ def _ranking_text(ranking: ProfileRanking) -> Text:
         return Text(f"Not ranked by {ranking.by}: {ranking.refused}.", style="yellow")
     first = " with ".join(ranking.order[0])
     tied = next((" with ".join(other) for one, other in ranking.same if one == ranking.order[0]), None)
-    doubt = f" (not told apart from {tied})" if tied else ""
+    doubt = f" (no clear difference to {tied})" if tied else ""
     return Text.assemble((f"{_BEST[ranking.by]}: ", "bold"), f"{first}{doubt}.")

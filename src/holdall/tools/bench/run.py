@@ -34,7 +34,7 @@ class PlannedRun(NamedTuple):
 
 
 def header(settings: BenchSettings, calibration: Calibration, seconds: float) -> dict[str, Any]:
-    """Describe what is measured, where, and how long it was said to take."""
+    """Describe what is measured, where, and how long it is expected to take."""
     return {
         "kind": "header",
         "format": BENCH_FORMAT,

@@ -26,7 +26,7 @@ from holdall.units import format_bytes
 
 OnProgress = Callable[[str, float], None]
 _PROJECTED_FROM = 0.2
-"""Share of the buffer from which on its final size is foretold: before, the heap still grows for other reasons."""
+"""Share of the buffer from which on its final size is predicted; before, the heap still grows for other reasons."""
 _MORE_THAN_FITS = 1.25
 """The largest capacity that is tried, of what the plan says fits: the plan is careful."""
 
@@ -207,7 +207,7 @@ class Search:
         most = int(_MORE_THAN_FITS * recommend.largest_size(self._spec, self._known, holdall=self._holdall))
         if most < 4 * base:
             size = format_bytes(self.settings.limit_bytes)
-            raise ArgumentError(f"limit ({size}) leaves no room for a buffer beside the process; raise it")
+            raise ArgumentError(f"limit ({size}) leaves no room for a buffer besides the process; raise it")
         return SearchSpace((max(most // 16, 2 * base), most), (base, 2 * base, 4 * base, 8 * base), (1, 2, 4), (1, 2))
 
 

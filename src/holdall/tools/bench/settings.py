@@ -110,7 +110,7 @@ def settings_of(
     _require("profiles", names, tuple(PROFILES))
     _require("buffers", buffers, BUFFERS)
     shipped = SHIPPED_ENVS.get(env)
-    limit_bytes, said = _limit(limit, shipped)
+    limit_bytes, source = _limit(limit, shipped)
     return BenchSettings(
         env=env,
         algo=algo,
@@ -121,7 +121,7 @@ def settings_of(
         limit_bytes=limit_bytes,
         batch_size=shipped.batch_size if shipped else ALGORITHMS[algo].batch_size or 0,
         fills=fills,
-        limit_said=said,
+        limit_said=source,
         env_id=shipped.env if shipped else env,
         features=shipped.features if shipped else "",
         policy_kwargs={"net_arch": [64, 64]} if shipped else {},

@@ -127,7 +127,7 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     return {
         "steps": len(seconds) * task.num_envs,
         "filled": held / model.replay_buffer.buffer_size,
-        # The median: on a shared machine the mean tells more about the neighbours than about the run.
+        # The median: on a shared machine the mean shows the neighbours more than the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
         "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
         "bytes_per_transition": _late_slope(filling.readings),

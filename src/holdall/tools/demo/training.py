@@ -54,7 +54,7 @@ class ProgressCallback(BaseCallback):
         return True
 
     def steps_per_second(self) -> float:
-        """Return the median speed of the steps that train: a mean tells more about the machine's other users."""
+        """Return the median speed of the steps that train: a mean shows the machine's other users more than the run."""
         trained = [moment for step, moment in self.moments if step > RANDOM_STEPS]
         return 1.0 / float(np.median(np.diff(trained)))
 

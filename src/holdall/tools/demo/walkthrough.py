@@ -51,8 +51,8 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     _print_heading(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
     fitted = plan_fit(steps + transitions, limit_bytes)
     console.print(f"  The limit is {format_bytes(fitted.limit_bytes)}.")
-    for buffer, (size, said) in fitted.rows().items():
-        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[said]}]{said}[/]")
+    for buffer, (size, fit) in fitted.rows().items():
+        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
     console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
     _print_heading(console, 2, "Train with Stable-Baselines3's replay buffer")

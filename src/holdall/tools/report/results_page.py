@@ -19,9 +19,13 @@ from holdall.tools.report.charts import (
     bars,
     bytes_scale,
     duration,
+    limited_scale,
     number,
     number_scale,
+    percent,
     tag,
+    x_axis,
+    y_axis,
 )
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
@@ -31,7 +35,6 @@ from holdall.units import format_bytes
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
 _NOT_MEASURED = "not measured"
-_LIMIT_IN_SIGHT = 2.5
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
@@ -156,7 +159,7 @@ def _rankings(results: Results) -> Markup | None:
     return section(
         "Rankings",
         tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns"),
-        lead="The best first. What was not exercised, or cannot be told apart, is not ranked.",
+        lead="The best first. What was not exercised, or does not differ clearly, is not ranked.",
     )
 
 
@@ -168,7 +171,7 @@ def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
     items = []
     for name in ranking.order:
         tied = name in (one for one, _ in ranking.same)
-        named = tag("span", _display_name(name), tag("small", "not told apart from the next") if tied else None)
+        named = tag("span", _display_name(name), tag("small", "no clear difference to the next") if tied else None)
         items.append(tag("li", named, tag("strong", _figure(ranking.by, results.of(*name)))))
     return tag("div", title, tag("ol", *items, class_="ranking"))
 
@@ -187,7 +190,7 @@ def _memory(results: Results) -> Markup | None:
         return None
     limit = results.header.size("limit") or 0.0
     most = max(one.peak or 0.0 for one in known)
-    scale = bytes_scale(limit if most <= limit <= _LIMIT_IN_SIGHT * most else most)
+    scale = limited_scale(most, limit)
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
@@ -215,7 +218,7 @@ def _speed(results: Results) -> Markup | None:
         return None
     most = max(interval.mean for interval in known)
     # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
-    scale = number_scale(min(max(_high(interval) for interval in known), 2 * most))
+    scale = number_scale(min(max(interval.high for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
     return section("Speed", chart, lead=_SPEED_LEAD)
 
@@ -224,7 +227,7 @@ def _reward(results: Results) -> Markup | None:
     known = [one.reward for one in results.summaries if one.reward is not None]
     if not known:
         return None
-    low, high = min(_low(interval) for interval in known), max(_high(interval) for interval in known)
+    low, high = min(interval.low for interval in known), max(interval.high for interval in known)
     room = (high - low or abs(high) or 1.0) * 0.08
     begin, end = low - room, high + room
     # Rewards have no zero that means anything: the scale begins where the values do.
@@ -235,14 +238,6 @@ def _reward(results: Results) -> Markup | None:
         "(right). Whiskers: 95 % over the seeds; with one seed there are none."
     )
     return section("Reward", chart, lead=lead)
-
-
-def _low(interval: Interval) -> float:
-    return interval.mean if interval.ends is None else interval.ends[0]
-
-
-def _high(interval: Interval) -> float:
-    return interval.mean if interval.ends is None else interval.ends[1]
 
 
 def _intervals(
@@ -260,7 +255,7 @@ def _intervals(
             _colour(results, one.buffer),
             f"{_display_name(one.name)}\n{text}\n{len(one.done)} seeds",
         )
-        ends = None if interval.ends is None else (interval.ends[0] - begin, interval.ends[1] - begin)
+        ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
         rows.append(BarRow(_display_name(one.name), [piece], text, interval=ends))
     return bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
 
@@ -315,7 +310,7 @@ def _compared(base: SeedsSummary, other: SeedsSummary) -> list[str]:
     if base.reward is not None and other.reward is not None:
         same = base.reward.overlaps(other.reward)
         change = other.reward.mean - base.reward.mean
-        reward = "not told apart" if same else f"{'+' if change > 0 else ''}{number(change)}"
+        reward = "no clear difference" if same else f"{'+' if change > 0 else ''}{number(change)}"
     return [
         _share(base.peak, other.peak),
         _share(base.bytes_per_transition, other.bytes_per_transition),
@@ -333,18 +328,7 @@ def _share(base: float | None, other: float | None) -> str:
 
 
 def _all(results: Results) -> Markup:
-    heads = [
-        "profile",
-        "buffer",
-        "runs",
-        "peak",
-        "a transition",
-        "steps a second",
-        "reward",
-        "saved",
-        "in",
-        "extra",
-    ]
+    heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
     rows = []
     for one in results.summaries:
         each, seconds = one.bytes_per_transition, one.checkpoint("seconds")
@@ -402,7 +386,7 @@ def scatter(
             "svg",
             tag("path", d=_point_shape(point.kind), class_=f"mark {point.colour}", role="img", aria_label=point.tip,
                 data_tip=point.tip),
-            x=_percent(horizontal.share(point.x)), y=_down(vertical.share(point.y)), overflow="visible",
+            x=percent(horizontal.share(point.x)), y=_down(vertical.share(point.y)), overflow="visible",
         )
         for point in points
     ]  # fmt: skip
@@ -411,7 +395,7 @@ def scatter(
     signs = [
         tag(
             "span", f"{numbers.index(point.name) + 1}", class_="point-name", aria_hidden="true",
-            style=f"left:{_percent(horizontal.share(point.x))};bottom:{_percent(vertical.share(point.y))}",
+            style=f"left:{percent(horizontal.share(point.x))};bottom:{percent(vertical.share(point.y))}",
         )
         for point in points
     ]  # fmt: skip
@@ -425,19 +409,11 @@ def scatter(
     ]
     keys += [tag("li", tag("strong", f"{at + 1}"), name) for at, name in enumerate(numbers)]
     drawing = tag("svg", *lines, *marks, focusable="false")
-    ticks_up = [
-        tag("span", vertical.text(value), style=f"bottom:{_percent(vertical.share(value))}") for value in vertical.ticks
-    ]
-    ticks_along = [
-        tag("span", horizontal.text(value), style=f"left:{_percent(horizontal.share(value))}",
-            class_={0.0: "begin", 1.0: "end"}.get(round(horizontal.share(value), 2)))
-        for value in horizontal.ticks
-    ]  # fmt: skip
     return tag(
         "div",
-        tag("div", *ticks_up, class_="y-axis", aria_hidden="true"),
+        y_axis(vertical),
         tag("div", drawing, *signs, class_="points", role="group", aria_label=label),
-        tag("div", *ticks_along, class_="x-axis", aria_hidden="true"),
+        x_axis((horizontal.share(value), horizontal.text(value)) for value in horizontal.ticks),
         tag("ul", *keys, class_="legend"),
         class_="scatter",
     )
@@ -447,9 +423,5 @@ def _point_shape(kind: int) -> str:
     return _POINT_SHAPES[kind % len(_POINT_SHAPES)]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
-
-
 def _down(share: float) -> str:
-    return _percent(1 - share)
+    return percent(1 - share)

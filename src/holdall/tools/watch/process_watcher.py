@@ -37,7 +37,7 @@ class ProcessWatcher:
 
     Args:
         pid: The process; its children are its workers.
-        limit_bytes: A limit that the user names beside those of the system, over the tree's memory.
+        limit_bytes: A limit of the user's own, besides those of the system, over the tree's memory.
         without: Processes below it that are no part of the training.
     """
 
