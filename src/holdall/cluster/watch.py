@@ -16,18 +16,10 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, Survey
-from holdall.tools.watch import (
-    RECORD_FORMAT,
-    AlertThrottle,
-    AttributedPart,
-    MemoryReading,
-    ReadingHistory,
-    Severity,
-    WatchPass,
-    WatchVerdict,
-    filling_verdicts,
-    format_time_span,
-)
+from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
+from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, format_time_span
+from holdall.tools.watch.watcher_process import RECORD_FORMAT
 from holdall.units import format_bytes
 
 _SILENT_S = 5.0

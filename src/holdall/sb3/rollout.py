@@ -58,7 +58,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         compress: str | None = None,
     ) -> None:
         self._compress = self._compress if compress is None else compress
-        # Not the parents' constructors: each of them knows one kind of space.
+        # Past its parents, whose constructors each know one kind of space.
         super(buffers.RolloutBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.gae_lambda = gae_lambda
         self.gamma = gamma
@@ -67,8 +67,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:
         """Return every array that the buffer holds, by field, for a watch that asks where they lie."""
-        staged = [("staging", block) for block in self._delivery.arrays()]
-        return [*self._fields.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
+        staged = [("staging", block) for block in self._landing.arrays()]
+        return [*self._tracks.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
 
     @property
     def fill(self) -> float:
@@ -77,8 +77,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
-        self._fields.reset()
-        self._delivery.rest()
+        self._tracks.reset()
+        self._landing.rest()
         self._show_arrays()
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
@@ -94,7 +94,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     ) -> None:
         """Add one step per environment."""
         pos = self.pos
-        self._fields.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
+        self._tracks.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
         self._rows["actions"][pos] = action.reshape((self.n_envs, self.action_dim))
         self._rows["rewards"][pos] = reward
         self._starts[pos] = episode_start
@@ -103,7 +103,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self.pos = pos + 1
         if self.pos == self.buffer_size:
             self.full = True
-            self._fields.drain()
+            self._tracks.drain()
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: NDArray[Any]) -> None:
         """Estimate advantages and returns, as Stable-Baselines3 does, in place."""
@@ -141,15 +141,15 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         lane, step = np.divmod(batch_inds, self.buffer_size)
-        positions = step * self.n_envs + lane
+        places = step * self.n_envs + lane
         fields: list[tuple[Leaf, Fill]] = [
-            (leaf, partial(self._fill_observations, field, positions)) for field, leaf in enumerate(self._leaves)
+            (leaf, partial(self._fill_observations, field, places)) for field, leaf in enumerate(self._leaves)
         ]
         for name, rows in self._flat.items():
             shape = rows.shape[1:] if name == "actions" else ()  # actions are handed over as float32, whatever they are
             fields.append((Leaf(name, shape, _FLOAT32), partial(_fill_rows, rows.reshape(-1, *shape), batch_inds)))
-        delivered = self._delivery.land(len(positions), fields)
-        seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
+        landed = self._landing.land(len(places), fields)
+        seen, (actions, *estimates) = landed[: len(self._leaves)], landed[len(self._leaves) :]
         if not self._is_dict:
             return RolloutBufferSamples(seen[0], actions, *estimates)
         observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, seen, strict=True)}
@@ -157,15 +157,16 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
-        fields = self._fields.report(self.pos)
+        tracks = self._tracks
+        fields = tracks.report(self.pos)
         for name, rows in (*self._rows.items(), ("episode_starts", self._starts)):
             nbytes = rows[: self.pos].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
-        sealer = self._fields.sealer
+        sealer = tracks.sealer
         return MemoryReport(
             transitions=self.pos * self.n_envs,
             fields=tuple(fields),
-            staging_bytes=self._delivery.nbytes,
+            staging_bytes=self._landing.nbytes,
             segments=1,
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
@@ -174,13 +175,13 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
         """Put environments before steps and both into one axis; observations stay where they are."""
-        return FlattenedObservations(arr) if isinstance(arr, SlotArray) else buffers.BaseBuffer.swap_and_flatten(arr)
+        return arr.flattened() if isinstance(arr, StoredObservations) else buffers.BaseBuffer.swap_and_flatten(arr)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the rollout behind: it is of no use without the policy that it came from."""
         left_behind = {
-            "_fields",
-            "_delivery",
+            "_tracks",
+            "_landing",
             "_rows",
             "_flat",
             "_starts",
@@ -199,9 +200,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         """Make everything that a rollout needs, once."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._leaves_of())
-        self._fields = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress)
+        self._tracks = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress)
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        self._delivery = MinibatchDelivery(device, list(self._leaves))
+        self._landing = MinibatchDelivery(device, list(self._leaves))
         lanes = (self.buffer_size, self.n_envs)
         self._rows = {name: np.zeros(lanes, np.float32) for name in ("rewards", *_ESTIMATES)}
         self._rows["actions"] = np.zeros((*lanes, self.action_dim), self.action_space.dtype)
@@ -234,19 +235,19 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             flat.reshape(swapped.shape)[...] = swapped
             setattr(self, name, flat)
 
-    def _observed(self, field: int, leaf: Leaf) -> SlotArray:
-        def read(positions: NDArray[np.int64]) -> NDArray[Any]:
-            rows = np.empty((len(positions), *leaf.shape), leaf.dtype)
-            self._fields.drain()
-            self._fields.gather(field, np.ascontiguousarray(positions), rows)
+    def _observed(self, field: int, leaf: Leaf) -> StoredObservations:
+        def read(places: NDArray[np.int64]) -> NDArray[Any]:
+            rows = np.empty((len(places), *leaf.shape), leaf.dtype)
+            self._tracks.drain()
+            self._tracks.gather(field, np.ascontiguousarray(places), rows)
             return rows
 
-        def ids_of(positions: NDArray[np.int64]) -> NDArray[np.int64]:
-            return np.where(positions < self.pos * self.n_envs, positions, -1)
+        def id_of_place(places: NDArray[np.int64]) -> NDArray[np.int64]:
+            return np.where(places < self.pos * self.n_envs, places, -1)
 
         shape = (self.buffer_size, self.n_envs, *leaf.shape)
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, leaf.nbytes))
-        return SlotArray("observations", shape, leaf.dtype, ids_of, read, rows_at_once)
+        return StoredObservations("observations", shape, leaf.dtype, id_of_place, read, rows_at_once)
 
     def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
         """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
@@ -259,15 +260,23 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         return rows
 
     def _fill_observations(
-        self, field: int, positions: NDArray[np.int64], first: int, end: int, out: NDArray[Any]
+        self, field: int, places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]
     ) -> None:
-        self._fields.gather(field, positions[first:end], out)
+        self._tracks.gather(field, places[first:end], out)
+
+
+class StoredObservations(SlotArray):
+    """The observations of a rollout as an array of (steps, environments, ...), gathered when it is read."""
+
+    def flattened(self) -> FlattenedObservations:
+        """Return them in the order of `swap_and_flatten`."""
+        return FlattenedObservations(self)
 
 
 class FlattenedObservations:
-    """The observations of a rollout with one axis, environment by environment, gathered when they are read."""
+    """The same with one axis, environment by environment: what is read of it is gathered."""
 
-    def __init__(self, stored: SlotArray) -> None:
+    def __init__(self, stored: StoredObservations) -> None:
         self._stored = stored
         steps, environments, *shape = stored.shape
         self._steps = steps
@@ -287,5 +296,5 @@ class FlattenedObservations:
         return np.asarray(self[:], dtype)
 
 
-def _fill_rows(rows: NDArray[Any], positions: NDArray[np.int64], first: int, end: int, out: NDArray[Any]) -> None:
-    out[:] = rows[positions[first:end]]
+def _fill_rows(rows: NDArray[Any], places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]) -> None:
+    out[:] = rows[places[first:end]]
