@@ -16,12 +16,15 @@ from typing import Any
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench.child_process import ChildError, run_task
 from holdall.tools.bench.settings import SHIPPED_ENVS, BenchSettings
-from holdall.tools.plan import recommend
-from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.phases import FitVerdict
-from holdall.tools.plan.planner import make_plan
-from holdall.tools.plan.recommend import PlanInputs
-from holdall.tools.plan.spec import Spec
+from holdall.tools.plan import (
+    FitVerdict,
+    PlanInputs,
+    Spec,
+    code_to_paste,
+    largest_size,
+    make_plan,
+    spec_from_settings,
+)
 from holdall.units import format_bytes
 
 OnProgress = Callable[[str, float], None]
@@ -146,7 +149,7 @@ class Search:
         lines = [f"torch.set_num_threads({found.settings['threads']})"]
         if spec.num_envs > 1:
             lines.append(f"env = make_vec_env(..., n_envs={spec.num_envs})")
-        return "\n".join([*lines, recommend.code(spec, holdall=self._holdall)])
+        return "\n".join([*lines, code_to_paste(spec, holdall=self._holdall)])
 
     def _suggest(self, trial: Any) -> dict[str, int]:
         space = self.space
@@ -185,7 +188,7 @@ class Search:
     def _require_fit(self, drawn: dict[str, int]) -> None:
         spec = self._spec_of(drawn)
         if self._known.verdict(spec, holdall=self._holdall) is FitVerdict.DOES_NOT_FIT:
-            need = format_bytes(recommend.need_bytes(spec, self._known, holdall=self._holdall))
+            need = format_bytes(self._known.need_bytes(spec, holdall=self._holdall))
             raise TrialStopped(f"not started: the plan says {need}, of {format_bytes(self.settings.limit_bytes)}")
 
     def _require_room(self, message: dict[str, Any], base: int) -> None:
@@ -204,7 +207,7 @@ class Search:
 
     def _default_space(self) -> SearchSpace:
         base = self.settings.batch_size
-        most = int(_MORE_THAN_FITS * recommend.largest_size(self._spec, self._known, holdall=self._holdall))
+        most = int(_MORE_THAN_FITS * largest_size(self._spec, self._known, holdall=self._holdall))
         if most < 4 * base:
             size = format_bytes(self.settings.limit_bytes)
             raise ArgumentError(f"limit ({size}) leaves no room for a buffer besides the process; raise it")

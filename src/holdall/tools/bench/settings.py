@@ -14,11 +14,17 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.bench.child_process import Task, run_task
-from holdall.tools.plan.environments import space_from_dict
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
-from holdall.tools.plan.recommend import PROFILES, PlanInputs, profiles
-from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.tools.plan import (
+    ALGORITHMS,
+    PROFILES,
+    MachineLimits,
+    MeasuredCosts,
+    PlanInputs,
+    Spec,
+    need_from_spaces,
+    share_profiles,
+    space_from_dict,
+)
 from holdall.units import parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")
@@ -266,7 +272,7 @@ def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict
     }
     room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
     known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
-    found = next(profile for profile in profiles(spec, known) if profile.name == name)
+    found = next(profile for profile in share_profiles(spec, known) if profile.name == name)
     fits = tuple(
         buffer
         for buffer in settings.buffers

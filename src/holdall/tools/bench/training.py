@@ -26,8 +26,7 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.bench.child_process import Task, emit, folder_bytes
-from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
-from holdall.tools.plan.spec import ALGORITHMS
+from holdall.tools.plan import ALGORITHMS, has_images, make_single_env, space_to_dict
 
 PATCH_PX = 12  # what the network sees at once
 _EMIT_EVERY_S = 0.2
@@ -156,7 +155,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
 def _make_model(task: Task) -> Any:
     algorithm = ALGORITHMS[task.algo]
     env = make_vec_env(partial(make_single_env, task.env_id), n_envs=task.num_envs)
-    cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    cls = getattr(importlib.import_module(algorithm.package), algorithm.name)
     settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
     is_dict = hasattr(env.observation_space, "spaces")
     if algorithm.on_policy:

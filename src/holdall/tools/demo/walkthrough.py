@@ -23,11 +23,7 @@ from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit
 from holdall.tools.bench import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
-from holdall.tools.plan.recommend import PlanInputs, need_bytes
-from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
+from holdall.tools.plan import MachineLimits, MeasuredCosts, PlanInputs, Spec, need_from_spaces, run_probe
 from holdall.tools.report import read_report
 from holdall.units import format_bytes
 
@@ -164,7 +160,7 @@ def plan_fit(transitions: int, limit_bytes: int | None) -> DemoFit:
     spec = Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
     base = run_probe("baseline", spec=spec, networks=True)
     measured = MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
-    needs = [need_bytes(spec, _known(measured, spec, 0), holdall=holdall) for holdall in (False, True)]
+    needs = [_known(measured, spec, 0).need_bytes(spec, holdall=holdall) for holdall in (False, True)]
     limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
     known = _known(measured, spec, limit)
     plain, own = (str(known.verdict(spec, holdall=holdall)) for holdall in (False, True))
