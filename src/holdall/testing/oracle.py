@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,20 +18,6 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Held
-
-_COMPARED = (
-    "obs",
-    "action",
-    "reward",
-    "next_obs",
-    "terminated",
-    "truncated",
-    "extras",
-    "ids",
-    "weights",
-    "discount",
-    "mask",
-)
 
 
 class _Tick(NamedTuple):
@@ -104,9 +90,9 @@ class OracleMemory:
             raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
         nothing = map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
         rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
-        fields = _stack(rows, nothing)
-        fields.pop("valid")
-        return Batch(**fields, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
+        stacked = _stack(rows, nothing)
+        stacked.pop("valid")
+        return Batch(**stacked, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Set again how transitions ended."""
@@ -205,8 +191,8 @@ def assert_same_bits(batch: Any, expected: Any) -> None:
         expected: The same, of arrays.
     """
     if isinstance(expected, Batch):
-        for name in _COMPARED:
-            _compare(getattr(batch, name), getattr(expected, name), name)
+        for field in fields(Batch):
+            _compare(getattr(batch, field.name), getattr(expected, field.name), field.name)
     else:
         _compare(batch, expected, "value")
 
@@ -306,9 +292,9 @@ def sequence_batch(
             mask.append(step is not None)
     shape = (len(starts), burn_in + length)
     flat = oracle.gather(ids)
-    fields = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
+    names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
     rows = {
-        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in fields
+        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in names
     }
     return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
 

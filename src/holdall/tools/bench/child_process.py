@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -24,6 +24,9 @@ from holdall.errors import HoldallError
 from holdall.threads import usable_cores
 
 _CHANNEL: dict[str, TextIO] = {}
+
+OnProgress = Callable[[str, float], None]
+"""Gets what is being done, and how much of it is done: a share, or the seconds that it was expected to take."""
 _DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
 
 

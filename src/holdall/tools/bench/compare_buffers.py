@@ -19,7 +19,15 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.buffer_libraries import BufferSetup
-from holdall.tools.bench.child_process import ChildError, machine, messages, module_command, version_of, versions
+from holdall.tools.bench.child_process import (
+    ChildError,
+    OnProgress,
+    machine,
+    messages,
+    module_command,
+    version_of,
+    versions,
+)
 from holdall.tools.bench.trace import Trace
 from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
@@ -71,10 +79,6 @@ def record_case(
     for message in messages(module_command("tools.bench.trace", *options, "--transitions", count, "--out", file)):
         on_progress(message["done"] / message["total"])
     return file, count
-
-
-OnProgress = Callable[[str, float], None]
-"""Gets what is being done, and which share of it is done."""
 
 
 def measure_buffers(

@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.child_process import ChildError, machine, run_task, versions
+from holdall.tools.bench.child_process import ChildError, OnProgress, machine, run_task, versions
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import BENCH_FORMAT, JsonLine, TrainingRun
 
-OnProgress = Callable[[str, float], None]
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""
 MAX_LINES = 100_000

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench.child_process import ChildError, run_task
+from holdall.tools.bench.child_process import ChildError, OnProgress, run_task
 from holdall.tools.bench.settings import SHIPPED_ENVS, BenchSettings
 from holdall.tools.plan import (
     FitVerdict,
@@ -27,7 +27,6 @@ from holdall.tools.plan import (
 )
 from holdall.units import format_bytes
 
-OnProgress = Callable[[str, float], None]
 _PROJECTED_FROM = 0.2
 """Share of the buffer from which on its final size is predicted; before, the heap still grows for other reasons."""
 _MORE_THAN_FITS = 1.25

@@ -7,13 +7,13 @@ profile, by the same arithmetic as `holdall plan`, and the seconds that every ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.bench.child_process import Task, run_task
+from holdall.tools.bench.child_process import OnProgress, Task, run_task
 from holdall.tools.plan import (
     ALGORITHMS,
     PROFILES,
@@ -202,7 +202,7 @@ class Calibration:
         return cls(sizes, dict(data["seconds"]))
 
 
-def calibrate(settings: BenchSettings, on_progress: Callable[[str, float], None]) -> Calibration:
+def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
     """Try every batch size with every buffer, at a small size."""
     factors = {name: PROFILES[name][1] for name in settings.profiles}
     batches = sorted({settings.batch_size * factor for factor in factors.values()})
