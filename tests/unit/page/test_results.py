@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.interval import Interval
 from holdall.tools.report import Report, read_report
+from holdall.tools.report.results import Interval
 
 BENCH = {"kind": "header", "format": "holdall-bench-1", "env": "demo", "algo": "sac", "limit": 1000}
 RECORDED = Path(__file__).parents[2] / "results" / "bench.jsonl"

@@ -34,6 +34,7 @@ from holdall.tools.report.recording import RECORDING_FORMAT, Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
 from holdall.tools.report.results import (
     BENCH_FORMAT,
+    Interval,
     ProfileAndBuffer,
     ProfileRanking,
     Results,
@@ -44,7 +45,7 @@ from holdall.tools.report.results import (
 from holdall.tools.report.results_page import summarize_bench, write_bench_page
 
 __all__ = [
-    "BENCH_FORMAT", "BUFFERS_FORMAT", "BarPiece", "BarRow", "Card", "Child", "JsonLine", "Markup", "Plot",
+    "BENCH_FORMAT", "BUFFERS_FORMAT", "BarPiece", "BarRow", "Card", "Child", "Interval", "JsonLine", "Markup", "Plot",
     "PlotLayer", "ProfileAndBuffer", "ProfileRanking", "Report", "Scale", "SeedsSummary", "Tile", "TrainingRun",
     "bars", "bytes_scale", "cards", "code", "document", "joined", "read_report", "section", "sentence", "summaries",
     "table", "tag", "tiles", "toned_word",

@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdall.tools.interval import Interval
 from holdall.tools.report.charts import (
     BarPiece,
     BarRow,
@@ -29,7 +28,7 @@ from holdall.tools.report.charts import (
 )
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
-from holdall.tools.report.results import ProfileRanking, Results, SeedsSummary
+from holdall.tools.report.results import Interval, ProfileRanking, Results, SeedsSummary
 from holdall.units import format_bytes
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
