@@ -75,7 +75,7 @@ def zig_compiler() -> list[str] | None:
     """Return the command of the compiler that pip can install, if it is installed."""
     if importlib.util.find_spec("ziglang") is None:
         return None
-    # Zig tunes for the building machine unless told otherwise; a wheel has to run on its neighbours too.
+    # By default zig tunes for the machine that builds; a wheel has to run on others, too.
     return [sys.executable, "-m", "ziglang", "cc", "-mcpu=baseline", "-fno-sanitize=undefined"]
 
 

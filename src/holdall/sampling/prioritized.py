@@ -149,7 +149,7 @@ class Prioritized:
 
     Args:
         alpha: How uneven draws are; 0 is uniform.
-        beta: How much of it the weights correct; 1 is all. May be set anew at any time, as agents
+        beta: How much of it the weights correct; 1 is all. May be set at any time, as agents
             that anneal it do.
         floor: Added to every priority, so that nothing is never drawn again.
     """
@@ -158,7 +158,7 @@ class Prioritized:
         self._alpha = require_number("alpha", alpha, 0.0)
         self.beta = beta
         self._floor = require_number("floor", floor, 1e-30)
-        self._highest = (1.0 + self._floor) ** self._alpha  # of all told so far, scaled
+        self._highest = (1.0 + self._floor) ** self._alpha  # of all given so far, scaled
         if not 0 < self._floor**self._alpha < _MOST:
             raise ArgumentError(
                 f"floor ({floor!r}) to the power of alpha ({alpha!r}) is no number above 0; raise floor"
@@ -205,10 +205,10 @@ class Prioritized:
         if priorities.size and priorities.min() < 0:
             raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
-        told = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
-        if told is None:
+        largest = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
+        if largest is None:
             raise self._refusal(held, ids, priorities, scaled)
-        self._highest = max(self._highest, told)
+        self._highest = max(self._highest, largest)
 
     def mass(self, held: Held) -> float:
         """Return the sum of all scaled priorities: a transition is drawn with its own over this."""
@@ -296,8 +296,7 @@ class Prioritized:
         first = max(self._next_id, held.first_id)
         if first < held.next_id:
             ids = np.arange(first, held.next_id)
-            first_told = self._highest
-            given = first_told if held.allows_all else np.where(held.allows(ids), first_told, 0.0)
+            given = self._highest if held.allows_all else np.where(held.allows(ids), self._highest, 0.0)
             self._tree.put(ids % self._capacity, given)
             self._next_id = held.next_id
         oldest = max(self._first_id, held.next_id - self._capacity)
