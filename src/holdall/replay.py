@@ -1,12 +1,9 @@
 """ReplayMemory: exact off-policy experience in a fraction of the memory.
 
-The flow, one stage a file:
+    add    -> storage: layout (check) -> store -> rings | segment, slices (write) -> tiers, sealer (compress, spill)
+    sample -> sampling (recipe) -> storage: store -> rings | segment (find) -> delivery (batch)
 
-    add    -> schema (check) -> store -> ring | window, segment, part (write)
-    sample -> sampling (recipe) -> store -> ring | segment, part (copy) -> assemble, build (batch)
-
-Invariant: `gather(ids)` returns bit for bit what `add` was given. An argument that does not
-fit is refused before anything is written.
+Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not fit is refused before it is written.
 """
 
 from __future__ import annotations
@@ -16,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -33,10 +29,10 @@ from holdall.json_state import generator_of, generator_state, restored_generator
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
 from holdall.sampling.draw import Held, Sampler, Uniform, as_ids
-from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of
+from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of, sampler_to_resume
 from holdall.schema import Leaf, Schema, as_array, fit_flags
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore
+from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore, steps_in
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
@@ -93,29 +89,26 @@ class ReplayMemory(SavedMemory):
             schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # it says so
         kernels, pool = chosen_kernels(), ThreadPool()
         super().__init__(kernels.coder)
-        self._schema = schema
-        self._lanes = schema.num_envs
+        self.schema = schema
+        self.num_envs = schema.num_envs
         self._capacity_ticks = capacity // schema.num_envs
+        self.capacity = self._capacity_ticks * schema.num_envs  # transitions: whole ticks, over all lanes
+        self.spill_dir = spill_dir
+        self.sampler: Sampler = Uniform() if sampler is None else sampler
         self._settings = {
             "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
         }  # fmt: skip
         self._delivery = Delivery.of(device, store_device, schema.leaves)
-        self._spill_dir = spill_dir
         self._lock = threading.Lock()
         self._generator = generator_of(seed)
-        self._sampler: Sampler = Uniform() if sampler is None else sampler
         self._prefetched = Prefetched()
         allowed = Budget.of(budget, prefer, pool.threads, spills=spill_dir is not None)
         self._limit = allowed.limit
         self._kernels = kernels
         self._assembler = ObservationAssembler(kernels, pool, allowed.staging_bytes)
+        on_device, pins = store_device is not None, allowed.limit is None
         self._batches = batches_for(
-            schema,
-            kernels,
-            self._assembler,
-            self._delivery,
-            store_on_device=store_device is not None,
-            pins=allowed.limit is None,
+            schema, kernels, self._assembler, self._delivery, store_on_device=on_device, pins=pins
         )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
@@ -149,7 +142,9 @@ class ReplayMemory(SavedMemory):
             return
         with self._lock:
             store = self._open()
-            store.write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+            store.write(
+                self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            )
         store.sealer.wait_for_room()
 
     def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
@@ -187,30 +182,21 @@ class ReplayMemory(SavedMemory):
 
         Everything is checked before the first step is written.
         """
-        leading = (_length_of(reward), self._lanes)
         with self._lock:
-            store = self._open()
+            leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            written = self._write_steps(store, steps, 0)
+            written = self._open().write_steps(steps, 0)
         while written < leading[0]:
-            store.sealer.wait_for_room()
+            self._open().sealer.wait_for_room()
             with self._lock:
-                written = self._write_steps(self._open(), steps, written)
-
-    def _write_steps(self, store: Store, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        for t in range(first, len(steps.reward)):
-            store.write(steps.cut(t))
-            if store.sealer.is_crowded:
-                return t + 1
-        return len(steps.reward)
+                written = self._open().write_steps(steps, written)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
         with self._lock:
             store = self._open()
-            draw = self._draw(store, self._require_enough(store, batch_size))
+            draw = self._draw(store, batch_size, batch_size)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -233,8 +219,8 @@ class ReplayMemory(SavedMemory):
         require_count("prefetch", prefetch, 0)
         batches, finish = self._batches, None
         if device is not None and device != self._settings["device"]:
-            delivery = Delivery(device, self._schema.leaves)
-            batches = batches_for(self._schema, self._kernels, self._assembler, delivery, pins=self._limit is None)
+            delivery = Delivery(device, self.schema.leaves)
+            batches = batches_for(self.schema, self._kernels, self._assembler, delivery, pins=self._limit is None)
             finish = batches.close
 
         def look_up(saved: deque[Draw]) -> tuple[Draw, DrawnRows]:
@@ -242,7 +228,7 @@ class ReplayMemory(SavedMemory):
                 store = self._open()
                 draw = self._prefetched.next_of(saved, self._held(store))
                 if draw is None:
-                    draw = self._draw(store, self._require_enough(store, batch_size))
+                    draw = self._draw(store, batch_size, batch_size)
                 return draw, batches.look_up(draw, store)
 
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, finish)
@@ -251,7 +237,7 @@ class ReplayMemory(SavedMemory):
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
         require_count("batch_size", batch_size, 1)
         with self._lock:
-            return self._draw(self._open(), batch_size)
+            return self._draw(self._open(), batch_size, 1)
 
     def follow(self, draw: Draw) -> Batch:
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
@@ -275,7 +261,7 @@ class ReplayMemory(SavedMemory):
             ids: Of a batch, as they are; those evicted since are passed over.
             priorities: Numbers of at least 0, one a row of the batch.
         """
-        update = priorities_of(self._sampler)
+        update = priorities_of(self.sampler)
         given = np.asarray(ids)
         wanted = as_ids(given.reshape(-1)).reshape(given.shape)
         values = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
@@ -298,24 +284,14 @@ class ReplayMemory(SavedMemory):
             return self._open().transitions
 
     @property
-    def capacity(self) -> int:
-        """Most transitions that are held: whole ticks, over all lanes."""
-        return self._capacity_ticks * self._lanes
-
-    @property
-    def num_envs(self) -> int:
-        """Lanes."""
-        return self._lanes
-
-    @property
     def first_id(self) -> int:
         """Lowest transition id that is still held."""
-        return self._open().first_tick * self._lanes
+        return self._open().first_tick * self.num_envs
 
     @property
     def next_id(self) -> int:
         """Id of the first transition of the next `add`."""
-        return self._open().next_tick * self._lanes
+        return self._open().next_tick * self.num_envs
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against the plain layout."""
@@ -351,11 +327,6 @@ class ReplayMemory(SavedMemory):
         require_count("nbytes", nbytes, 0)
         with self._lock:
             self._open().relieve(int(nbytes))
-
-    @property
-    def spill_dir(self) -> str | os.PathLike[str] | None:
-        """Where transitions go that the budget does not hold."""
-        return self._spill_dir
 
     @property
     def disk_bytes(self) -> int:
@@ -416,16 +387,10 @@ class ReplayMemory(SavedMemory):
             store = self._open()
             found.fill(store)
         self._generator = restored_generator(found.state["generator"])
-        saved, self._sampler = found.state["sampler"], Uniform() if sampler is None else sampler
-        is_same = type(self._sampler).__name__ == saved["kind"]
-        if sampler is None and not is_same:
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
-                f"sampler={saved['kind']}(...) with its settings, or another one to start again"
-            )
-        if found.content is not None and is_same:
-            resume(self._sampler, saved["state"], self.capacity, self.first_id)
-            self._prefetched.restore(found.state.get("prefetched", []), reward_function_of(self._sampler))
+        self.sampler = sampler_to_resume(sampler, found.state["sampler"]["kind"])
+        if found.content is not None and type(self.sampler).__name__ == found.state["sampler"]["kind"]:
+            resume(self.sampler, found.state["sampler"]["state"], self.capacity, self.first_id)
+            self._prefetched.restore(found.state.get("prefetched", []), reward_function_of(self.sampler))
         self._came_from(found)
 
     def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
@@ -433,32 +398,22 @@ class ReplayMemory(SavedMemory):
             store = self._open()
             frozen = store.freeze(saved)
             state = {
-                "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
+                "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
                 "generator": generator_state(self._generator),
                 "prefetched": self._prefetched.state(),
             }
-        words = schema_words(self._schema)
+        words = schema_words(self.schema)
         return Snapshot(frozen, words, self._capacity_ticks, state, attach, self._lock, store.release)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
         with self._lock:
             return self._open().full_blocks(is_known)
 
-    @property
-    def schema(self) -> Schema:
-        """What a transition consists of."""
-        return self._schema
-
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
         wanted = as_ids(ids)
         with self._lock:
             return self._open().are_valid(wanted)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How `sample` draws."""
-        return self._sampler
 
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
@@ -474,27 +429,16 @@ class ReplayMemory(SavedMemory):
         self._assembler.pool.dismiss()
         self._batches.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
         with self._lock:
             store = self._open()
             return {
-                "schema": self._schema,
+                "schema": self.schema,
                 "capacity": self.capacity,
                 "settings": self._settings,
                 "generator": self._generator,
-                "sampler": self._sampler,
+                "sampler": self.sampler,
                 "store": store.content(),
                 "rows": store.rows(),
                 "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
@@ -506,31 +450,24 @@ class ReplayMemory(SavedMemory):
         )
         self._generator = state["generator"]
         with self._lock:  # the sealer may be at the first block before all are taken over
-            store = self._open()
-            store.thaw(state["store"])
-            for chunk in state["rows"]:
-                store.take_rows(chunk)
+            self._open().thaw(state["store"], state["rows"])
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
         reward_dtype = self._open().reward_dtype
-        tick = Tick.fitted(self._schema, leading, reward_dtype, *arguments)
+        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
         if reward_dtype is None:
             self._delivery.require(Leaf("reward", (), tick.reward.dtype))
         return tick
 
-    def _require_enough(self, store: Store, batch_size: int) -> int:
-        if batch_size > store.transitions:
+    def _draw(self, store: Store, count: int, least: int) -> Draw:
+        """Draw rows, if so many transitions at least are held."""
+        if store.transitions < least:
             raise ArgumentError(
-                f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
-                "held; add more first, or draw a smaller batch"
+                f"batch_size ({count}) is more than the {store.transitions} transitions held; add more first, or draw "
+                "a smaller batch"
             )
-        return batch_size
-
-    def _draw(self, store: Store, count: int) -> Draw:
-        if store.transitions == 0:
-            raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
-        return drawn_from(self._sampler, self._held(store), count, self._generator)
+        return drawn_from(self.sampler, self._held(store), count, self._generator)
 
     def _open(self) -> Store:
         if self._store is None:
@@ -538,12 +475,5 @@ class ReplayMemory(SavedMemory):
         return self._store
 
     def _held(self, store: Store) -> Held:
-        first, end = store.first_tick * self._lanes, store.next_tick * self._lanes
-        return Held(first, end, self._lanes, self._capacity_ticks * self._lanes, store)
-
-
-def _length_of(reward: Any) -> int:
-    shape = as_array(reward, "reward").shape
-    if not shape:
-        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
-    return int(shape[0])
+        first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs
+        return Held(first, end, self.num_envs, self.capacity, store)

@@ -17,7 +17,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
 from holdall.checkpoint.manifest import (
@@ -27,7 +28,7 @@ from holdall.checkpoint.manifest import (
     normalized_url,
 )
 from holdall.checkpoint.saved_records import Attached, RowsKey, SavedRecords
-from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.sampling.draw import require_number
 from holdall.storage.blocks import Coder, SliceBlock
@@ -261,7 +262,7 @@ class Saver:
             target = self._opened()
             number = next_number(target.reader, self._last, target.writer_id)
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
-            manifest = saving.run(job.snapshot, number, _reporting(job.progress))
+            manifest = saving.run(job.snapshot, number, reporting(job.progress))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
@@ -348,20 +349,6 @@ class Savers:
         savers, self._savers = self._savers, {}
         for saver in savers.values():
             saver.close()
-
-
-def _reporting(progress: Progress | None) -> Callable[[str, int], None]:
-    """Call the user's callback, and survive whatever it does."""
-
-    def report(phase: str, nbytes: int) -> None:
-        if progress is None:
-            return
-        try:
-            progress(phase, nbytes)
-        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
-            _LOG.warning("the progress callback failed (%s)", error)
-
-    return report
 
 
 class SavedMemory(ABC):
@@ -458,6 +445,18 @@ class SavedMemory(ABC):
     def attached(self) -> Attached:
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
 
     def _came_from(self, found: Restored) -> None:
         """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""

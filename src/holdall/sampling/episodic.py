@@ -382,6 +382,16 @@ def priorities_of(sampler: Sampler) -> Callable[[Held, Ids, NDArray[Any]], None]
     return update
 
 
+def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
+    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
+    if sampler is None and kind != Uniform.__name__:
+        raise ArgumentError(
+            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+            "settings, or another one to start anew"
+        )
+    return Uniform() if sampler is None else sampler
+
+
 def resume(sampler: Sampler, state: Mapping[str, Any], capacity: int, first_id: int) -> None:
     """Have a sampler go on in a memory of this capacity, which holds the ids from `first_id` on."""
     sampler.restore(state)

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import HoldallError
-from holdall.schema import Array, Bytes, Leaf, Schema, fit_flags, fit_reward
+from holdall.errors import ArgumentError, HoldallError
+from holdall.schema import Array, Bytes, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart, OpenPart, Segment
@@ -72,6 +72,14 @@ class Tick(NamedTuple):
             extras=[array[where] for array in self.extras],
             valid=None if self.valid is None else self.valid[where],
         )
+
+
+def steps_in(reward: Any) -> int:
+    """Count the steps of trajectories, by their rewards."""
+    shape = as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
+    return int(shape[0])
 
 
 _CHUNK_BYTES = 2**19
