@@ -257,7 +257,7 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     return tuple(_assemble(child, arrays) for child in structure)
 
 
-def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
+def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
