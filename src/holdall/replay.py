@@ -1,12 +1,9 @@
 """ReplayMemory: exact off-policy experience in a fraction of the memory.
 
-The flow, one stage a file:
+    add    -> storage: layout (check) -> store -> rings | segment, slices (write) -> tiers, sealer (compress, spill)
+    sample -> sampling (recipe) -> storage: store -> rings | segment (find) -> delivery (batch)
 
-    add    -> schema (check) -> store -> ring | window, segment, part (write)
-    sample -> sampling (recipe) -> store -> ring | segment, part (copy) -> assemble, build (batch)
-
-Invariant: `gather(ids)` returns bit for bit what `add` was given. An argument that does not
-fit is refused before anything is written.
+Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not fit is refused before it is written.
 """
 
 from __future__ import annotations
@@ -199,7 +196,7 @@ class ReplayMemory(SavedMemory):
         require_count("batch_size", batch_size, 1)
         with self._lock:
             store = self._open()
-            draw = self._draw_enough(store, batch_size)
+            draw = self._draw(store, batch_size, batch_size)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -231,7 +228,7 @@ class ReplayMemory(SavedMemory):
                 store = self._open()
                 draw = self._prefetched.next_of(saved, self._held(store))
                 if draw is None:
-                    draw = self._draw_enough(store, batch_size)
+                    draw = self._draw(store, batch_size, batch_size)
                 return draw, batches.look_up(draw, store)
 
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, finish)
@@ -240,7 +237,7 @@ class ReplayMemory(SavedMemory):
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
         require_count("batch_size", batch_size, 1)
         with self._lock:
-            return self._draw(self._open(), batch_size)
+            return self._draw(self._open(), batch_size, 1)
 
     def follow(self, draw: Draw) -> Batch:
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
@@ -463,17 +460,13 @@ class ReplayMemory(SavedMemory):
             self._delivery.require(Leaf("reward", (), tick.reward.dtype))
         return tick
 
-    def _draw_enough(self, store: Store, batch_size: int) -> Draw:
-        if batch_size > store.transitions:
+    def _draw(self, store: Store, count: int, least: int) -> Draw:
+        """Draw rows, if so many transitions at least are held."""
+        if store.transitions < least:
             raise ArgumentError(
-                f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
-                "held; add more first, or draw a smaller batch"
+                f"batch_size ({count}) is more than the {store.transitions} transitions held; add more first, or draw "
+                "a smaller batch"
             )
-        return self._draw(store, batch_size)
-
-    def _draw(self, store: Store, count: int) -> Draw:
-        if store.transitions == 0:
-            raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
         return drawn_from(self.sampler, self._held(store), count, self._generator)
 
     def _open(self) -> Store:

@@ -9,7 +9,7 @@ before anything is written.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
@@ -32,11 +32,10 @@ class Leaf:
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
+    nbytes: int = field(init=False, repr=False, compare=False)  # of one value
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of one value."""
-        return prod(self.shape) * self.dtype.itemsize
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "nbytes", prod(self.shape) * self.dtype.itemsize)
 
     def fit(self, value: Any, leading: tuple[int, ...], argument: str) -> Array:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
@@ -256,12 +255,6 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     if isinstance(structure, dict):
         return {key: _assemble(child, arrays) for key, child in structure.items()}
     return tuple(_assemble(child, arrays) for child in structure)
-
-
-def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
-    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
-    contiguous: NDArray[Any] = np.ascontiguousarray(array)
-    return contiguous.reshape(lanes, -1).view(np.uint8)
 
 
 def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:

@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.native.numpy_codec import PortableCoder
-from holdall.schema import Array, Bytes, as_bytes
+from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, SealedSlices, SliceBlock, release_tail
-from holdall.storage.layout import Window
+from holdall.storage.layout import Window, as_bytes
 from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
 from holdall.threads import ThreadPool
 

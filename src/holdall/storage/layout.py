@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Bytes, Leaf, as_bytes
+from holdall.schema import Array, Bytes, Leaf
 
 _ENOUGH = 8
 """Informative pairs after which a window may be named."""
@@ -28,6 +28,12 @@ _AGREEMENT = 0.75
 """Share of the pairs that a window must explain; resets and skipped steps are the rest."""
 _PAIRS_PER_TICK = 4
 """Lanes looked at in one tick: more of them would say the same."""
+
+
+def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
+    """See an array with a leading lane axis as rows of bytes, copying only if it must."""
+    contiguous: NDArray[Any] = np.ascontiguousarray(array)
+    return contiguous.reshape(lanes, -1).view(np.uint8)
 
 
 @dataclass(frozen=True, slots=True)

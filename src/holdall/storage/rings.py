@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema, as_bytes
+from holdall.schema import Array, Leaf, Schema
 from holdall.storage.blocks import reserve
 from holdall.storage.layout import (
     FastDictTick,
@@ -25,6 +25,7 @@ from holdall.storage.layout import (
     WindowScout,
     WriteObservation,
     WriteObservations,
+    as_bytes,
 )
 from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
@@ -55,6 +56,7 @@ class ObservationRing:
         self._flat = self._rows.reshape(ring_ticks * lanes, *leaf.shape)
         self._paired: Array | None = None
         self._apart = RowsById(leaf)
+        self._has_apart = False  # or had
         self._expected: bytes | None = None
 
     def write(self, tick: int, obs: Array, next_obs: Array) -> None:
@@ -79,7 +81,8 @@ class ObservationRing:
         if self._paired is not None:
             return obs, self._paired.reshape(self._flat.shape).take(slot, axis=0)
         next_obs = self._flat.take(next_slot, axis=0)
-        self._apart.replace(next_obs, ids)
+        if self._has_apart:
+            self._apart.replace(next_obs, ids)
         return obs, next_obs
 
     @property
@@ -145,6 +148,7 @@ class ObservationRing:
             put_rows(self._paired, first_tick, following)
         if self._paired is None and apart is not None:
             self._apart.append(*apart)
+            self._has_apart = True
 
     def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not."""
@@ -152,6 +156,7 @@ class ObservationRing:
         differs = np.flatnonzero((standing != as_bytes(obs, self._lanes)).any(axis=1))
         self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
         self._apart.append(tick * self._lanes + differs, self._rows[slot][differs])
+        self._has_apart = True
         kept_ticks = min(tick + 1, self._ring_ticks - 1)
         if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
             self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)

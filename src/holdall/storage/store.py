@@ -5,11 +5,8 @@
     freeze()         all of it at one moment, for checkpoints and pickles; `thaw` and `take_rows` take it over
     adopt(segment)   a segment that was sealed elsewhere, as the newest ticks
 
-Invariant: what is read under an id is, bit for bit, what was written under it.
-
-Observation fields of a few bytes lie in flat rings, large ones in segments of unique slices; those in between start in
-a ring and move if a window is found in their first steps. Control goes one way: the store asks the segments which
-blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
+Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
+the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
 """
 
 from __future__ import annotations
@@ -99,11 +96,8 @@ class Store:
         self._coder, self._lock, self._folder = kernels.coder, lock, folder
         leaves = schema.observation.leaves
         rows = self._ring_ticks * self._lanes
-        by_size = [
-            i
-            for i, leaf in enumerate(leaves)
-            if leaf.nbytes > (_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES)
-        ]
+        most = [_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES for leaf in leaves]
+        by_size = [i for i, leaf in enumerate(leaves) if leaf.nbytes > most[i]]
         self._large = sorted(by_size if large is None else large)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
@@ -280,8 +274,7 @@ class Store:
 
     def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell the last transitions of episodes."""
-        terminated, truncated = self._rings.flags(ids)
-        return np.asarray(terminated | truncated)
+        return np.asarray(np.logical_or(*self._rings.flags(ids)))
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape."""
