@@ -29,12 +29,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import CheckpointLibrary, Manifest, require_files
-from holdall.checkpoint.source import damages, library_at, open_place
+from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
 from holdall.cli.conventions import AsJson, OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling.draw import Uniform
 from holdall.units import format_bytes
@@ -55,12 +54,12 @@ class PlaceholderSampler(Uniform):
 @checkpoint.command()
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     """List checkpoints, newest first."""
-    library = library_at(url)
-    library.require()
-    sizes = library.file_sizes()
-    entries = [_describe(library, number, sizes) for number in library.numbers()]
+    reader = open_reader(url)
+    reader.require()
+    sizes = reader.file_sizes()
+    entries = [_describe(reader, number, sizes) for number in reader.numbers()]
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": entries}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
     table = Table("number", "saved", "transitions", "lanes", "segments", "bytes", "files", "state")
     for entry in entries:
@@ -69,13 +68,13 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     Console().print(table)
 
 
-def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
     entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
     try:
-        manifest = library.manifest(number)
+        manifest = reader.manifest(number)
         entry |= _facts(manifest)
-        require_files(manifest, sizes)
+        require_whole(manifest, reader, sizes)
     except (DamageError, CheckpointError) as error:
         entry["state"] = str(error)
     return entry
@@ -83,13 +82,14 @@ def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) ->
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     lanes = schema_of(manifest.schema).num_envs
+    transitions = (manifest.next_tick - manifest.first_tick) * lanes
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
         "saved": saved.isoformat(sep=" ", timespec="seconds"),
-        "transitions": (manifest.next_tick - manifest.first_tick) * lanes,
+        "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
-        "bytes": sum(manifest.files.values()),
+        "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
         "attached": sorted(manifest.attached),
     }
 
@@ -102,26 +102,27 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Read every byte of the checkpoints and compare it with its checksum."""
-    library = library_at(url)
-    library.require()
-    numbers = library.numbers() if number is None else [number]
+    reader = open_reader(url)
+    reader.require()
+    numbers = reader.numbers() if number is None else [number]
     if not numbers:
-        raise CheckpointError(f"{library.url} holds no checkpoint")
+        raise CheckpointError(f"{reader.url} holds no checkpoint")
     coder = chosen_kernels().coder
     results = []
     with _byte_progress() as bar:
         for each in numbers:
             try:
-                manifest = library.manifest(each)
+                manifest = reader.manifest(each)
             except DamageError as error:
                 results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
                 continue
-            task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
-            found = damages(library, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
+            nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
+            task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
+            found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
             reasons = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
             results.append({"number": each, "damages": reasons})
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": results}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": results}))
     else:
         for result in results:
             for damage in result["damages"]:  # type: ignore[attr-defined]
@@ -140,11 +141,11 @@ def gc(
     verbose: Verbose = False,
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
-    library_at(url).require()
-    place = open_place(url)
+    open_reader(url).require()
+    place = open_writer(url)
     try:
-        freed = place.collect(keep, ())
-        left = place.library.numbers()
+        freed = collect_all(place, keep)
+        left = place.reader.numbers()
     finally:
         place.close()
     words = {"url": place.url, "freed_bytes": freed, "left": left}
@@ -160,11 +161,8 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     from holdall.tools.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with (
-        ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory,
-        _transition_progress("exporting") as report_progress,
-    ):
-        episodes, transitions = export_minari(memory, dataset, report_progress), len(memory)
+    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as progress:
+        episodes, transitions = export_minari(memory, dataset, progress), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
 
@@ -182,8 +180,8 @@ def import_(
     if source.startswith(_MINARI):
         from holdall.tools.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with _transition_progress("importing") as report_progress:
-            imported = import_minari(source.removeprefix(_MINARI), report_progress)
+        with _transition_progress("importing") as progress:
+            imported = import_minari(source.removeprefix(_MINARI), progress)
         _save(imported, url)
         return
     file = Path(source)
@@ -203,8 +201,8 @@ def import_(
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.tools.datasets import memory_from_arrays  # noqa: PLC0415  torch is loaded with it
 
-        with _transition_progress("importing") as report_progress:
-            imported = memory_from_arrays(Path(folder), report_progress)
+        with _transition_progress("importing") as progress:
+            imported = memory_from_arrays(Path(folder), progress)
         _save(imported, url)
 
 
