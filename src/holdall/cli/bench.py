@@ -31,29 +31,32 @@ from typer.core import TyperCommand, TyperGroup
 
 from holdall.cli.conventions import AsJson, Verbose, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.compare_buffers import (
+from holdall.tools.bench import (
     CASES,
+    BenchSettings,
     BufferCase,
+    Calibration,
+    ResultWriter,
+    Search,
+    SearchTrial,
+    bench_tables,
+    calibrate,
     case_named,
     case_table,
     cases_of,
-    compare_buffers,
-    remarks,
-)
-from holdall.tools.bench.ranking import bench_tables, rankings
-from holdall.tools.bench.run import (
-    ResultWriter,
-    TrainingRun,
     expected_seconds,
     header,
+    measure_buffers,
     planned_runs,
+    rankings,
     read_results,
+    remarks,
     run_bench,
     runs_of,
+    settings_of,
+    setups_named,
 )
-from holdall.tools.bench.search import Search, SearchTrial
-from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
+from holdall.tools.report import TrainingRun
 from holdall.units import format_bytes
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
@@ -136,7 +139,7 @@ def buffers(
         bars = stack.enter_context(_progress(console, share, TimeElapsedColumn()))
         task = bars.add_task("", total=1.0)
         try:
-            for record in compare_buffers(
+            for record in measure_buffers(
                 cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
             ):
                 records.append(record)
@@ -193,7 +196,7 @@ def search(
     """Search for settings that learn from most samples per second with the largest memory that fits."""
     console = Console(stderr=True, highlight=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
-    if before := len(study.found()):
+    if before := len(study.trials()):
         console.print(f"{before} trials are in {storage} already.")
     columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
     with _progress(console, *columns) as bars:
@@ -212,7 +215,7 @@ def search(
 
 def _show_search(study: Search) -> None:
     console = wide_console()
-    found = study.found()
+    found = study.trials()
     best = sorted((one for one in found if one.is_best), key=lambda one: -one.capacity)
     table = Table(title="No other trial is both faster and larger", title_justify="left", box=None, pad_edge=False)
     for head in ("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory"):

@@ -22,11 +22,19 @@ from rich.text import Text
 
 from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError, WatchError
-from holdall.tools.watch.one_pass import WatchLoop, WatchPass
-from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.session import LaunchedCommand
-from holdall.tools.watch.verdicts import WatchVerdict
-from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
+from holdall.tools.watch import (
+    GROUPS,
+    AttributedPart,
+    LaunchedCommand,
+    MemoryReading,
+    PrometheusServer,
+    ReadingHistory,
+    WatchLoop,
+    WatchPass,
+    WatchRecorder,
+    WatchVerdict,
+    record_header,
+)
 from holdall.units import format_bytes, parse_bytes
 
 DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns
@@ -104,7 +112,7 @@ def _watch_until_end(
 ) -> None:
     while turns.watcher.is_alive():
         try:
-            turn = turns.take()
+            turn = turns.run_pass()
         except WatchError:
             if turns.watcher.is_alive() or not turns.history.readings:
                 raise
@@ -167,7 +175,7 @@ class PrintedOutput:
     def show(self, turn: WatchPass) -> None:
         """Keep a turn; print its new verdicts."""
         self._last = turn
-        for verdict in turn.news:
+        for verdict in turn.new_verdicts:
             typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
 
     def close(self) -> None:

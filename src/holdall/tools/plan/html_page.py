@@ -11,20 +11,29 @@ import numpy as np
 
 from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, count_or_dash
-from holdall.tools.report.charts import (
+from holdall.tools.report import (
     BarPiece,
     BarRow,
+    Card,
     Child,
     Markup,
     Plot,
     PlotLayer,
     Scale,
+    Tile,
     bars,
     bytes_scale,
+    cards,
+    code,
+    document,
     joined,
+    section,
+    sentence,
+    table,
     tag,
+    tiles,
+    toned_word,
 )
-from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.units import format_bytes
 
 _TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
