@@ -161,11 +161,8 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     from holdall.tools.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with (
-        ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory,
-        _transition_progress("exporting") as report_progress,
-    ):
-        episodes, transitions = export_minari(memory, dataset, report_progress), len(memory)
+    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as progress:
+        episodes, transitions = export_minari(memory, dataset, progress), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
 
@@ -183,8 +180,8 @@ def import_(
     if source.startswith(_MINARI):
         from holdall.tools.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with _transition_progress("importing") as report_progress:
-            imported = import_minari(source.removeprefix(_MINARI), report_progress)
+        with _transition_progress("importing") as progress:
+            imported = import_minari(source.removeprefix(_MINARI), progress)
         _save(imported, url)
         return
     file = Path(source)
@@ -204,8 +201,8 @@ def import_(
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.tools.datasets import memory_from_arrays  # noqa: PLC0415  torch is loaded with it
 
-        with _transition_progress("importing") as report_progress:
-            imported = memory_from_arrays(Path(folder), report_progress)
+        with _transition_progress("importing") as progress:
+            imported = memory_from_arrays(Path(folder), progress)
         _save(imported, url)
 
 

@@ -6,9 +6,9 @@ Exit codes: 0 fits, 1 tight, 2 does not fit, 64 a configuration that cannot be r
 from __future__ import annotations
 
 import json as json_format
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from rich.console import Console, RenderableType
@@ -17,17 +17,13 @@ from rich.text import Text
 
 from holdall.cli.conventions import AsJson, Verbose, set_error_code, writing
 from holdall.tools.plan import (
-    ColumnUnits,
     Plan,
     RunPhase,
-    heading,
+    count_or_dash,
     largest_phase,
-    largest_sizes,
     make_plan,
     parse_count,
     read_config_file,
-    row_name,
-    size_name,
     spec_from_settings,
 )
 from holdall.units import format_bytes, parse_bytes
@@ -124,7 +120,7 @@ def plan(
 
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     """Yield everything that is printed about a run, the verdict first; 80 columns are enough for all but code."""
-    yield Text.assemble((heading(plan), "bold"), "  ", _styled_verdict(plan.verdict))
+    yield Text.assemble((plan.title, "bold"), "  ", _styled_verdict(plan.verdict))
     yield _checks(plan)
     yield _phases("With Stable-Baselines3's buffer", plan.phases)
     if plan.holdall_phases:
@@ -179,15 +175,32 @@ def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
     return table
 
 
+class ColumnUnits(NamedTuple):
+    """The decimal and the binary unit of a column, named once in its head."""
+
+    decimal: str
+    binary: str
+
+    @classmethod
+    def for_largest(cls, sizes: Iterable[int]) -> ColumnUnits:
+        """Choose the units in which the largest of the sizes is a handy number."""
+        return cls("GB", "GiB") if max(sizes, default=0) >= 10**8 else cls("MB", "MiB")
+
+    def both(self, count: int) -> tuple[str, str]:
+        """Write a count of bytes in either unit, without its name."""
+        decimal, binary = (10**9, 2**30) if self.decimal == "GB" else (10**6, 2**20)
+        return f"{count / decimal:,.2f}", f"{count / binary:,.2f}"
+
+
 def _capacities(plan: Plan) -> Table:
     units = ColumnUnits.for_largest(row.sb3_bytes for row in plan.table)
-    heads = [row_name(plan.spec).lower(), f"SB3, {units.decimal}", units.binary, "the run"]
+    heads = [plan.size_word, f"SB3, {units.decimal}", units.binary, "the run"]
     if plan.known.need is not None:
         heads += [f"holdall, {units.decimal}", units.binary, "the run"]
     table = _table("What fits", heads)
     for row in plan.table:
         cells: list[RenderableType] = [
-            size_name(row.size),
+            count_or_dash(row.size),
             *units.both(row.sb3_bytes),
             _styled_verdict(row.sb3_verdict),
         ]
@@ -202,14 +215,14 @@ def _profiles(plan: Plan) -> Table:
     heads = ("profile", "of limit", units.decimal, units.binary, "batch", "SB3 holds", "holdall holds")
     table = _table("Profiles, as shares of the limit", heads)
     for profile in plan.profiles:
-        held = "" if profile.holdall_size is None else size_name(profile.holdall_size)
-        sizes = (size_name(profile.batch_size), size_name(profile.sb3_size), held)
+        held = "" if profile.holdall_size is None else count_or_dash(profile.holdall_size)
+        sizes = (count_or_dash(profile.batch_size), count_or_dash(profile.sb3_size), held)
         table.add_row(profile.name, f"{profile.share:.0%}", *units.both(profile.limit_bytes), *sizes)
     return table
 
 
 def _largest(plan: Plan) -> Table:
     table = _table("Largest that fits", ("if nothing else changes", ""))
-    for name, size in largest_sizes(plan):
+    for name, size in plan.largest_sizes():
         table.add_row(name, size)
     return table

@@ -40,19 +40,19 @@ if TYPE_CHECKING:
     from holdall.tools.plan.html_page import write_plan_page
     from holdall.tools.plan.measure_memory import need_from_spaces
     from holdall.tools.plan.phases import FitVerdict, MachineLimits, MeasuredCosts, PlanInputs, RunPhase, largest_phase
-    from holdall.tools.plan.planner import ColumnUnits, Plan, heading, largest_sizes, make_plan, row_name, size_name
+    from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
     from holdall.tools.plan.recommend import PROFILES, code_to_paste, largest_size, share_profiles
     from holdall.tools.plan.spec import ALGORITHM_CLASSES, ALGORITHMS, Algorithm, Spec
     from holdall.tools.plan.subprocess_probe import run_probe
 
 __all__ = [
     "ALGORITHMS", "ALGORITHM_CLASSES", "PROFILES", "ROLLOUTS_KEEP_DTYPES", "Algorithm", "BufferLayout",
-    "ColumnUnits", "FitVerdict", "MachineLimits", "MeasuredCosts", "Plan", "PlanInputs", "RunPhase", "Spec",
-    "Version", "code_to_paste", "default_class", "has_images", "heading", "installed_version", "largest_phase",
-    "largest_size", "largest_sizes", "leaves_of", "make_plan", "make_single_env", "model", "need_from_spaces",
-    "parse_count", "parse_observation", "parse_version", "random_steps", "read_config_file", "read_vec_env",
-    "replay_buffer", "rollout_buffer", "row_name", "run_probe", "share_profiles", "size_name", "space_from_dict",
-    "space_to_dict", "spec_from_model", "spec_from_settings", "write_plan_page",
+    "FitVerdict", "MachineLimits", "MeasuredCosts", "Plan", "PlanInputs", "RunPhase", "Spec", "Version",
+    "code_to_paste", "count_or_dash", "default_class", "has_images", "installed_version", "largest_phase",
+    "largest_size", "leaves_of", "make_plan", "make_single_env", "model", "need_from_spaces", "parse_count",
+    "parse_observation", "parse_version", "random_steps", "read_config_file", "read_vec_env", "replay_buffer",
+    "rollout_buffer", "run_probe", "share_profiles", "space_from_dict", "space_to_dict", "spec_from_model",
+    "spec_from_settings", "write_plan_page",
 ]  # fmt: skip
 
 _HOMES = {
@@ -68,9 +68,7 @@ _HOMES = {
     "html_page": ("write_plan_page",),
     "measure_memory": ("need_from_spaces",),
     "phases": ("FitVerdict", "MachineLimits", "MeasuredCosts", "PlanInputs", "RunPhase", "largest_phase"),
-    "planner": (
-        "ColumnUnits", "Plan", "heading", "largest_sizes", "make_plan", "row_name", "size_name",
-    ),
+    "planner": ("Plan", "count_or_dash", "make_plan"),
     "recommend": ("PROFILES", "code_to_paste", "largest_size", "share_profiles"),
     "spec": ("ALGORITHM_CLASSES", "ALGORITHMS", "Algorithm", "Spec"),
     "subprocess_probe": ("run_probe",),

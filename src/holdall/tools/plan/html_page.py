@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
-from holdall.tools.plan.planner import Plan, both_units, heading, largest_sizes, row_name, size_name
+from holdall.tools.plan.planner import Plan, both_units, count_or_dash
 from holdall.tools.report import (
     BarPiece,
     BarRow,
@@ -50,7 +50,7 @@ def write_plan_page(plan: Plan) -> str:
     if plan.notes:
         notes = tag("ul", *(tag("li", sentence(note)) for note in plan.notes), class_="notes")
         sections.append(section("Not included", notes))
-    return document(heading(plan), "plan", (), sections)
+    return document(plan.title, "plan", (), sections)
 
 
 def _verdict_badge(verdict: object) -> Markup:
@@ -154,17 +154,17 @@ def _colour(name: str) -> str:
 
 
 def _capacities(plan: Plan) -> Markup:
-    name = row_name(plan.spec)
-    heads = [name.lower(), "SB3's buffer", "the run"]
+    name = plan.size_word.capitalize()
+    heads = [plan.size_word, "SB3's buffer", "the run"]
     holdall = plan.known.need is not None
     rows: list[list[Child]] = []
     for row in plan.table:
-        cells: list[Child] = [size_name(row.size), both_units(row.sb3_bytes), _verdict_badge(row.sb3_verdict)]
+        cells: list[Child] = [count_or_dash(row.size), both_units(row.sb3_bytes), _verdict_badge(row.sb3_verdict)]
         if row.holdall_bytes is not None:
             cells += [both_units(row.holdall_bytes), _verdict_badge(row.holdall_verdict)]
         rows.append(cells)
     figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
-    sizes = tiles(Tile(f"largest {what}", size) for what, size in largest_sizes(plan))
+    sizes = tiles(Tile(f"largest {what}", size) for what, size in plan.largest_sizes())
     lead = (
         "Bytes are those of the buffer, verdicts those of the whole run. A largest size holds if nothing else changes."
     )
@@ -181,12 +181,13 @@ def _curves(plan: Plan) -> Markup:
     limit = plan.known.limits.limit_bytes
     most = max(float(layer.values.max()) for layer in layers)
     scale = bytes_scale(limit if most <= limit <= 2 * most else most)
-    unit = row_name(plan.spec).lower()
-    heads = [f"{unit} {size:,.0f}" for size in sizes]
+    heads = [f"{plan.size_word} {size:,.0f}" for size in sizes]
     marked = {0, len(sizes) - 1, len(sizes) // 2}
     ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
     named = (float(limit), f"limit {format_bytes(limit)}")
-    plot = Plot(f"{row_name(plan.spec)} against memory", sizes / sizes[-1], heads, layers, scale, ticks, False, named)
+    plot = Plot(
+        f"{plan.size_word.capitalize()} against memory", sizes / sizes[-1], heads, layers, scale, ticks, False, named
+    )
     return plot.markup()
 
 
@@ -197,9 +198,9 @@ def _profiles(plan: Plan) -> Markup:
             profile.name,
             f"{profile.share:.0%}",
             both_units(profile.limit_bytes),
-            size_name(profile.batch_size),
-            size_name(profile.sb3_size),
-            "-" if profile.holdall_size is None else size_name(profile.holdall_size),
+            count_or_dash(profile.batch_size),
+            count_or_dash(profile.sb3_size),
+            "-" if profile.holdall_size is None else count_or_dash(profile.holdall_size),
         ]
         for profile in plan.profiles
     ]

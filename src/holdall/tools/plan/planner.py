@@ -6,11 +6,11 @@ terminal and the HTML page share.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from holdall.machine import Limit, disk, largest_mapping, memory_limits, shared_memory
 from holdall.tools.plan import recommend
@@ -66,6 +66,33 @@ class Plan:
         change = self.change or SuggestedChange("", "", self.spec)
         spec, compressed = change.spec, self._compresses(change.spec)
         return recommend.code_to_paste(spec, holdall=spec.uses_holdall, setup=change.setup, compressed=compressed)
+
+    @property
+    def title(self) -> str:
+        """The run in one line."""
+        spec = self.spec
+        size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
+        envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
+        called = f"{spec.name}: " if spec.name else ""
+        return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
+
+    @property
+    def size_word(self) -> str:
+        """What the table's sizes count."""
+        return "steps" if self.spec.on_policy else "capacity"
+
+    def largest_sizes(self) -> Iterator[tuple[str, str]]:
+        """Name the largest sizes that fit, each if nothing else changes."""
+        names = {
+            "sb3_size": f"{self.size_word} with SB3's buffer",
+            "holdall_size": f"{self.size_word} with holdall's",
+            "batch_size": "batch",
+            "num_envs": "environments",
+        }
+        for key, name in names.items():
+            found = self.largest[key]
+            if found is not None:
+                yield name, f"{found:,}" if found else "none"
 
     def _compresses(self, spec: Spec) -> bool:
         """Whether a run with holdall's buffer fits only if all closed segments are compressed."""
@@ -244,52 +271,6 @@ def both_units(count: int) -> str:
     return f"{count / _MB:.1f} MB = {count / _MIB:.1f} MiB"
 
 
-class ColumnUnits(NamedTuple):
-    """The decimal and the binary unit of a column, named once in its head."""
-
-    decimal: str
-    binary: str
-
-    @classmethod
-    def for_largest(cls, sizes: Iterable[int]) -> ColumnUnits:
-        """Choose the units in which the largest of the sizes is a handy number."""
-        return cls("GB", "GiB") if max(sizes, default=0) >= _GB / 10 else cls("MB", "MiB")
-
-    def both(self, count: int) -> tuple[str, str]:
-        """Write a count of bytes in either unit, without its name."""
-        decimal, binary = (_GB, _GIB) if self.decimal == "GB" else (_MB, _MIB)
-        return f"{count / decimal:,.2f}", f"{count / binary:,.2f}"
-
-
-def size_name(size: int) -> str:
+def count_or_dash(size: int) -> str:
     """Write a count; none is a dash."""
     return f"{size:,}" if size else "-"
-
-
-def row_name(spec: Spec) -> str:
-    """Say what the table's sizes count."""
-    return "Steps" if spec.on_policy else "Capacity"
-
-
-def heading(plan: Plan) -> str:
-    """Name the run in one line."""
-    spec = plan.spec
-    size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
-    envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
-    called = f"{spec.name}: " if spec.name else ""
-    return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
-
-
-def largest_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Name the largest sizes that fit, each if nothing else changes."""
-    size = row_name(plan.spec).lower()
-    names = {
-        "sb3_size": f"{size} with SB3's buffer",
-        "holdall_size": f"{size} with holdall's",
-        "batch_size": "batch",
-        "num_envs": "environments",
-    }
-    for key, name in names.items():
-        found = plan.largest[key]
-        if found is not None:
-            yield name, f"{found:,}" if found else "none"
