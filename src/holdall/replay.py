@@ -51,9 +51,8 @@ from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Leaf, Schema, as_array, fit_flags
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.snapshot import FullBlock, Tick
-from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
 from holdall.units import require_count
 
@@ -188,12 +187,12 @@ class ReplayMemory:
         For adapters that would otherwise look at every array once more than `add` does.
         """
         store = self._store
-        if store is None or (quick := store.quick) is None:
+        if store is None or (quick := store.fast_tick) is None:
             return False
         if not quick.fits(obs, action, reward, next_obs, terminated, truncated):
             return False
         with self._lock:
-            if self._store is not store or store.quick is not quick:
+            if self._store is not store or store.fast_tick is not quick:
                 return False
             now = store.next_tick
             quick.write(now, obs, action, reward, next_obs, terminated, truncated)
@@ -392,7 +391,7 @@ class ReplayMemory:
         """
         require_count("nbytes", nbytes, 0)
         with self._lock:
-            self._open().large_segments.relieve(int(nbytes))
+            self._open().relieve(int(nbytes))
 
     @property
     def spill_dir(self) -> str | os.PathLike[str] | None:
@@ -657,7 +656,8 @@ class ReplayMemory:
                 "spill_dir": self._spill_dir,
                 "generator": self._generator,
                 "sampler": self._sampler,
-                "store": store.state(),
+                "store": store.content(),
+                "rows": store.rows(),
                 "unchanged": _Unchanged(store),  # last: it is written when all the rest was
             }
 
@@ -666,7 +666,10 @@ class ReplayMemory:
         self._set_up(*settings)
         self._generator, self._sampler = state["generator"], state["sampler"]
         with self._lock:  # the sealer may be at the first block before all are taken over
-            self._open().restore(state["store"])
+            store = self._open()
+            store.thaw(state["store"])
+            for chunk in state["rows"]:
+                store.take_rows(chunk)
 
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""

@@ -42,8 +42,7 @@ from holdall.storage.records import (
     unpack_state,
     window_of,
 )
-from holdall.storage.segment import Segment
-from holdall.storage.slices import ClosedPart
+from holdall.storage.slices import ClosedPart, Segment
 from holdall.storage.snapshot import RowChunk, StoreContent
 
 _HEAD_BYTES = 2**11

@@ -10,7 +10,6 @@ cursor of a tick leads to it as a next observation.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -20,11 +19,11 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, as_bytes
-from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.codec import COST_CAPS
 from holdall.storage.layout import Window, WindowScout
 from holdall.storage.rings import new_ring
-from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.sealer import Sealer
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
 from holdall.threads import ThreadPool
 
@@ -312,10 +311,9 @@ class RolloutFields:
                 f"compress ({compress!r}) must be None or one of {sorted(COST_CAPS)}; pass one of these"
             )
         self._pool = ThreadPool()
-        self._sealed: deque[tuple[SliceBlock, SealedSlices]] = deque()
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.threads, self._on_sealed)
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.threads)
         self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
@@ -326,7 +324,7 @@ class RolloutFields:
                 for full in field.rows.full_blocks():
                     self.sealer.submit(full)
                     self.sealer.wait_for_room()
-                    self._take_sealed()
+                    self._take_sealed(self.sealer)
 
     def gather(self, field: int, places: NDArray[np.int64], out: Array) -> None:
         """Copy one field's rows of `places` to `out`; a negative place gives zeros."""
@@ -342,7 +340,7 @@ class RolloutFields:
         """Wait until every full segment is compressed."""
         if self.sealer is not None:
             self.sealer.drain()
-            self._take_sealed()
+            self._take_sealed(self.sealer)
 
     def report(self, ticks: int) -> list[FieldReport]:
         """Account for every field."""
@@ -358,16 +356,11 @@ class RolloutFields:
             self.sealer.stop()
         self._pool.dismiss()
 
-    def _on_sealed(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
-        """Note what the worker finished; called in its thread."""
-        if sealed is not None:
-            self._sealed.append((block, sealed))
-
-    def _take_sealed(self) -> None:
-        """Let fields change over to what the worker finished; in the thread that writes and reads."""
-        while self._sealed:
-            block, sealed = self._sealed.popleft()
-            any(isinstance(f.rows, SlicedRows) and f.rows.take_sealed(block, sealed) for f in self._fields)
+    def _take_sealed(self, sealer: Sealer) -> None:
+        """Let fields change over to what the worker finished."""
+        for block, sealed in sealer.collect():
+            if sealed is not None:
+                any(isinstance(f.rows, SlicedRows) and f.rows.take_sealed(block, sealed) for f in self._fields)
 
 
 _FIRST_ROWS = 8
