@@ -12,7 +12,7 @@ KERNELS := $(wildcard src/holdall/*/*.[ch])
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format nightly clean
+.PHONY: help setup demo test check format shape nightly clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -36,6 +36,9 @@ check: $(STAMP) $(PUBLISHED) ## Exactly what CI runs: format, lint, types, impor
 format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
+
+shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
+	$(BIN)/python benchmarks/shape.py
 
 nightly: $(STAMP) $(PUBLISHED) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600

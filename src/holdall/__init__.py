@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdall import threads
     from holdall.batch import Batch, RolloutBatch
-    from holdall.checkpoint.background import Checkpoint, SaveHandle
+    from holdall.checkpoint import Checkpoint, SaveHandle
     from holdall.errors import (
         ArgumentError,
         CheckpointError,

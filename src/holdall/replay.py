@@ -15,7 +15,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,15 +23,22 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.checkpoint.background import Arrival, Autosave, Progress, SaveHandle, SaveInterval
-from holdall.checkpoint.ledger import RecordFiles
-from holdall.checkpoint.load import Attached, Restored, restored, sensible
-from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.recover import LaneChange, Losses, steps_of
-from holdall.checkpoint.save import Snapshot, store_words
-from holdall.checkpoint.saver import Savers, checked_attachments
-from holdall.checkpoint.source import library_at, newest, place_of
-from holdall.delivery.batches import BatchJob, Delivery, HostBatches, ObservationAssembler, of_ids
+from holdall.checkpoint import (
+    Attached,
+    Autosave,
+    BackgroundFetch,
+    Loading,
+    Progress,
+    Restored,
+    SaveHandle,
+    SaveInterval,
+    Savers,
+    Snapshot,
+    checked_attachments,
+    normalized_url,
+    open_reader,
+)
+from holdall.delivery.batches import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched
 from holdall.errors import ArgumentError, ClosedError, HoldallError
@@ -40,21 +46,20 @@ from holdall.json_state import (
     generator_of,
     generator_state,
     restored_generator,
-    schema_of,
     schema_words,
 )
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
-from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
+from holdall.sampling.draw import Held, Sampler, Uniform
 from holdall.sampling.episodic import Hindsight, NStep, Sequence
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Leaf, Schema, as_array, fit_flags
+from holdall.schema import Leaf, Schema, as_array, as_ids, fit_flags, require_held
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.snapshot import FullBlock, Tick
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
-from holdall.units import require_count
+from holdall.units import require_count, require_number
 
 _SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
@@ -129,7 +134,7 @@ class ReplayMemory:
         self._savers = Savers(kernels.coder)
         self._attached = Attached()
         self._autosave: Autosave | None = None
-        self._arrival: Arrival | None = None
+        self._fetch: BackgroundFetch | None = None
         self._prefetched = Prefetched()
         self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
         pool = ThreadPool()
@@ -293,7 +298,9 @@ class ReplayMemory:
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            self._held(store).require_drawn(draw)
+            for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
+                if ids is not None:
+                    self._require_held(store, ids)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -301,7 +308,7 @@ class ReplayMemory:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._lock:
             store = self._open()
-            self._held(store).require(ids)
+            self._require_held(store, ids)
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -330,7 +337,7 @@ class ReplayMemory:
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._lock:
             store = self._open()
-            self._held(store).require(wanted)
+            self._require_held(store, wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
@@ -435,22 +442,18 @@ class ReplayMemory:
         """
         require_count("keep", keep, 1)
         files = checked_attachments(attach)
-        saver = self._savers.to(place_of(url))
+        saver = self._savers.to(normalized_url(url))
         with self._lock:
             store = self._open()
             frozen = store.freeze(saver.rows_saved())
-            sampled, generator = self._sampler.state(), generator_state(self._generator)
-            prefetched = self._prefetched.state()
-        kind = type(self._sampler).__name__
-        state = {
-            "store": store_words(frozen),
-            "sampler": {"kind": kind, "state": sampled},
-            "generator": generator,
-            "prefetched": prefetched,
-        }
+            state = {
+                "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
+                "generator": generator_state(self._generator),
+                "prefetched": self._prefetched.state(),
+            }
         words = schema_words(self._schema)
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
-        return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
+        return saver.save(snapshot, int(keep), progress, mirror)
 
     def save_every(
         self,
@@ -479,7 +482,7 @@ class ReplayMemory:
         self._open()
         if self._autosave is not None:
             self._autosave.stop()
-        place, kept = place_of(url), int(keep)
+        place, kept = normalized_url(url), int(keep)
 
         def save(memory: Any) -> SaveHandle:
             handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
@@ -530,65 +533,14 @@ class ReplayMemory:
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
-        library = library_at(url, spill_dir)
 
-        def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
-            with sensible(f"checkpoint {manifest.number} of {library.url}"):
-                lanes = schema_of(manifest.schema).num_envs
-            if capacity is not None:
-                require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
-            ticks = None if capacity is None else int(capacity) // lanes
-            losses = Losses() if recover else None
-            found = restored(manifest, library, ticks, losses)
+        def make(schema: Schema, ticks: int, is_final: bool) -> Self:  # type: ignore[type-var]  # it is the class's own
             memory = cls.__new__(cls)
-            memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
-            try:
-                with sensible(f"checkpoint {manifest.number} of {library.url}"):
-                    memory._take_over(found, sampler)
-            except BaseException:
-                memory.close()
-                raise
-            if losses is None:
-                found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-                memory._savers.to(place_of(url), found.ledger)
-            else:
-                losses.tell(library.url, manifest.number)
-            memory._arrival = Arrival(found.blocks, library.interrupt)
-            memory._attached = Attached(
-                RecordFiles(library_at(url, spill_dir)), manifest.attached
-            )  # also once it is closed
+            memory._set_up(schema, ticks, device if is_final else None, budget, prefer, spill_dir, None)
             return memory
 
-        memory: Self = newest(library, build)
-        if num_envs is None or num_envs == memory.num_envs:
-            return memory
-        with memory:
-            return memory._with_lanes(int(num_envs), None if capacity is None else int(capacity), sampler)
-
-    def _with_lanes(self, lanes: int, capacity: int | None, sampler: Sampler | None) -> Self:
-        """Return a memory of the same transitions in another number of lanes."""
-        plan = LaneChange(self.first_id // self._lanes, self.next_id // self._lanes, self._lanes, lanes)
-        if capacity is not None:
-            require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
-        # As many as before: lanes that get less than others must not push out what others got.
-        ticks = max(self.capacity // lanes, plan.ticks, 1) if capacity is None else capacity // lanes
-        memory = type(self).__new__(type(self))
-        schema = replace(self._schema, num_envs=lanes)
-        memory._set_up(schema, ticks, self._device, self._budget, self._prefer, self._spill_dir, None)
-        memory._generator, memory._attached = self._generator, self._attached
-        memory._sampler = Uniform() if sampler is None else sampler
-        gathered = HostBatches(self._schema, self._assembler, Delivery(None, self._schema.leaves))
-        try:
-            for part in plan:
-                draw = of_ids(part.ids.reshape(-1))
-                with self._lock:
-                    reading = gathered.look_up(draw, self._open())
-                batch, valid = gathered.make(draw, reading), self.are_valid(draw.ids)
-                memory.extend(*steps_of(batch, part, valid, schema))
-        except BaseException:
-            memory.close()
-            raise
-        return memory
+        loading: Loading[Self] = Loading(make, cls._take_over, sampler, capacity, num_envs, recover)
+        return loading.load(open_reader(url, spill_dir))
 
     @property
     def schema(self) -> Schema:
@@ -621,9 +573,9 @@ class ReplayMemory:
         if autosave is not None:
             autosave.stop()
         self._savers.close()
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            arrival.stop()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.stop()
         with self._lock:
             store, self._store = self._store, None
         if store is not None:
@@ -700,28 +652,33 @@ class ReplayMemory:
         """Become what was saved."""
         with self._lock:
             store = self._open()
-            store.thaw(found.content)
-            for chunk in found.rows(store.columns_like()):
-                store.take_rows(chunk)
+            found.fill(store)
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
         self._sampler = Uniform() if sampler is None else sampler
-        if type(self._sampler).__name__ == saved["kind"]:
-            self._sampler.restore(saved["state"])
-            self._prefetched.restore(found.state.get("prefetched", []), getattr(self._sampler, "_reward_fn", None))
-            for one in (self._sampler, getattr(self._sampler, "by", None)):
-                if isinstance(one, Prioritized):
-                    one.resize(self.capacity, store.first_tick * self._lanes)
-        elif sampler is None:
+        if sampler is None and saved["kind"] != type(self._sampler).__name__:
             raise ArgumentError(
                 f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
                 f"sampler={saved['kind']}(...) with its settings, or another one to start anew"
             )
+        if found.content is not None and type(self._sampler).__name__ == saved["kind"]:
+            self._sampler.restore(saved["state"])
+            self._prefetched.restore(found.state.get("prefetched", []), self._sampler)
+            resize = getattr(self._sampler, "resize", None)
+            if resize is not None:
+                resize(self.capacity, store.first_tick * self._lanes)
+        if found.saved is not None:
+            self._savers.to(found.url, found.saved)
+        self._fetch = found.fetch_the_rest()
+        self._attached = found.attached
 
     def _open(self) -> Store:
         if self._store is None:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
         return self._store
+
+    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
+        require_held(ids, store.first_tick * self._lanes, store.next_tick * self._lanes, store)
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self._lanes, store.next_tick * self._lanes

@@ -1,378 +1,409 @@
-"""Saving: a snapshot becomes records, and the records a checkpoint.
+"""Saving: `save` returns a handle at once, and a thread for each place writes one checkpoint after another.
 
-In:  a snapshot, and what the place holds already.  Out: the manifest, committed.
-Invariant: what is held in memory beyond the snapshot's own references is one record at a time. Whatever fails, the
-ledger names nothing that is not there, and the checkpoints before are as they were.
-
-Rows come first, since the memory goes on writing over them; then the blocks that are still being filled, since they
-pin their arenas; then full blocks, oldest first, since they are the next to be evicted.
+In:  snapshots.  Out: handles, which wait for the checkpoint or for its error.
+Invariant: saves to one place are written in the order in which they were asked for, whichever memory, shard or timer
+asks. A save that fails changes nothing: the checkpoints before it are as they were, and the memory goes on.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
+import logging
+import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import numpy as np
-
-from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
+from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
 from holdall.checkpoint.manifest import (
-    BlockEntry,
-    CheckpointPlace,
-    Chunk,
-    Manifest,
-    Ref,
-    SegmentEntry,
+    ATTACHMENT_NAME,
+    CheckpointWriter,
+    is_remote,
+    next_number,
+    normalized_url,
+    shard_folder,
 )
-from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import dtype_name
-from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.records import (
-    PIECE_BYTES,
-    Buffer,
-    dictionary_name,
-    pack_dictionary,
-    pack_file,
-    pack_logs,
-    pack_piece,
-    pack_rows,
-    pack_slices,
-    pack_state,
-    window_words,
-)
-from holdall.storage.snapshot import (
-    FrozenRows,
-    FrozenSegments,
-    FrozenStore,
-    FullBlock,
-    OpenSlices,
-    is_settled,
-)
+from holdall.checkpoint.saved_records import RowsKey, SavedRecords
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.storage.blocks import Coder, SliceBlock
+from holdall.storage.snapshot import FullBlock
 
-_MOST_PIECES = 16
-"""Pieces of a block being filled, after which it is written anew as one."""
-_MOST_SPLIT = 8
-"""Full blocks that may stay in the pieces in which they were saved."""
-_FILE_PIECE_BYTES = 16 * 2**20
+if TYPE_CHECKING:
+    from holdall.checkpoint.autosave import CheckpointMirror
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """All that a checkpoint holds, at the moment of `save`."""
+_YIELD_S = 0.001
+"""A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
 
-    store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
-    schema: dict[str, Any]
-    capacity_ticks: int
-    state: dict[str, Any]
-    attach: Mapping[str, Path | bytes]
-    lock: threading.Lock  # of the memory: rows are read under it
-    release: Callable[[FrozenRows], None]
+_LOG = logging.getLogger("holdall")
+
+Progress = Callable[[str, int], None]
+"""Called with what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
 
 
-class _Pending(NamedTuple):
-    """A full block that may have to be written."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was acknowledged."""
 
-    number: int  # in the manifest
-    full: FullBlock
+    url: str
+    number: int
+    bytes_written: int  # by this save: what earlier checkpoints wrote is not written again
+    bytes_total: int  # of all files that the checkpoint names
+    transitions: int
+    seconds: float
 
 
-class Saving:
-    """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
+class SaveHandle:
+    """A save under way."""
 
-    def __init__(self, place: CheckpointPlace, ledger: Ledger, coder: Coder) -> None:
-        self._place = place
-        self._owner = self._ledger = ledger
-        self._fresh = Ledger()
-        self._coder = coder
-        self._told: Callable[[str, int], None] = lambda _phase, _bytes: None
-        self._phase = "blocks"
-        self.bytes_written = 0
-        # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
-        self._lasting = RecordWriter(place, self._wrote)
-        self._pieces = RecordWriter(place, self._wrote)
-        self._brief = RecordWriter(place, self._wrote)
+    def __init__(
+        self,
+        url: str,
+        interrupt: Callable[[], None],
+        wait_for_mirror: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        self.url = url
+        self._interrupt = interrupt
+        self._wait_for_mirror = wait_for_mirror
+        self._ended = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
 
-    @property
-    def _writers(self) -> tuple[RecordWriter, ...]:
-        return self._lasting, self._pieces, self._brief
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
 
-    def knows(self, block: SliceBlock) -> bool:
-        """Whether a block was written, now or before."""
-        return block in self._ledger.blocks or block in self._fresh.blocks
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        if self._checkpoint is None:
+            raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
+        return self._checkpoint
 
-    def write_ahead(self, blocks: Iterable[FullBlock]) -> None:
-        """Write blocks that are full, for a snapshot to come."""
+    def mirrored(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
+        if self._wait_for_mirror is None:
+            raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
+        began = time.monotonic()
+        checkpoint = self.result(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        self._wait_for_mirror(checkpoint.number, left)
+        return checkpoint
+
+    def cancel(self) -> None:
+        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
+        self._interrupt()
+
+    def succeed(self, checkpoint: Checkpoint) -> None:
+        """End well."""
+        self._checkpoint = checkpoint
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End badly."""
+        self._error = error
+        self._ended.set()
+
+
+def open_writer(url: str | os.PathLike[str]) -> CheckpointWriter:
+    """Take hold of a place, to write to it."""
+    place = normalized_url(url)
+    if is_remote(place):
+        from holdall.checkpoint.object_store import ObjectStoreWriter  # noqa: PLC0415  not for a local path
+
+        return ObjectStoreWriter(place)
+    return DirectoryWriter(Path(place))
+
+
+def shard_url(url: str | os.PathLike[str], shard: int) -> str:
+    """Return where a shard of a memory saves its own checkpoints."""
+    return f"{normalized_url(url)}/{shard_folder(shard)}"
+
+
+def collect_all(place: CheckpointWriter, keep: int) -> int:
+    """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
+    named = {s.folder for number in place.reader.numbers() for s in place.reader.manifest(number).shards}
+    freed = place.collect(keep, ())
+    for folder in sorted(named):
+        below = open_writer(f"{place.url}/{folder}")
         try:
-            for full in blocks:
-                self._write_block(full)
-            self._lasting.settle()
-        except BaseException:
-            self.abandon()
-            raise
+            freed += below.collect(keep, ())
+        finally:
+            below.close()
+    return freed
 
-    def abandon(self) -> None:
-        """Throw away what was written."""
-        for writer in self._writers:
-            writer.abandon()
 
-    def run(self, snapshot: Snapshot, number: int, told: Callable[[str, int], None]) -> Manifest:
-        """Write everything and commit it.
+def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
+    """Return files by name, as bytes or as paths that are there."""
+    if attach is None:
+        return {}
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")
+
+
+class _SaveJob(NamedTuple):
+    """A checkpoint to be made."""
+
+    snapshot: Snapshot | ShardsSnapshot
+    handle: SaveHandle
+    keep: int | None
+    progress: Progress | None
+    mirror: CheckpointMirror | None
+
+
+class Saver:
+    """Writes checkpoints to one place.
+
+    Args:
+        open_writer: Takes hold of the place; called in the background, with the first save.
+        saved: What the place holds of the memory already, if it was loaded from there.
+    """
+
+    def __init__(
+        self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, saved: SavedRecords | None = None
+    ) -> None:
+        self.url = url
+        self._open_place = open_writer
+        self._coder = coder
+        self._records = saved or SavedRecords()
+        self._place: CheckpointWriter | None = None
+        self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
+        self._mirrors: dict[str, CheckpointMirror] = {}
+        self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
+        self._ahead: list[FullBlock] = []
+        self._jobs: deque[_SaveJob] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = False
+        # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+        self._process = os.getpid()
+
+    def rows_saved(self) -> dict[int, RowsKey]:
+        """Name the chunks of rows that need not be written again."""
+        return self._records.rows_saved()
+
+    def save(
+        self,
+        snapshot: Snapshot | ShardsSnapshot,
+        keep: int | None,
+        progress: Progress | None,
+        mirror: str | None,
+    ) -> SaveHandle:
+        """Have a snapshot written, after those before it.
 
         Args:
-            told: Is told of what is written now, and of the bytes so far.
+            keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
         """
-        self._told = told
-        try:
-            manifest = self._write(snapshot, number)
-            self._told("commit", self.bytes_written)
-            self._place.commit(manifest)
-        except BaseException:
-            self.abandon()
-            raise
-        self._owner.take_over(self._ledger)
-        self._ledger = self._owner
-        self._ledger.merge(self._fresh)
-        self._ledger.forget_before(manifest.first_tick)
-        in_use = self._ledger.files_in_use() | set(manifest.files)
-        self._ledger.files = {name: nbytes for name, nbytes in self._ledger.files.items() if name in in_use}
-        return manifest
+        if mirror is not None and isinstance(snapshot, ShardsSnapshot):
+            raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
+        behind = None if mirror is None else self._mirror(mirror)
+        handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
+        with self._changed:
+            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
+            self._wake()
+        return handle
 
-    def _write(self, snapshot: Snapshot, number: int) -> Manifest:
-        store, snapshot.store = snapshot.store, None
-        if store is None:
-            raise CheckpointError("a snapshot was saved twice; report this")
-        unsettled = self._write_rows(store, snapshot)
-        self._ledger.forget_before(store.first_tick)
-        self._ledger = merge(self._ledger, self._place.library, self._lasting)
-        blocks: list[BlockEntry] = []
-        segments: list[SegmentEntry] = []
-        if store.segments is not None:
-            segments, pending = self._write_logs(store.segments, blocks)
-            store = replace(store, segments=None)
-            self._write_blocks(pending, blocks)
-        attached = self._write_files(snapshot.attach)
-        state = self._brief.append(pack_state(snapshot.state))
-        for writer in self._writers:
-            writer.finish()
-            self._fresh.files |= writer.files
-        manifest = Manifest(
-            number=number,
-            commit=secrets.token_hex(16),
-            epoch=self._place.epoch,
-            time=time.time(),
-            first_tick=store.first_tick,
-            next_tick=store.next_tick,
-            capacity_ticks=snapshot.capacity_ticks,
-            schema=snapshot.schema,
-            files={},
-            state=state,
-            rows=self._chunks(store, unsettled),
-            segments=tuple(segments),
-            blocks=tuple(blocks),
-            dictionaries=self._ledger.dictionaries | self._fresh.dictionaries,
-            attached=attached,
-        )
-        known = self._ledger.files | self._fresh.files
-        names = dict.fromkeys(ref.file for ref in manifest.refs)
-        return replace(manifest, files={name: known[name] for name in names})
+    def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
+        """Have blocks written that are full, for the next checkpoint; nothing if the saver is busy.
 
-    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
-        """Write the rows that are new; return those that will have to be written again."""
-        self._phase = "rows"
-        rows = store.rows
-        unsettled: dict[int, Chunk] = {}
-        try:
-            for number in rows.wanted:
-                with snapshot.lock:
-                    chunk = rows.take(number)
-                if is_settled(number, rows.chunk_ticks, store.next_tick):
-                    key = (store.versions.get(number, 0), tuple(chunk.columns))
-                    ref = self._lasting.append(pack_rows(chunk))
-                    self._fresh.rows[number] = (key, Chunk(chunk.first_tick, chunk.ticks, ref))
-                else:
-                    ref = self._brief.append(pack_rows(chunk))
-                    unsettled[number] = Chunk(chunk.first_tick, chunk.ticks, ref)
-        finally:
-            with snapshot.lock:
-                snapshot.release(rows)
-        return unsettled
+        Args:
+            full_blocks: Returns those that are not known already.
+        """
+        with self._changed:
+            if self._is_busy:
+                return
+            saving = self._saving
+            known = self._records.blocks.__contains__ if saving is None else saving.knows
+            self._ahead = full_blocks(known)[::-1]
+            if self._ahead:
+                self._wake()
 
-    def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
-        """Name the chunks of all rows, written now or before."""
-        ticks = store.rows.chunk_ticks
-        numbers = range(store.first_tick // ticks, -(-store.next_tick // ticks))
-        known = self._ledger.rows | self._fresh.rows
-        return tuple(unsettled[number] if number in unsettled else known[number][1] for number in numbers)
+    def _wake(self) -> None:
+        if self._process != os.getpid():  # a fork's child has the saver, not its thread
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+            self._process, self._is_busy = os.getpid(), False
+        if not self._is_busy:
+            self._is_busy = True
+            self._thread.submit(self._run)
 
-    def _write_logs(
-        self, segments: FrozenSegments, blocks: list[BlockEntry]
-    ) -> tuple[list[SegmentEntry], deque[_Pending]]:
-        """Write logs, and the blocks that are still being filled; return the blocks that are full, oldest first."""
-        self._phase = "logs"
-        open_parts = segments.open.parts
-        filling = {id(part.block): slices for part, slices in zip(open_parts, segments.filling, strict=True)}
-        numbers: dict[int, int] = {}
-        pending: deque[_Pending] = deque()
-        entries = []
-        held = [*segments.closed, segments.open] if segments.open.ticks else segments.closed
-        for segment in held:
-            for part in segment.parts:
-                block = part.block
-                if id(block) in numbers:
-                    continue
-                numbers[id(block)] = len(blocks)
-                if id(block) in filling:
-                    blocks.append(self._write_filling(filling[id(block)]))
-                else:
-                    pending.append(_Pending(len(blocks), FullBlock(block, part.log is None)))
-                    blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
-            if segment is segments.open:
-                ref = self._brief.append(pack_logs(segment.parts))
+    def interrupt(self) -> None:
+        """Give up waiting for a server that does not answer."""
+        place = self._place
+        if place is not None:
+            place.interrupt()
+        for mirror in self._mirrors.values():
+            mirror.interrupt()
+
+    def close(self) -> None:
+        """Wait for every save, and let another writer in."""
+        self._thread.shutdown()
+        for mirror in self._mirrors.values():
+            mirror.close()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+        place, self._place = self._place, None
+        if place is not None:
+            place.close()
+
+    def _run(self) -> None:
+        time.sleep(_YIELD_S)
+        while True:
+            with self._changed:
+                ahead, self._ahead = self._ahead, []
+                if not self._jobs and not ahead:
+                    self._is_busy = False
+                    return
+                job = self._jobs.popleft() if self._jobs else None
+            if job is None:
+                self._write_ahead(ahead)
+                continue
+            try:
+                checkpoint = self._written(job)
+            except BaseException as error:  # whoever waits for the handle gets it; training goes on
+                _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
+                self._drop(job.snapshot)
+                job.handle.fail(error)
             else:
-                known = self._ledger.logs.get(segment.first_tick)
-                ref = self._lasting.append(pack_logs(segment.parts)) if known is None else known
-                self._fresh.logs[segment.first_tick] = ref
-            named = tuple(numbers[id(part.block)] for part in segment.parts)
-            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
-        return entries, pending
+                job.handle.succeed(checkpoint)
+            del job
 
-    def _write_filling(self, filling: OpenSlices) -> BlockEntry:
-        """Write what is new in a block that is still being filled."""
-        count = filling.slices.size // filling.slice_bytes
-        done = self._ledger.filling.get(filling.key, Filling())
-        if len(done.refs) >= _MOST_PIECES:
-            done = Filling()
-        new = self._write_pieces(self._pieces, filling.slices, filling.slice_bytes, done.slices)
-        refs = done.refs + tuple(new)
-        self._fresh.filling[filling.key] = Filling(refs, count)
-        return BlockEntry(filling.slice_bytes, count, refs)
+    def _written(self, job: _SaveJob) -> Checkpoint:
+        began = time.perf_counter()
+        store = None if isinstance(job.snapshot, ShardsSnapshot) else job.snapshot.store
+        transitions = 0 if store is None else store.transitions
+        del store  # its parts are freed as they are written
+        with disk_errors_explained(self.url, "written to"):
+            place = self._opened()
+            number = next_number(place.reader, self._last, place.epoch)
+            saving, self._saving = self._saving or SnapshotWriter(place, self._records, self._coder), None
+            manifest = saving.run(job.snapshot, number, _reporting(job.progress))
+        self._last = number
+        if job.mirror is not None and job.keep is not None:
+            job.mirror.send(manifest, job.keep)
+        self._collect(place, job.keep)
+        return Checkpoint(
+            url=self.url,
+            number=number,
+            bytes_written=saving.bytes_written,
+            bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
+            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
+            seconds=time.perf_counter() - began,
+        )
+
+    def _write_ahead(self, blocks: list[FullBlock]) -> None:
+        """Write blocks for the next checkpoint; if that fails, it will say so."""
+        try:
+            with disk_errors_explained(self.url, "written to"):
+                if self._saving is None:
+                    self._saving = SnapshotWriter(self._opened(), self._records, self._coder)
+                self._saving.write_ahead(blocks)
+        except (HoldallError, OSError) as error:
+            self._saving = None
+            _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
+
+    def _mirror(self, url: str) -> CheckpointMirror:
+        if is_remote(self.url):
+            raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
+        if not is_remote(url):
+            raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
+        found = self._mirrors.get(url)
+        if found is None:
+            from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores
+
+            found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
+        return found
+
+    def _opened(self) -> CheckpointWriter:
+        if self._place is None:
+            place = self._open_place()
+            try:
+                self._last = max(place.reader.numbers(), default=0)
+                # Between loading and now another writer may have collected what was loaded.
+                self._records.keep_only(place.reader.file_sizes())
+            except BaseException:
+                place.close()
+                raise
+            self._place = place
+        return self._place
+
+    def _collect(self, place: CheckpointWriter, keep: int | None) -> None:
+        """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
+        try:
+            mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
+            place.collect(keep, self._records.files_in_use().union(*mirrored))
+        except OSError as error:
+            _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
     @staticmethod
-    def _write_pieces(writer: RecordWriter, slices: Bytes, slice_bytes: int, first: int) -> list[Ref]:
-        """Write slices from a number on, some at a time."""
-        count = slices.size // slice_bytes
-        at_once = max(1, PIECE_BYTES // slice_bytes)
-        refs = []
-        for start in range(first, count, at_once):
-            end = min(start + at_once, count)
-            refs.append(writer.append(pack_piece(slices[start * slice_bytes : end * slice_bytes], slice_bytes, start)))
-        return refs
-
-    def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
-        self._phase = "blocks"
-        self._adopt_files(pending)
-        while pending:
-            number, full = pending.popleft()
-            blocks[number] = replace(blocks[number], refs=self._write_block(full))
-
-    def _write_block(self, full: FullBlock) -> tuple[Ref, ...]:
-        """Write a full block, unless it is there; say where it is."""
-        block, is_direct = full
-        refs = self._ledger.blocks.get(block) or self._fresh.blocks.get(block)
-        if refs is None and is_direct:
-            slices = block.arena[: block.used * block.slice_bytes]
-            refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
-        elif refs is None:
-            refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
-        self._fresh.blocks[block] = refs
-        return refs
-
-    def _adopt_files(self, pending: Iterable[_Pending]) -> None:
-        """Take over files of this disk in which full blocks lie, most of them spilled."""
-        for file, blocks in adoptable(full.block for _, full in pending if not self.knows(full.block)):
-            adopted = self._place.adopt(file)
-            if adopted is None:
-                continue
-            name, nbytes = adopted
-            self._fresh.files[name] = nbytes
-            for block, extent in blocks:
-                self._fresh.blocks[block] = (ref_of(extent, name, nbytes),)
-                if block.sealed is not None:
-                    self._see_to_dictionary(block.sealed.codec)
-
-    def _see_to_dictionary(self, codec: Codec) -> None:
-        """Write the dictionary of a codec, unless it is there."""
-        dictionary = codec.dictionary
-        if dictionary is not None:
-            name = dictionary_name(dictionary)
-            if name not in self._ledger.dictionaries and name not in self._fresh.dictionaries:
-                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
-
-    def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
-        """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
-
-        Such a block has to be read whole when it is loaded, so there may be only a few.
-        """
-        arena, done = block.arena, self._ledger.filling.get(block)
-        if done is None or not arena.size or len(self._ledger.split) + len(self._fresh.split) >= _MOST_SPLIT:
-            return ()
-        self._fresh.split.add(block)
-        slices = arena[: block.used * block.slice_bytes]
-        return done.refs + tuple(self._write_pieces(self._pieces, slices, block.slice_bytes, done.slices))
-
-    def _packed(self, block: SliceBlock) -> list[Buffer]:
-        """Return a full block as a record, in the form that it has now."""
-        arena, sealed = block.arena, block.sealed  # in this order: once the arena is empty, the sealed form is there
-        if sealed is None:
-            nbytes = block.used * block.slice_bytes
-            stored = Codec(Method.STORED, 0, Transform(block.slice_bytes))
-            offsets = (np.arange(block.used + 1, dtype=np.uint64) * block.slice_bytes).astype(np.uint32)
-            coded = Coded(stored, block.used, offsets, np.empty(0, np.uint8), arena[:nbytes])
-        else:
-            coded = sealed.coded
-        extent = coded.data
-        if isinstance(extent, Extent):
-            data = np.frombuffer(extent.read(0, extent.nbytes), np.uint8)
-            coded = replace(coded, data=data)
-            checks = self._coder.checksums(data, coded.offsets)
-            if not np.array_equal(checks, extent.checks):
-                raise DamageError(f"{extent.file.path} was damaged since it was written, so the memory cannot be saved")
-        else:
-            checks = self._coder.checksums(extent, coded.offsets)
-        self._see_to_dictionary(coded.codec)
-        return pack_slices(coded, checks)
-
-    def _write_files(self, attach: Mapping[str, Path | bytes]) -> dict[str, tuple[Ref, ...]]:
-        self._phase = "files"
-        return {name: tuple(self._write_file(content)) for name, content in attach.items()}
-
-    def _write_file(self, content: Path | bytes) -> list[Ref]:
-        if isinstance(content, bytes):
-            starts = range(0, max(len(content), 1), _FILE_PIECE_BYTES)
-            return [self._brief.append(pack_file(content[start : start + _FILE_PIECE_BYTES])) for start in starts]
-        refs: list[Ref] = []
-        with content.open("rb") as file:
-            for number in itertools.count():
-                piece = file.read(_FILE_PIECE_BYTES)
-                if not piece and number:
-                    return refs
-                refs.append(self._brief.append(pack_file(piece)))
-        return refs
-
-    def _wrote(self, nbytes: int) -> None:
-        self.bytes_written += nbytes
-        self._told(self._phase, self.bytes_written)
+    def _drop(snapshot: Snapshot | ShardsSnapshot) -> None:
+        if isinstance(snapshot, ShardsSnapshot):
+            return
+        store, snapshot.store = snapshot.store, None
+        if store is not None:
+            with snapshot.lock:
+                snapshot.release(store.rows)
 
 
-def store_words(frozen: FrozenStore) -> dict[str, Any]:
-    """Describe what of a store is neither rows nor segments."""
-    segments = frozen.segments
-    return {
-        "large": frozen.large,
-        "paired": frozen.paired,
-        "newest": {str(i): rows for i, rows in frozen.newest.items()},
-        "scouts": frozen.scouts,
-        "windows": [] if segments is None else [window_words(window) for window in segments.windows],
-        "searches": None if segments is None else segments.searches,
-        "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
-        "has_invalid": frozen.has_invalid,
-    }
+class Savers:
+    """The savers of one memory, by place."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+        self._savers: dict[str, Saver] = {}
+
+    def to(self, place: str, saved: SavedRecords | None = None) -> Saver:
+        """Return the saver to a place; `saved` is what it holds of a memory that was loaded from there."""
+        saver = self._savers.get(place)
+        if saver is None:
+            saver = self._savers[place] = Saver(place, lambda: open_writer(place), self._coder, saved)
+        return saver
+
+    def close(self) -> None:
+        """Wait for all that is being saved."""
+        savers, self._savers = self._savers, {}
+        for saver in savers.values():
+            saver.close()
+
+
+def _reporting(progress: Progress | None) -> Callable[[str, int], None]:
+    """Call the user's callback, and survive whatever it does."""
+
+    def report(phase: str, nbytes: int) -> None:
+        if progress is None:
+            return
+        try:
+            progress(phase, nbytes)
+        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
+            _LOG.warning("the progress callback failed (%s)", error)
+
+    return report

@@ -38,6 +38,7 @@ _LOG = logging.getLogger("holdall")
 
 
 Write = Callable[[SealedSlices], SealedSlices]
+Wake = Callable[[], None]
 
 
 class SealResult(NamedTuple):
@@ -79,18 +80,13 @@ class Sealer:
     Args:
         cap: How much longer sampling may take, over a raw gather.
         threads: Threads that share the decoding of a batch.
-        wake: Called by the worker after every block, for its owner to collect the result soon; a bound method, held
-            weakly, so that a memory which is simply dropped ends its worker too. None: the owner collects by itself.
+        wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
+            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
     """
 
     def __init__(
-        self,
-        coder: Coder,
-        cap: float,
-        threads: int,
-        wake: Callable[[], None] | None = None,
-        write: Write | None = None,
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
         self._queue = _Queue()
         self._work = _Work(coder, cap, threads, write)
@@ -230,7 +226,7 @@ class _Work:
             self.is_choosing = False
 
 
-def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Callable[[], None]] | None) -> None:
+def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None) -> None:
     hurry = False
     while True:
         with queue.changed:
@@ -257,9 +253,7 @@ def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Callable[[]
                 queue.changed.notify_all()
 
 
-def _do(
-    job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Callable[[], None]] | None
-) -> None:
+def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
     """Have a job done, list the result, and have it collected if anybody is there: also if it failed."""
     sealed: SealedSlices | None = None
     try:
@@ -267,9 +261,9 @@ def _do(
     finally:
         with queue.changed:
             queue.results.append(SealResult(job.frozen.block, sealed))
-        owner = None if wake is None else wake()
-        if owner is not None:
-            owner()
+        collect = None if wake is None else wake()
+        if collect is not None:
+            collect()
 
 
 def _stop(queue: _Queue) -> None:

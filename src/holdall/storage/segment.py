@@ -10,12 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
+from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import (
     ArenaPool,
@@ -54,15 +55,6 @@ _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
 
 _ALONE = ThreadPool(threads=1)
-
-
-class FieldBytes(NamedTuple):
-    """Where the bytes of one field are."""
-
-    raw: int
-    sealed: int  # in memory: compressed slices, and the indexes of those on disk
-    disk: int
-    log: int
 
 
 class Segments:
@@ -117,7 +109,7 @@ class Segments:
             self._sure_ticks = self._ticks_that_fit()
         self._sure_ticks -= 1
         for field in range(len(self._leaves)):
-            self._append_field(field, tick, obs[field], next_obs[field])
+            self.write_field(field, tick, obs[field], next_obs[field])
         self._open.ticks += 1
         if not self._searches.under_way:
             return
@@ -132,7 +124,7 @@ class Segments:
             self.append(tick, [obs], [next_obs])
             return
         self._sure_ticks -= 1
-        self._append_field(0, tick, obs, next_obs)
+        self.write_field(0, tick, obs, next_obs)
         self._open.ticks += 1
 
     @property
@@ -239,10 +231,6 @@ class Segments:
         self._rebuild_index()
         return len(self._leaves) - 1
 
-    def replay(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
-        """Write a past tick of one field into the open segment; ticks come in order."""
-        self._append_field(field, tick, obs, next_obs)
-
     @property
     def count(self) -> int:
         """Segments held, the open one among them."""
@@ -262,17 +250,21 @@ class Segments:
         parts = [part for segment in self._closed for part in segment.parts if part.log is not None]
         return ticks, sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)
 
-    def field_bytes(self, field: int) -> FieldBytes:
-        """Say where the bytes of one field are; a block counts once, whoever names it."""
+    def disk_bytes(self, field: int) -> int:
+        """Count the bytes of one field on disk; a block counts once, whoever names it."""
+        blocks = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
+        return sum(block.sealed.disk_bytes for block in blocks.values() if block.sealed is not None)
+
+    def report(self, field: int, name: str, plain_bytes: int, cursors: int) -> FieldReport:
+        """Say where the bytes of one field are."""
         closed = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
         part = self._open.parts[field]
         blocks = [block for key, block in closed.items() if key != id(part.block)]
-        return FieldBytes(
-            raw=part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None),
-            sealed=sum(block.used_bytes for block in blocks if block.sealed is not None),
-            disk=sum(block.sealed.disk_bytes for block in blocks if block.sealed is not None),
-            log=sum(part.log_bytes for part in self.parts(field)),
-        )
+        raw = part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None)
+        sealed = sum(block.used_bytes for block in blocks if block.sealed is not None)
+        log = sum(part.log_bytes for part in self.parts(field)) + cursors * self.cursor_bytes
+        finding = self._describe(field)
+        return FieldReport(name, raw + sealed, log, 0, plain_bytes, finding, sealed, self.disk_bytes(field))
 
     def arrays(self, field: int) -> list[Array]:
         """Return the arrays that one field lies in; an arena that two segments name comes once."""
@@ -287,7 +279,7 @@ class Segments:
         """Return arenas kept for the next segments."""
         return self._arenas.spare
 
-    def describe(self, field: int) -> str:
+    def _describe(self, field: int) -> str:
         """Say what was found about a field, for people."""
         found = self._describe_window(field)
         sealed = [p.block.sealed for s in self._closed if (p := s.parts[field]).block.sealed is not None]
@@ -372,7 +364,8 @@ class Segments:
         self._rebuild_index()
         self.frozen = list(frozen.values())
 
-    def _append_field(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
+    def write_field(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
+        """Write one tick of one field into the open segment; ticks come in order, past ones too."""
         part = self._open.parts[field]
         log = part.log
         part.append(obs, next_obs, self._cursors[field][tick % self._ring_ticks])
@@ -480,7 +473,7 @@ class Segments:
         self._open.parts[field] = self._new_part(field, replayed_ticks=self._open.ticks)
         held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
         for past in range(max(self._open.first_tick, held_from), tick + 1):
-            self.replay(field, past, *self._read_back(field, old, past))
+            self.write_field(field, past, *self._read_back(field, old, past))
         self._index.update(field, -1, self._open.parts[field])
         # The segments before may have begun the block that is left here.
         if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):

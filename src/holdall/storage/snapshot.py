@@ -95,6 +95,18 @@ class RowChunk:
     columns: dict[str, Array]  # (ticks, lanes, ...)
     apart: dict[str, tuple[NDArray[np.int64], Array]]  # ids and next observations that no later row shows
 
+    def since(self, tick: int, lanes: int) -> RowChunk | None:
+        """Return the rows of ticks from one on; None if there are none."""
+        skipped = max(0, tick - self.first_tick)
+        if skipped >= self.ticks:
+            return None
+        first, apart = self.first_tick + skipped, {}
+        for name, (ids, rows) in self.apart.items():
+            kept = int(np.searchsorted(ids, first * lanes))
+            apart[name] = ids[kept:], rows[kept:]
+        columns = {name: column[skipped:] for name, column in self.columns.items()}
+        return RowChunk(first, self.ticks - skipped, columns, apart)
+
 
 @dataclass(frozen=True, slots=True)
 class Apart:
@@ -290,6 +302,24 @@ class RowSnapshots:
 def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
     """Whether nothing but new flags can still change a chunk."""
     return (number + 1) * chunk_ticks + SETTLED_TICKS <= next_tick
+
+
+def chunks_of(
+    columns: Mapping[str, Array], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
+) -> list[RowChunk]:
+    """Return the rows of ticks [first_tick, next_tick) as views of rings: one or two chunks."""
+    ring_ticks = len(next(iter(columns.values())))
+    wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
+    return [
+        RowChunk(
+            first,
+            end - first,
+            {name: ring[first % ring_ticks :][: end - first] for name, ring in columns.items()},
+            {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
+        )
+        for first, end in ((first_tick, wrap), (wrap, next_tick))
+        if end > first
+    ]
 
 
 def rows_of(ring: Array, first: int, end: int) -> Array:

@@ -22,13 +22,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema, as_bytes
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window, WindowScout
-from holdall.storage.records import SealedSegment, travelling
 from holdall.storage.rings import FastDictTick, FastRows, FastTick, Rings, field_name
+from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import ClosedPart, Kernels, Places
@@ -41,6 +40,7 @@ from holdall.storage.snapshot import (
     StoreContent,
     Tick,
     chunk_ticks_of,
+    chunks_of,
     put_rows,
     rows_of,
 )
@@ -194,7 +194,7 @@ class Store:
         for tick in range(self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
-            self._segments.replay(field, tick, obs, next_obs)
+            self._segments.write_field(field, tick, obs, next_obs)
 
     def _settle(self, *, may_evict: bool) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
@@ -331,17 +331,7 @@ class Store:
 
     def require(self, segment: SealedSegment) -> None:
         """Refuse a segment that `adopt` would refuse."""
-        dtype, known = segment.rows.columns["reward.0"].dtype, self.reward_dtype
-        if known is not None and known != dtype:
-            raise ArgumentError(
-                f"reward has dtype {dtype}, the first add had {known}; holdall never casts, so have every "
-                f"writer pass np.asarray(reward, dtype=np.{known.name})"
-            )
-        if segment.large != tuple(self._large) or self._lanes not in (1, segment.lanes):
-            raise ArgumentError(
-                f"a segment of {segment.lanes} lanes whose leaves {segment.large} are large came to a store of "
-                f"{self._lanes} lanes whose leaves {tuple(self._large)} are; make both of the same schema"
-            )
+        segment.require(self._lanes, self._large, self.reward_dtype)
 
     def adopt(self, segment: SealedSegment) -> int:
         """Take over a segment that was sealed elsewhere as the newest ticks; return the number of its first one.
@@ -418,19 +408,7 @@ class Store:
 
     def rows(self) -> list[RowChunk]:
         """Return the rows of all ticks held, in order, sharing memory with the rings."""
-        apart, columns = self._rings.apart(), self._columns()
-        first, end, lanes = self.first_tick, self.next_tick, self._lanes
-        wrap = min(end, first - first % self._ring_ticks + self._ring_ticks)
-        return [
-            RowChunk(
-                start,
-                stop - start,
-                {name: ring[start % self._ring_ticks :][: stop - start] for name, ring in columns.items()},
-                {name: rows.between(start * lanes, stop * lanes) for name, rows in apart.items()},
-            )
-            for start, stop in ((first, wrap), (wrap, end))
-            if stop > start
-        ]
+        return chunks_of(self._columns(), self._rings.apart(), self.first_tick, self.next_tick, self._lanes)
 
     def freeze(self, saved: Mapping[int, tuple[int, tuple[str, ...]]]) -> FrozenStore:
         """Return what is held now; `release` when its rows were read.
@@ -478,18 +456,12 @@ class Store:
 
     def take_rows(self, chunk: RowChunk) -> None:
         """Take over the rows of some ticks; those that this store would not hold any more are passed over."""
-        first = max(chunk.first_tick, self.first_tick)
-        skipped = first - chunk.first_tick
-        if skipped >= chunk.ticks:
+        held = chunk.since(self.first_tick, self._lanes)
+        if held is None:
             return
-        columns = {name: column[skipped:] for name, column in chunk.columns.items()}
-        apart = {}
-        for name, (ids, rows) in chunk.apart.items():
-            kept = int(np.searchsorted(ids, first * self._lanes))
-            apart[name] = ids[kept:], rows[kept:]
-        self._rings.put(first, columns, apart)
+        self._rings.put(held.first_tick, held.columns, held.apart)
         for i, cursors in zip(self._large, self._segments.columns(), strict=True):
-            put_rows(cursors, first, columns[f"cursors.{i}"])
+            put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
 
     @property
     def chunk_ticks(self) -> int:
@@ -528,27 +500,21 @@ class Store:
     @property
     def disk_bytes(self) -> int:
         """Bytes of all fields on disk."""
-        return sum(self._segments.field_bytes(field).disk for field in range(len(self._large)))
+        return sum(self._segments.disk_bytes(field) for field in range(len(self._large)))
 
     def report(self) -> list[FieldReport]:
         """Account for every field."""
         held = (self.next_tick - self.first_tick) * self._lanes
         touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
-        leaves = self._schema.observation.leaves
-        observed = [self._report_observation(i, leaf, held, touched) for i, leaf in enumerate(leaves)]
+        kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
+        observed = []
+        for i, leaf in enumerate(self._schema.observation.leaves):
+            name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
+            if ring is None:
+                observed.append(self._segments.report(self._large.index(i), name, plain, touched))
+            else:
+                observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))
         return observed + self._rings.report(held, touched)
-
-    def _report_observation(self, i: int, leaf: Leaf, held: int, touched: int) -> FieldReport:
-        name, plain = field_name("obs", leaf), 2 * held * leaf.nbytes
-        ring = self._rings.small.get(i)
-        if ring is not None:
-            kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
-            return FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept))
-        field = self._large.index(i)
-        found = self._segments.field_bytes(field)
-        log = found.log + touched * self._segments.cursor_bytes
-        finding = self._segments.describe(field)
-        return FieldReport(name, found.raw + found.sealed, log, 0, plain, finding, found.sealed, found.disk)
 
     def arrays(self) -> list[tuple[str, Array]]:
         """Return every array held, under the name that `report` gives its field."""

@@ -1,24 +1,44 @@
-"""Writing records into files of a place, one after another."""
+"""Records of a checkpoint: written one after another into files, remembered for the next save, and read back.
+
+In:  records; blocks of the disk tier.  Out: where each of them lies (`Ref`), and the records of such refs, checked.
+Invariant: `SavedRecords` names only what lies in files that are complete. A record is read only if it is the very one
+that a manifest names.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import os
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.manifest import CheckpointLibrary, CheckpointPlace, Chunk, NewFile, Ref
-from holdall.errors import DamageError
-from holdall.storage.blocks import Extent, SegmentFile, SliceBlock
-from holdall.storage.records import Buffer, Record, unpack
+from holdall.checkpoint.manifest import (
+    CheckpointReader,
+    CheckpointWriter,
+    Chunk,
+    Manifest,
+    NewFile,
+    Ref,
+    require_files,
+    shard_manifest,
+)
+from holdall.errors import CheckpointError, DamageError
+from holdall.json_state import malformed_refused
+from holdall.schema import Leaf
+from holdall.storage.blocks import Coder, Extent, KeptBlock, SegmentFile, SliceBlock
+from holdall.storage.layout import Window
+from holdall.storage.records import SLICES, Buffer, Like, Record, numbers, unpack, unpack_file
 from holdall.storage.remote_file import Demand, bring
-from holdall.storage.snapshot import is_settled
+from holdall.storage.slices import ClosedPart
+from holdall.storage.snapshot import RowChunk, is_settled
 
 FILE_BYTES = 64 * 2**20
 _FILES = 64
@@ -31,10 +51,10 @@ class RecordWriter:
     """Appends records to a file, and begins the next when it is full.
 
     Args:
-        wrote: Is told of every record's bytes.
+        wrote: Called with every record's bytes.
     """
 
-    def __init__(self, place: CheckpointPlace, wrote: Callable[[int], None]) -> None:
+    def __init__(self, place: CheckpointWriter, wrote: Callable[[int], None]) -> None:
         self.files: dict[str, int] = {}
         self._place = place
         self._wrote = wrote
@@ -82,7 +102,7 @@ RowsKey = tuple[int, tuple[str, ...]]
 
 
 @dataclass(slots=True)
-class Filling:
+class PartialBlock:
     """What was written of a block that is still being filled."""
 
     refs: tuple[Ref, ...] = ()
@@ -90,14 +110,14 @@ class Filling:
 
 
 @dataclass(slots=True)
-class Ledger:
+class SavedRecords:
     """All that is known to lie in a place."""
 
     files: dict[str, int] = field(default_factory=dict)
     rows: dict[int, tuple[RowsKey, Chunk]] = field(default_factory=dict)  # by number of the chunk
     logs: dict[int, Ref] = field(default_factory=dict)  # by a closed segment's first tick
     blocks: weakref.WeakKeyDictionary[SliceBlock, tuple[Ref, ...]] = field(default_factory=weakref.WeakKeyDictionary)
-    filling: weakref.WeakKeyDictionary[object, Filling] = field(default_factory=weakref.WeakKeyDictionary)
+    filling: weakref.WeakKeyDictionary[object, PartialBlock] = field(default_factory=weakref.WeakKeyDictionary)
     split: weakref.WeakSet[SliceBlock] = field(default_factory=weakref.WeakSet)  # full blocks in pieces
     dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
 
@@ -105,12 +125,12 @@ class Ledger:
         """Name the chunks of rows that are there."""
         return {number: key for number, (key, _) in self.rows.items()}
 
-    def take_over(self, moved: Ledger) -> None:
+    def take_over(self, moved: SavedRecords) -> None:
         """Name records where they lie now; the same ones, in other files."""
         self.rows, self.logs, self.dictionaries = moved.rows, moved.logs, moved.dictionaries
         self.blocks, self.filling = moved.blocks, moved.filling
 
-    def merge(self, fresh: Ledger) -> None:
+    def merge(self, fresh: SavedRecords) -> None:
         """Take over what was written since, now that its files are finished."""
         # New dicts: the training thread may be looking at the old ones.
         self.files = self.files | fresh.files
@@ -164,6 +184,8 @@ class Ledger:
 
 _WORTH_IT = 0.5
 
+_LOG = logging.getLogger("holdall")
+
 
 class Adoptable(NamedTuple):
     """A file, and the blocks that are wanted of it."""
@@ -199,47 +221,47 @@ MOST_FILES = 192
 _FILES_LEFT = 96
 
 
-def merge(ledger: Ledger, library: CheckpointLibrary, writer: RecordWriter) -> Ledger:
+def merge(saved: SavedRecords, reader: CheckpointReader, writer: RecordWriter) -> SavedRecords:
     """Copy the records of the smallest files to `writer` if there are too many; return where all of them lie then."""
     used: Counter[str] = Counter()
-    for ref in set(_refs(ledger)):
+    for ref in set(_refs(saved)):
         used[ref.file] += ref.nbytes
     if len(used) <= MOST_FILES:
-        return ledger
+        return saved
     smallest = {name for name, _ in used.most_common()[_FILES_LEFT:]}
-    shelf = RecordFiles(library)
-    moved = {ref: _copied(shelf, ref, writer) for ref in dict.fromkeys(_refs(ledger)) if ref.file in smallest}
+    files = RecordFiles(reader)
+    moved = {ref: _copied(files, ref, writer) for ref in dict.fromkeys(_refs(saved)) if ref.file in smallest}
 
     def now(ref: Ref) -> Ref:
         return moved.get(ref, ref)
 
     merged = replace(
-        ledger,
-        rows={n: (key, replace(chunk, ref=now(chunk.ref))) for n, (key, chunk) in ledger.rows.items()},
-        logs={first: now(ref) for first, ref in ledger.logs.items()},
-        dictionaries={name: now(ref) for name, ref in ledger.dictionaries.items()},
-        blocks=type(ledger.blocks)(),
-        filling=type(ledger.filling)(),
+        saved,
+        rows={n: (key, replace(chunk, ref=now(chunk.ref))) for n, (key, chunk) in saved.rows.items()},
+        logs={first: now(ref) for first, ref in saved.logs.items()},
+        dictionaries={name: now(ref) for name, ref in saved.dictionaries.items()},
+        blocks=type(saved.blocks)(),
+        filling=type(saved.filling)(),
     )
-    for block, refs in list(ledger.blocks.items()):
+    for block, refs in list(saved.blocks.items()):
         merged.blocks[block] = tuple(now(ref) for ref in refs)
-    for key, filled in list(ledger.filling.items()):
-        merged.filling[key] = Filling(tuple(now(ref) for ref in filled.refs), filled.slices)
+    for key, filled in list(saved.filling.items()):
+        merged.filling[key] = PartialBlock(tuple(now(ref) for ref in filled.refs), filled.slices)
     return merged
 
 
-def _refs(ledger: Ledger) -> Iterable[Ref]:
-    yield from (chunk.ref for _, chunk in ledger.rows.values())
-    yield from ledger.logs.values()
-    yield from ledger.dictionaries.values()
-    for refs in list(ledger.blocks.values()):
+def _refs(saved: SavedRecords) -> Iterable[Ref]:
+    yield from (chunk.ref for _, chunk in saved.rows.values())
+    yield from saved.logs.values()
+    yield from saved.dictionaries.values()
+    for refs in list(saved.blocks.values()):
         yield from refs
-    for filled in list(ledger.filling.values()):
+    for filled in list(saved.filling.values()):
         yield from filled.refs
 
 
-def _copied(shelf: RecordFiles, ref: Ref, writer: RecordWriter) -> Ref:
-    record, file = shelf.record(ref)
+def _copied(files: RecordFiles, ref: Ref, writer: RecordWriter) -> Ref:
+    record, file = files.record(ref)
     head_bytes = record.nbytes - sum(part.nbytes for part in record.parts.values())
     raw = memoryview(file.read(ref.start, ref.nbytes))
     return writer.append([raw[:32], raw[32:head_bytes], raw[head_bytes:]])
@@ -264,8 +286,8 @@ class ReadAhead:
 class RecordFiles:
     """The files of a checkpoint, opened as they are needed and read by position."""
 
-    def __init__(self, library: CheckpointLibrary) -> None:
-        self._library = library
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._library = reader
         self._files: dict[str, tuple[SegmentFile, int]] = {}
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
@@ -281,7 +303,11 @@ class RecordFiles:
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
         opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
-        bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
+        if any(file.is_awaited for file, _ in opened):
+            bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
+            return
+        for file, wanted in opened:
+            file.bring(wanted[:, 0], wanted[:, 1])
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.
@@ -297,3 +323,137 @@ class RecordFiles:
         if record.nbytes != ref.nbytes or hashlib.sha256(head).hexdigest()[:32] != ref.digest:
             raise DamageError(f"the record at byte {ref.start} of {file.path} is another than the manifest names")
         return record, ahead
+
+
+class Attached(Mapping[str, bytes]):
+    """A trainer's own files, as they were saved with the memory; read when they are asked for."""
+
+    def __init__(self, files: RecordFiles | None = None, refs: Mapping[str, tuple[Ref, ...]] | None = None) -> None:
+        self._shelf = files
+        self._refs = dict(refs or {})
+
+    def __getitem__(self, name: str) -> bytes:
+        return b"".join(self._pieces(name))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._refs)
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def extract(self, name: str, path: str | os.PathLike[str]) -> None:
+        """Write a file out, piece by piece."""
+        with Path(path).open("wb") as file:
+            for piece in self._pieces(name):
+                file.write(piece)
+
+    def _pieces(self, name: str) -> Iterator[bytes]:
+        for ref in self._refs[name]:
+            if self._shelf is not None:
+                record, file = self._shelf.record(ref)
+                yield unpack_file(record, file.read)
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """One record that is not as it was written."""
+
+    file: str
+    start: int
+    reason: str
+
+
+def damages(
+    reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
+) -> list[Damage]:
+    """Read everything that a checkpoint names; `read` is called with every record's bytes."""
+    try:
+        require_files(manifest, reader.file_sizes())
+    except CheckpointError as error:
+        return [Damage("", 0, str(error))]
+    files = RecordFiles(reader)
+    found = []
+    for ref in dict.fromkeys(manifest.refs):
+        try:
+            with malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
+                _require_whole(files, ref, coder)
+        except (DamageError, CheckpointError) as error:
+            found.append(Damage(ref.file, ref.start, str(error)))
+        read(ref.nbytes)
+    for shard in manifest.shards:
+        below = reader.below(shard.folder)
+        try:
+            of_shard = damages(below, shard_manifest(below, shard), coder, read)
+        except (DamageError, CheckpointError) as error:
+            of_shard = [Damage("", 0, str(error))]
+        found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
+    return found
+
+
+def _require_whole(files: RecordFiles, ref: Ref, coder: Coder) -> None:
+    record, file = files.record(ref)
+    parts = {name: record.part(name, file.read) for name in record.parts}
+    if record.kind == SLICES:
+        _require_units(record, parts, coder)
+
+
+def _require_units(record: Record, parts: dict[str, bytes], coder: Coder) -> None:
+    """Sum every unit of a block up: these have no sum of their own in the head."""
+    offsets, checks = numbers(parts["offsets"], "u4"), numbers(parts["checks"], "u4")
+    data = np.frombuffer(parts["units"], np.uint8)
+    ascending = bool((np.diff(offsets.astype(np.int64)) >= 0).all()) and int(offsets[-1]) <= data.size
+    if len(checks) != len(offsets) - 1 or not ascending:
+        raise DamageError(f"the block at byte {record.start} has offsets that make no sense")
+    wrong = np.flatnonzero(coder.checksums(data, offsets) != checks)
+    if wrong.size:
+        raise DamageError(
+            f"{wrong.size} of {len(checks)} units of the block at byte {record.start} are damaged, the first is "
+            f"{int(wrong[0])}"
+        )
+
+
+_INVALID = "invalid.0"
+
+
+@dataclass(slots=True)
+class LostTicks:
+    """Runs of ticks that are lost, and why."""
+
+    runs: list[tuple[int, int, str]] = field(default_factory=list)  # first tick, ticks, reason
+
+    def lose(self, first_tick: int, ticks: int, reason: str) -> None:
+        """Note a run."""
+        self.runs.append((first_tick, ticks, reason))
+
+    def report(self, url: str, number: int) -> None:
+        """Say in the log what is lost."""
+        for first, ticks, reason in self.runs:
+            _LOG.warning(
+                "%s, checkpoint %d: ticks %d to %d are lost (%s)", url, number, first, first + ticks - 1, reason
+            )
+
+    def marked(self, chunk: RowChunk, lanes: int) -> RowChunk:
+        """Mark the ticks of a chunk that are lost as holding no transition."""
+        columns = dict(chunk.columns)
+        invalid = columns.get(_INVALID, np.zeros((chunk.ticks, lanes), np.bool_)).copy()
+        for first, ticks, _ in self.runs:
+            start = max(0, first - chunk.first_tick)
+            invalid[start : max(start, first + ticks - chunk.first_tick)] = True
+        columns[_INVALID] = invalid
+        return RowChunk(chunk.first_tick, chunk.ticks, columns, chunk.apart)
+
+
+def blank_rows(first_tick: int, ticks: int, like: Like) -> RowChunk:
+    """Stand in for rows that cannot be read."""
+    return RowChunk(
+        first_tick, ticks, {name: np.zeros((ticks, *shape), dtype) for name, (shape, dtype) in like.items()}, {}
+    )
+
+
+def blank_parts(leaves: Sequence[Leaf], lanes: int) -> list[ClosedPart]:
+    """Stand in for a segment that cannot be read."""
+    parts = []
+    for leaf in leaves:
+        block = KeptBlock(leaf.nbytes, 1, np.zeros(leaf.nbytes, np.uint8))
+        parts.append(ClosedPart(Window.whole(leaf), np.zeros((1, lanes), np.uint16), 1, block, 1, 0, 0))
+    return parts
