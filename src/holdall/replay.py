@@ -38,9 +38,7 @@ from holdall.checkpoint import (
     normalized_url,
     open_reader,
 )
-from holdall.delivery.batches import BatchJob, Delivery, ObservationAssembler, of_ids
-from holdall.delivery.device_batch import batches_for
-from holdall.delivery.loader import Loader, Prefetched
+from holdall.delivery import BatchJob, Delivery, Loader, ObservationAssembler, Prefetched, batches_for, of_ids
 from holdall.errors import ArgumentError, ClosedError, HoldallError
 from holdall.json_state import (
     generator_of,
@@ -50,9 +48,7 @@ from holdall.json_state import (
 )
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
-from holdall.sampling.draw import Held, Sampler, Uniform
-from holdall.sampling.episodic import Hindsight, NStep, Sequence
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Held, Hindsight, NStep, Prioritized, Sampler, Sequence, Uniform
 from holdall.schema import Leaf, Schema, as_array, as_ids, fit_flags, require_held
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.snapshot import FullBlock, Tick

@@ -20,12 +20,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import RolloutBatch
-from holdall.delivery.to_device import Fill, MinibatchDelivery
+from holdall.delivery import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
-from holdall.sampling.episodic import RolloutSequences
+from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.rings import new_ring
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_rows

@@ -44,7 +44,7 @@ from holdall.cluster.roster import LearnerMetrics, RateLimit
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
-from holdall.delivery.loader import Loader
+from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import (
     generator_of,

@@ -19,7 +19,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.delivery.to_device import Fill, MinibatchDelivery
+from holdall.delivery import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
