@@ -19,7 +19,7 @@ from holdall.delivery.batches import (
 from holdall.delivery.device import DeviceStream, stream_to
 from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched
-from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Fill, MinibatchDelivery, SlotLoad
+from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
 
 __all__ = [
     "SLOT_BYTES",
@@ -30,7 +30,7 @@ __all__ = [
     "DeviceCopier",
     "DeviceStream",
     "DrawnRows",
-    "Fill",
+    "Gather",
     "HostBatches",
     "Loader",
     "MinibatchDelivery",

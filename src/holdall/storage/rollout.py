@@ -58,7 +58,7 @@ class FlatRows:
 
     def gather(self, places: NDArray[np.int64], out: Array, _pool: ThreadPool) -> None:
         """Copy the rows of `places` to `out`; a negative place gives zeros."""
-        gather_rows(self._rows, places, out)
+        gather_padded(self._rows, places, out)
 
     def reset(self) -> None:
         """Do nothing: the next rollout writes over this one."""
@@ -81,9 +81,13 @@ class FlatRows:
 
 
 def gather_rows(rows: Array, places: NDArray[np.int64], out: Array) -> None:
-    """Copy rows of an array of (ticks, lanes, ...) to `out`; a negative place gives zeros."""
-    flat = rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
-    flat.take(places, axis=0, out=out, mode="clip")
+    """Copy rows of an array of (ticks, lanes, ...) to `out`."""
+    rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).take(places, axis=0, out=out, mode="clip")
+
+
+def gather_padded(rows: Array, places: NDArray[np.int64], out: Array) -> None:
+    """Copy rows as `gather_rows` does; a negative place gives zeros."""
+    gather_rows(rows, places, out)
     if len(places) and places.min() < 0:
         out[places < 0] = 0
 
