@@ -168,7 +168,7 @@ class Prioritized:
         self._capacity = 0
         self._first_id = 0  # of the first transition that may have one
         self._copied: NDArray[np.float64] = np.zeros(0)  # the memory of the last state
-        self._lent: weakref.ref[NDArray[np.float64]] | None = None  # the last state itself
+        self._last_state: weakref.ref[NDArray[np.float64]] | None = None
         self._next_id = 0  # of the first transition that has no priority yet
 
     @property
@@ -242,15 +242,15 @@ class Prioritized:
         return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copied": np.zeros(0), "_lent": None}
+        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None}
 
     def state(self) -> State:
         """Return the scaled priorities by slot, and the numbers that new ones depend on."""
         # Memory that was written to before takes a copy in a tenth of the time: the last state's, once it is gone.
-        if self._copied.size != self._capacity or (self._lent is not None and self._lent() is not None):
+        if self._copied.size != self._capacity or (self._last_state is not None and self._last_state() is not None):
             self._copied = np.zeros(self._capacity)
         scaled = np.frombuffer(self._copied.data, np.float64)  # views refer to this array, not to the memory behind it
-        self._lent = weakref.ref(scaled)
+        self._last_state = weakref.ref(scaled)
         if self._tree is not None:
             self._tree.copy_to(scaled)
         return {"scaled": scaled, "highest": self._highest, "next_id": self._next_id, "beta": self._beta}
