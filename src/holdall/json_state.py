@@ -50,7 +50,7 @@ def malformed_refused(what: str) -> Iterator[None]:
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
         if isinstance(error, HoldallError):
             raise
-        raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
+        raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error}); nothing of it is used") from error
 
 
 def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:

@@ -50,7 +50,7 @@ class Run:
         manifest = Manifest(
             number=self._number,
             commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
-            epoch=self.place.epoch,
+            writer_id=self.place.writer_id,
             time=0.0,
             first_tick=0,
             next_tick=len(self._refs),

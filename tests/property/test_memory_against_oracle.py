@@ -254,7 +254,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
 
 def assert_counted(store: Store) -> None:
     """Compare what is counted along the way with what a count from scratch gives."""
-    segments, tiers = store._segments, store._tiers
+    segments, tiers = store.large_segments, store._tiers
     parts = [part for closed in segments._closed for part in closed.parts]
     open_blocks = {id(part.block) for part in segments._open.parts}
     numbered = {id(part.block): part.block for part in parts if part.log is not None}

@@ -30,13 +30,15 @@ from holdall.checkpoint.save import (
     open_writer,
     shard_url,
 )  # fmt: skip
-from holdall.checkpoint.saved_records import Attached, damages
+from holdall.checkpoint.saved_memory import SavedMemory
+from holdall.checkpoint.saved_records import Attached, RowsKey, damages
 from holdall.checkpoint.streams import Streams, WriterRun, runs_of, runs_state, trajectories
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot
 
 __all__ = [
     "Attached", "Autosave", "BackgroundFetch", "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest",
-    "Objects", "Progress", "Restored", "SaveHandle", "SaveInterval", "Saver", "Savers", "ShardEntry", "ShardsSnapshot",
+    "Objects", "Progress", "Restored", "RowsKey", "SaveHandle", "SaveInterval", "SavedMemory", "Saver", "Savers",
+    "ShardEntry", "ShardsSnapshot",
     "Snapshot", "Streams", "WriterRun", "attached_files", "checked_attachments", "collect_all", "damages", "is_remote",
     "newest", "normalized_url", "open_reader", "open_writer", "require_whole", "restored", "restored_state", "runs_of",
     "runs_state", "shard_manifest", "shard_url", "trajectories",

@@ -2,7 +2,7 @@
 
 In:  a memory; checkpoints that are safe on a disk; blocks that lie in an object store.  Out: the same, saved, sent,
 fetched.
-Invariant: nothing here holds training up, and a failure is logged and tried again, or given to whoever waits for it.
+Invariant: nothing here holds training up, and a failure is logged and tried again, or raised where somebody waits for it.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class _MirrorJob(NamedTuple):
 
 
 class CheckpointMirror:
-    """Sends the checkpoints of one local place to one prefix of an object store.
+    """Sends the checkpoints of one directory to one prefix of an object store.
 
     Checkpoints between the one that is being sent and the newest are passed over: who falls behind catches up.
     """
@@ -133,7 +133,7 @@ class CheckpointMirror:
         self._url = url
         self._segments = segments
         self._objects = Objects(url)
-        self._place: ObjectStoreWriter | None = None
+        self._target: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_MirrorJob] = deque()
         self._at_work: _MirrorJob | None = None
@@ -170,7 +170,7 @@ class CheckpointMirror:
         self._objects.stopped.set()
 
     def close(self) -> None:
-        """Wait for all that is to be sent."""
+        """Wait until everything was sent."""
         with self._changed:
             thread = self._thread
         if thread is not None:
@@ -189,7 +189,7 @@ class CheckpointMirror:
             error: BaseException | None = None
             try:
                 self._copy(job)
-            except BaseException as caught:  # whoever waits gets it; the local checkpoint stands
+            except BaseException as caught:  # raised by `wait`; the local checkpoint stands
                 error = caught
                 _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
             with self._changed:
@@ -198,21 +198,21 @@ class CheckpointMirror:
                 self._changed.notify_all()
 
     def _copy(self, job: _MirrorJob) -> None:
-        if self._place is None:
-            self._place = ObjectStoreWriter(self._url, self._objects)
-            self._last = max(self._place.reader.numbers(), default=0)
-        place, manifest = self._place, job.manifest
+        if self._target is None:
+            self._target = ObjectStoreWriter(self._url, self._objects)
+            self._last = max(self._target.reader.numbers(), default=0)
+        target, manifest = self._target, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(place.reader, self._last, manifest.epoch))
+        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
-        there = place.reader.file_sizes()
+        there = target.reader.file_sizes()
         for name, nbytes in manifest.files.items():
             if there.get(name) != nbytes:
-                place.upload(name, self._segments / name)
-        place.commit(manifest)
+                target.upload(name, self._segments / name)
+        target.commit(manifest)
         self._last = number
         try:
-            place.collect(job.keep, manifest.files)
+            target.collect(job.keep, manifest.files)
         except (CheckpointError, OSError) as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
 
@@ -231,7 +231,7 @@ class BackgroundFetch:
 
     Args:
         extents: Where they lie, in the order in which they are wanted.
-        interrupt: Makes whoever waits for the store give up.
+        interrupt: Ends all waiting for the store.
     """
 
     def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:

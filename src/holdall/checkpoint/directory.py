@@ -27,7 +27,7 @@ from holdall.checkpoint.manifest import (
     format_text,
     kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
     require_format,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
@@ -300,7 +300,7 @@ class DirectoryWriter:
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self._disk = disk or FileSystem()
         self._root = root
         self._segments, self._manifests = root / "segments", root / "manifests"
@@ -322,7 +322,7 @@ class DirectoryWriter:
     def new_file(self) -> DirectoryFile:
         """Begin a file of records."""
         self._sequence += 1
-        return DirectoryFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
+        return DirectoryFile(self._disk, self._segments / data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
@@ -337,7 +337,7 @@ class DirectoryWriter:
         finally:
             self._disk.close(found)
         self._sequence += 1
-        path = self._segments / data_name(self.epoch, self._sequence)
+        path = self._segments / data_name(self.writer_id, self._sequence)
         try:
             self._disk.link(file.path, path)
         except OSError as error:
@@ -349,7 +349,7 @@ class DirectoryWriter:
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; when this returns, it survives a power cut."""
         name = manifest_name(manifest.number)
-        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.epoch}{_TEMPORARY}"
+        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.writer_id}{_TEMPORARY}"
         self._disk.sync_directory(self._segments)
         file = self._disk.create(temporary)
         try:
@@ -404,7 +404,7 @@ class DirectoryWriter:
         if "FORMAT" in self._disk.names(self._root):
             self.reader.require()
             return
-        temporary = self._root / f"FORMAT.{self.epoch}{_TEMPORARY}"
+        temporary = self._root / f"FORMAT.{self.writer_id}{_TEMPORARY}"
         file = self._disk.create(temporary)
         try:
             self._disk.write(file, format_text())
@@ -440,7 +440,7 @@ class DirectoryWriter:
 
 @contextlib.contextmanager
 def disk_errors_explained(url: str, what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the place and the remedy."""
+    """Turn what the operating system says into an error that names the url and the remedy."""
     try:
         yield
     except (CheckpointError, DamageError):

@@ -160,7 +160,7 @@ def restored(
 
     Args:
         reader: Where its files lie.
-        capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+        capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
     with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
@@ -339,7 +339,7 @@ def _extents(segments: list[Segment[ClosedPart]]) -> list[Extent]:
 
 
 def _saved(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> SavedRecords:
-    """Say what the place holds of the memory, so that the next save writes only what is new."""
+    """Say what lies there of the memory, so that the next save writes only what is new."""
     saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
     for number, block in blocks.found.items():
         saved.blocks[block] = manifest.blocks[number].refs
@@ -357,12 +357,12 @@ def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] |
     Args:
         cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
     """
-    place = normalized_url(url)
-    if is_remote(place):
+    location = normalized_url(url)
+    if is_remote(location):
         from holdall.checkpoint.object_store import Objects, ObjectStoreReader  # noqa: PLC0415  not for a local path
 
-        return ObjectStoreReader(Objects(place), cache_dir)
-    return DirectoryReader(Path(place))
+        return ObjectStoreReader(Objects(location), cache_dir)
+    return DirectoryReader(Path(location))
 
 
 def attached_files(url: str | os.PathLike[str]) -> Attached:

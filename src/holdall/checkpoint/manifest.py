@@ -35,7 +35,7 @@ MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_EPOCH = re.compile(r"[0-9a-f]{16}")
+_WRITER_ID = re.compile(r"[0-9a-f]{16}")
 _SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
 
 
@@ -94,7 +94,7 @@ class Manifest:
 
     number: int
     commit: str  # names this very attempt to write it
-    epoch: str  # names the writer
+    writer_id: str  # names the writer
     time: float  # seconds since 1970, for people
     first_tick: int
     next_tick: int
@@ -130,10 +130,10 @@ def manifest_name(number: int) -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """Write a manifest."""
-    place = {name: index for index, name in enumerate(manifest.files)}
+    position = {name: index for index, name in enumerate(manifest.files)}
 
     def packed(ref: Ref) -> list[Any]:
-        return [place[ref.file], ref.start, ref.nbytes, ref.digest]
+        return [position[ref.file], ref.start, ref.nbytes, ref.digest]
 
     words = {
         "format": FORMAT,
@@ -141,7 +141,7 @@ def encode(manifest: Manifest) -> bytes:
         "features": [SHARDS] if manifest.shards else [],
         "number": manifest.number,
         "commit": manifest.commit,
-        "epoch": manifest.epoch,
+        "epoch": manifest.writer_id,
         "time": manifest.time,
         "first_tick": manifest.first_tick,
         "next_tick": manifest.next_tick,
@@ -220,7 +220,7 @@ def _decoded(words: Any) -> Manifest:
     return Manifest(
         number=count_of(words["number"]),
         commit=text_of(words["commit"], _HEX32),
-        epoch=text_of(words["epoch"], _EPOCH),
+        writer_id=text_of(words["epoch"], _WRITER_ID),
         time=float(words["time"]),
         first_tick=count_of(words["first_tick"]),
         next_tick=count_of(words["next_tick"]),
@@ -297,7 +297,7 @@ class CheckpointReader(Protocol):
         """Return the bytes of every file of records that is there, by name."""
 
     def require(self) -> None:
-        """Refuse a place that holds no checkpoints, or of a version to come."""
+        """Refuse a url that holds no checkpoints, or of a version to come."""
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Open a file of records, to be read by position; return it and its bytes."""
@@ -316,10 +316,10 @@ class CheckpointReader(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """A place that one writer holds."""
+    """Checkpoints that this writer alone writes to."""
 
     url: str
-    epoch: str
+    writer_id: str
     behind_bytes: int
     """Bytes from which on a file that is written behind the memory is finished before the next commit."""
 
@@ -352,17 +352,17 @@ class CheckpointWriter(Protocol):
         """Give up waiting for a server that does not answer."""
 
 
-def next_number(reader: CheckpointReader, last: int, epoch: str) -> int:
+def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
     """Return the number of a writer's next checkpoint.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
 
     Args:
         last: The newest number when the writer came, or its own last one.
-        epoch: The writer's name.
+        writer_id: The writer's name.
     """
     newest = max(reader.numbers(), default=0)
-    if newest > last and reader.manifest(newest).epoch != epoch:
+    if newest > last and reader.manifest(newest).writer_id != writer_id:
         raise FencedError(
             f"{reader.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
             "own, or load what is there"
@@ -394,14 +394,14 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     return kept, sorted(set(numbers) - {manifest.number for manifest in kept})
 
 
-def new_epoch() -> str:
+def new_writer_id() -> str:
     """Name a writer: without it, one that comes after a crash would use the same names again."""
     return secrets.token_hex(8)
 
 
-def data_name(epoch: str, sequence: int) -> str:
+def data_name(writer_id: str, sequence: int) -> str:
     """Name a file of records."""
-    return f"{epoch}-{sequence:016x}.seg"
+    return f"{writer_id}-{sequence:016x}.seg"
 
 
 def format_text() -> bytes:
@@ -411,7 +411,7 @@ def format_text() -> bytes:
 
 
 def require_format(raw: bytes, url: str) -> None:
-    """Refuse a place that is none of holdall's, or newer than this reader."""
+    """Refuse a url that is none of holdall's, or newer than this reader."""
     try:
         words = json.loads(signed_text(raw))
         known = words["format"] == FORMAT

@@ -34,7 +34,7 @@ from holdall.checkpoint.manifest import (
     format_text,
     kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
     require_format,
 )
 from holdall.errors import (
@@ -77,13 +77,13 @@ class Objects:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
 
     def elsewhere(self, url: str) -> Objects:
-        """Return the objects below another url; whoever stops these stops those."""
+        """Return the objects below another url; to stop these is to stop those."""
         other = Objects(url)
         other.stopped = self.stopped
         return other
 
     def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; say whether it was done, as far as the answer tells."""
+        """Put an object where none is; return whether it was done, as far as the answer says."""
         try:
             self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
@@ -128,7 +128,7 @@ class Objects:
             )
         except (self._errors.NotFoundError, FileNotFoundError) as error:
             raise CheckpointError(
-                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load anew"
+                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load it again"
             ) from error
         return found
 
@@ -143,14 +143,14 @@ class Objects:
         return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; those that are gone already are no matter."""
+        """Remove objects; some may be gone already."""
         for key in keys:
             with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
                 self._patiently(partial(self._obstore.delete, self._store, key))
 
     def honours_conditions(self) -> bool:
         """Whether creating an object twice fails the second time."""
-        key = f"probe/{new_epoch()}"
+        key = f"probe/{new_writer_id()}"
         try:
             self.create(key, b"first")
             return not self.create(key, b"second")
@@ -159,7 +159,7 @@ class Objects:
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do something until it is answered; a server that restarts is waited for."""
-        wait, told = _FIRST_WAIT_S, False
+        wait, is_logged = _FIRST_WAIT_S, False
         while True:
             try:
                 return call()
@@ -175,9 +175,9 @@ class Objects:
             except Exception as error:
                 if _FINAL.search(str(error)):
                     raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
-                if not told:
+                if not is_logged:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
-                told = True
+                is_logged = True
             if self.stopped.wait(wait):
                 raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
             wait = min(2 * wait, _LONGEST_WAIT_S)
@@ -305,7 +305,7 @@ class ObjectStoreWriter:
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
@@ -321,14 +321,14 @@ class ObjectStoreWriter:
     def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return ObjectStoreFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
 
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of another place."""
+        """Put a finished file of a directory."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
@@ -357,7 +357,9 @@ class ObjectStoreWriter:
         named = set(in_use).union(*(manifest.files for manifest in kept))
         self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
         sizes = self.reader.file_sizes()
-        old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
+        old = (
+            sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.writer_id))}
+        )
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(unnamed.values())

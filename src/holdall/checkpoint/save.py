@@ -1,7 +1,7 @@
-"""Saving: `save` returns a handle at once, and a thread for each place writes one checkpoint after another.
+"""Saving: `save` returns a handle at once, and a thread for each url writes one checkpoint after another.
 
 In:  snapshots.  Out: handles, which wait for the checkpoint or for its error.
-Invariant: saves to one place are written in the order in which they were asked for, whichever memory, shard or timer
+Invariant: saves to one url are written in the order in which they were asked for, whichever memory, shard or timer
 asks. A save that fails changes nothing: the checkpoints before it are as they were, and the memory goes on.
 """
 
@@ -114,13 +114,13 @@ class SaveHandle:
 
 
 def open_writer(url: str | os.PathLike[str]) -> CheckpointWriter:
-    """Take hold of a place, to write to it."""
-    place = normalized_url(url)
-    if is_remote(place):
+    """Begin to write checkpoints to a url."""
+    location = normalized_url(url)
+    if is_remote(location):
         from holdall.checkpoint.object_store import ObjectStoreWriter  # noqa: PLC0415  not for a local path
 
-        return ObjectStoreWriter(place)
-    return DirectoryWriter(Path(place))
+        return ObjectStoreWriter(location)
+    return DirectoryWriter(Path(location))
 
 
 def shard_url(url: str | os.PathLike[str], shard: int) -> str:
@@ -128,12 +128,12 @@ def shard_url(url: str | os.PathLike[str], shard: int) -> str:
     return f"{normalized_url(url)}/{shard_folder(shard)}"
 
 
-def collect_all(place: CheckpointWriter, keep: int) -> int:
+def collect_all(target: CheckpointWriter, keep: int) -> int:
     """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
-    named = {s.folder for number in place.reader.numbers() for s in place.reader.manifest(number).shards}
-    freed = place.collect(keep, ())
+    named = {s.folder for number in target.reader.numbers() for s in target.reader.manifest(number).shards}
+    freed = target.collect(keep, ())
     for folder in sorted(named):
-        below = open_writer(f"{place.url}/{folder}")
+        below = open_writer(f"{target.url}/{folder}")
         try:
             freed += below.collect(keep, ())
         finally:
@@ -181,22 +181,22 @@ class _SaveJob(NamedTuple):
 
 
 class Saver:
-    """Writes checkpoints to one place.
+    """Writes checkpoints to one url.
 
     Args:
-        open_writer: Takes hold of the place; called in the background, with the first save.
-        saved: What the place holds of the memory already, if it was loaded from there.
+        open_writer: Opens the url for writing; called in the background, with the first save.
+        saved: What lies there of the memory already, if it was loaded from there.
     """
 
     def __init__(
         self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, saved: SavedRecords | None = None
     ) -> None:
         self.url = url
-        self._open_place = open_writer
+        self._open_target = open_writer
         self._coder = coder
         self._records = saved or SavedRecords()
-        self._place: CheckpointWriter | None = None
-        self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
+        self._target: CheckpointWriter | None = None
+        self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
@@ -257,9 +257,9 @@ class Saver:
 
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
-        place = self._place
-        if place is not None:
-            place.interrupt()
+        target = self._target
+        if target is not None:
+            target.interrupt()
         for mirror in self._mirrors.values():
             mirror.interrupt()
 
@@ -271,9 +271,9 @@ class Saver:
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.abandon()
-        place, self._place = self._place, None
-        if place is not None:
-            place.close()
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
 
     def _run(self) -> None:
         time.sleep(_YIELD_S)
@@ -289,7 +289,7 @@ class Saver:
                 continue
             try:
                 checkpoint = self._written(job)
-            except BaseException as error:  # whoever waits for the handle gets it; training goes on
+            except BaseException as error:  # raised by the handle; training goes on
                 _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
                 self._drop(job.snapshot)
                 job.handle.fail(error)
@@ -303,14 +303,14 @@ class Saver:
         transitions = 0 if store is None else store.transitions
         del store  # its parts are freed as they are written
         with disk_errors_explained(self.url, "written to"):
-            place = self._opened()
-            number = next_number(place.reader, self._last, place.epoch)
-            saving, self._saving = self._saving or SnapshotWriter(place, self._records, self._coder), None
+            target = self._opened()
+            number = next_number(target.reader, self._last, target.writer_id)
+            saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
             manifest = saving.run(job.snapshot, number, _reporting(job.progress))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
-        self._collect(place, job.keep)
+        self._collect(target, job.keep)
         return Checkpoint(
             url=self.url,
             number=number,
@@ -344,23 +344,23 @@ class Saver:
         return found
 
     def _opened(self) -> CheckpointWriter:
-        if self._place is None:
-            place = self._open_place()
+        if self._target is None:
+            target = self._open_target()
             try:
-                self._last = max(place.reader.numbers(), default=0)
+                self._last = max(target.reader.numbers(), default=0)
                 # Between loading and now another writer may have collected what was loaded.
-                self._records.keep_only(place.reader.file_sizes())
+                self._records.keep_only(target.reader.file_sizes())
             except BaseException:
-                place.close()
+                target.close()
                 raise
-            self._place = place
-        return self._place
+            self._target = target
+        return self._target
 
-    def _collect(self, place: CheckpointWriter, keep: int | None) -> None:
+    def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
-            place.collect(keep, self._records.files_in_use().union(*mirrored))
+            target.collect(keep, self._records.files_in_use().union(*mirrored))
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
@@ -375,17 +375,17 @@ class Saver:
 
 
 class Savers:
-    """The savers of one memory, by place."""
+    """The savers of one memory, by url."""
 
     def __init__(self, coder: Coder) -> None:
         self._coder = coder
         self._savers: dict[str, Saver] = {}
 
-    def to(self, place: str, saved: SavedRecords | None = None) -> Saver:
-        """Return the saver to a place; `saved` is what it holds of a memory that was loaded from there."""
-        saver = self._savers.get(place)
+    def to(self, url: str, saved: SavedRecords | None = None) -> Saver:
+        """Return the saver to a url; `saved` is what lies there of a memory that was loaded from it."""
+        saver = self._savers.get(url)
         if saver is None:
-            saver = self._savers[place] = Saver(place, lambda: open_writer(place), self._coder, saved)
+            saver = self._savers[url] = Saver(url, lambda: open_writer(url), self._coder, saved)
         return saver
 
     def close(self) -> None:

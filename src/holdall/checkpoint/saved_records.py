@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 
@@ -54,9 +53,9 @@ class RecordWriter:
         wrote: Called with every record's bytes.
     """
 
-    def __init__(self, place: CheckpointWriter, wrote: Callable[[int], None]) -> None:
+    def __init__(self, target: CheckpointWriter, wrote: Callable[[int], None]) -> None:
         self.files: dict[str, int] = {}
-        self._place = place
+        self._target = target
         self._wrote = wrote
         self._file: NewFile | None = None
         self._written = 0
@@ -66,7 +65,7 @@ class RecordWriter:
         if self._file is not None and self._file.nbytes >= max(FILE_BYTES, self._written // _FILES):
             self.finish()
         if self._file is None:
-            self._file = self._place.new_file()
+            self._file = self._target.new_file()
         file, start = self._file, self._file.nbytes
         for buffer in record:
             file.write(buffer)
@@ -78,7 +77,7 @@ class RecordWriter:
 
     def settle(self) -> None:
         """Bring what was written so far out of the way: it will be a while before the file is finished."""
-        if self._file is not None and self._file.nbytes >= self._place.behind_bytes:
+        if self._file is not None and self._file.nbytes >= self._target.behind_bytes:
             self.finish()
         elif self._file is not None:
             self._file.settle()
@@ -98,7 +97,7 @@ class RecordWriter:
 
 
 RowsKey = tuple[int, tuple[str, ...]]
-"""How often flags of a chunk were set anew, and its columns."""
+"""How often flags of a chunk were overwritten, and its columns."""
 
 
 @dataclass(slots=True)
@@ -111,7 +110,7 @@ class PartialBlock:
 
 @dataclass(slots=True)
 class SavedRecords:
-    """All that is known to lie in a place."""
+    """All records that lie at a url already."""
 
     files: dict[str, int] = field(default_factory=dict)
     rows: dict[int, tuple[RowsKey, Chunk]] = field(default_factory=dict)  # by number of the chunk
@@ -151,13 +150,16 @@ class SavedRecords:
             if following <= tick:
                 del self.logs[first]
 
-    def files_in_use(self) -> set[str]:
-        """Name the files that hold something of use."""
+    def refs(self) -> list[Ref]:
+        """Return all of them; blocks may be freed by another thread meanwhile."""
         refs = [chunk.ref for _, chunk in self.rows.values()]
         refs += [*self.logs.values(), *self.dictionaries.values()]
-        refs += [ref for written in self.blocks.values() for ref in written]
-        refs += [ref for filled in self.filling.values() for ref in filled.refs]
-        return {ref.file for ref in refs}
+        refs += [ref for written in list(self.blocks.values()) for ref in written]
+        return refs + [ref for filled in list(self.filling.values()) for ref in filled.refs]
+
+    def files_in_use(self) -> set[str]:
+        """Name the files that hold something of use."""
+        return {ref.file for ref in self.refs()}
 
     def adopt_rows(self, chunks: Iterable[Chunk], chunk_ticks: int, columns: tuple[str, ...], next_tick: int) -> None:
         """Take over the chunks of rows of a memory that was loaded."""
@@ -187,26 +189,19 @@ _WORTH_IT = 0.5
 _LOG = logging.getLogger("holdall")
 
 
-class Adoptable(NamedTuple):
-    """A file, and the blocks that are wanted of it."""
-
-    file: SegmentFile
-    blocks: list[tuple[SliceBlock, Extent]]
-
-
-def adoptable(blocks: Iterable[SliceBlock]) -> list[Adoptable]:
-    """Return the files of which most is wanted."""
-    found: dict[int, Adoptable] = {}
+def adoptable(blocks: Iterable[SliceBlock]) -> list[tuple[SegmentFile, list[tuple[SliceBlock, Extent]]]]:
+    """Return the files of the disk tier of which most is wanted, and what is wanted of each."""
+    found: dict[int, tuple[SegmentFile, list[tuple[SliceBlock, Extent]]]] = {}
     for block in blocks:
         extent = block.extent
         if extent is not None and extent.record_start >= 0 and not extent.file.is_growing:
-            found.setdefault(id(extent.file), Adoptable(extent.file, [])).blocks.append((block, extent))
-    return [each for each in found.values() if not each.file.is_awaited and _is_worth_it(each)]
-
-
-def _is_worth_it(each: Adoptable) -> bool:
-    wanted = sum(extent.nbytes for _, extent in each.blocks)
-    return wanted >= _WORTH_IT * os.fstat(each.file.descriptor).st_size
+            found.setdefault(id(extent.file), (extent.file, []))[1].append((block, extent))
+    return [
+        (file, wanted)
+        for file, wanted in found.values()
+        if not file.is_awaited
+        and sum(extent.nbytes for _, extent in wanted) >= _WORTH_IT * os.fstat(file.descriptor).st_size
+    ]
 
 
 def ref_of(extent: Extent, name: str, nbytes: int) -> Ref:
@@ -221,16 +216,16 @@ MOST_FILES = 192
 _FILES_LEFT = 96
 
 
-def merge(saved: SavedRecords, reader: CheckpointReader, writer: RecordWriter) -> SavedRecords:
+def compacted(saved: SavedRecords, reader: CheckpointReader, writer: RecordWriter) -> SavedRecords:
     """Copy the records of the smallest files to `writer` if there are too many; return where all of them lie then."""
     used: Counter[str] = Counter()
-    for ref in set(_refs(saved)):
+    for ref in set(saved.refs()):
         used[ref.file] += ref.nbytes
     if len(used) <= MOST_FILES:
         return saved
     smallest = {name for name, _ in used.most_common()[_FILES_LEFT:]}
     files = RecordFiles(reader)
-    moved = {ref: _copied(files, ref, writer) for ref in dict.fromkeys(_refs(saved)) if ref.file in smallest}
+    moved = {ref: _copied(files, ref, writer) for ref in dict.fromkeys(saved.refs()) if ref.file in smallest}
 
     def now(ref: Ref) -> Ref:
         return moved.get(ref, ref)
@@ -248,16 +243,6 @@ def merge(saved: SavedRecords, reader: CheckpointReader, writer: RecordWriter) -
     for key, filled in list(saved.filling.items()):
         merged.filling[key] = PartialBlock(tuple(now(ref) for ref in filled.refs), filled.slices)
     return merged
-
-
-def _refs(saved: SavedRecords) -> Iterable[Ref]:
-    yield from (chunk.ref for _, chunk in saved.rows.values())
-    yield from saved.logs.values()
-    yield from saved.dictionaries.values()
-    for refs in list(saved.blocks.values()):
-        yield from refs
-    for filled in list(saved.filling.values()):
-        yield from filled.refs
 
 
 def _copied(files: RecordFiles, ref: Ref, writer: RecordWriter) -> Ref:

@@ -252,6 +252,7 @@ def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader
         schema: Of the memory that was saved.
     """
     sources: list[_M] = []
+    state = restored_state(manifest, reader)
     try:
         if manifest.shards:
             streams = _shard_streams(loading, manifest, reader, sources)
@@ -274,22 +275,22 @@ def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader
         for source in sources:
             source.close()
     attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
-    found = Restored(reader.url, manifest, new_schema, None, restored_state(manifest, reader), attached)
+    found = Restored(reader.url, manifest, new_schema, None, state, attached)
     loading.restore_into(memory, found, loading.sampler)
     return memory
 
 
 def _shard_streams(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
     """Load every shard into a memory of its own, and describe what they hold."""
-    held = sum(shard.transitions for shard in manifest.shards)
+    below = [reader.below(shard.folder) for shard in manifest.shards]
+    saved = [shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
+    held = [each.next_tick - each.first_tick for each in saved]
     described = []
-    for shard in manifest.shards:
-        below = reader.below(shard.folder)
-        saved = shard_manifest(below, shard)
-        rows = saved.next_tick - saved.first_tick
-        share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(held, 1))
-        sources.append(loading.as_saved(saved, below, share, is_final=False))
-        with malformed_refused(f"the state of {below.url}"):
-            runs = runs_of(restored_state(saved, below)["runs"])
-        described.append((sources[-1].first_id, sources[-1].next_id, runs))
+    for of_shard, each, rows in zip(saved, below, held, strict=True):
+        share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(sum(held), 1))
+        source = loading.as_saved(of_shard, each, share, is_final=False)
+        sources.append(source)
+        with malformed_refused(f"the state of {each.url}"):
+            runs = runs_of(restored_state(of_shard, each)["runs"])
+        described.append((source.first_id, source.next_id, runs))
     return Streams.of_shards(described)

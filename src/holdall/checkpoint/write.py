@@ -1,6 +1,6 @@
 """Writing: a snapshot becomes records, and the records a checkpoint.
 
-In:  a snapshot, and what the place holds already.  Out: the manifest, committed.
+In:  a snapshot, and what lies there already.  Out: the manifest, committed.
 Invariant: what is held in memory beyond the snapshot's own references is one record at a time. Whatever fails, the
 saved names nothing that is not there, and the checkpoints before are as they were.
 
@@ -32,7 +32,7 @@ from holdall.checkpoint.manifest import (
     ShardEntry,
     shard_folder,
 )
-from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, merge, ref_of
+from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name
 from holdall.schema import Bytes
@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from holdall.checkpoint.save import Checkpoint
 
 _MOST_PIECES = 16
-"""Pieces of a block being filled, after which it is written anew as one."""
+"""Pieces of a block being filled, after which it is written again as one."""
 _MOST_SPLIT = 8
 """Full blocks that may stay in the pieces in which they were saved."""
 _FILE_PIECE_BYTES = 16 * 2**20
@@ -103,10 +103,10 @@ class _Pending(NamedTuple):
 
 
 class SnapshotWriter:
-    """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
+    """One checkpoint that is being written; it may begin before the snapshot is taken."""
 
-    def __init__(self, place: CheckpointWriter, saved: SavedRecords, coder: Coder) -> None:
-        self._place = place
+    def __init__(self, target: CheckpointWriter, saved: SavedRecords, coder: Coder) -> None:
+        self._target = target
         self._owner = self._records = saved
         self._fresh = SavedRecords()
         self._coder = coder
@@ -114,9 +114,9 @@ class SnapshotWriter:
         self._phase = "blocks"
         self.bytes_written = 0
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
-        self._lasting = RecordWriter(place, self._wrote)
-        self._pieces = RecordWriter(place, self._wrote)
-        self._brief = RecordWriter(place, self._wrote)
+        self._lasting = RecordWriter(target, self._wrote)
+        self._pieces = RecordWriter(target, self._wrote)
+        self._brief = RecordWriter(target, self._wrote)
 
     @property
     def _writers(self) -> tuple[RecordWriter, ...]:
@@ -154,7 +154,7 @@ class SnapshotWriter:
             else:
                 manifest = self._write(snapshot, number)
             self._report("commit", self.bytes_written)
-            self._place.commit(manifest)
+            self._target.commit(manifest)
         except BaseException:
             self.abandon()
             raise
@@ -173,7 +173,7 @@ class SnapshotWriter:
         state = {"store": store_words(store), **snapshot.state}
         unsettled = self._write_rows(store, snapshot)
         self._records.forget_before(store.first_tick)
-        self._records = merge(self._records, self._place.reader, self._lasting)
+        self._records = compacted(self._records, self._target.reader, self._lasting)
         blocks: list[BlockEntry] = []
         segments: list[SegmentEntry] = []
         if store.segments is not None:
@@ -188,7 +188,7 @@ class SnapshotWriter:
         manifest = Manifest(
             number=number,
             commit=secrets.token_hex(16),
-            epoch=self._place.epoch,
+            writer_id=self._target.writer_id,
             time=time.time(),
             first_tick=store.first_tick,
             next_tick=store.next_tick,
@@ -213,7 +213,7 @@ class SnapshotWriter:
         for shard, saved in sorted(snapshot.wait().items()):
             self._wrote(saved.bytes_written)
             folder = shard_folder(shard)
-            commit = self._place.reader.below(folder).manifest(saved.number).commit
+            commit = self._target.reader.below(folder).manifest(saved.number).commit
             shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
         attached = self._write_files(snapshot.attach)
         state = self._brief.append(pack_state(snapshot.state))
@@ -221,7 +221,7 @@ class SnapshotWriter:
         return Manifest(
             number=number,
             commit=secrets.token_hex(16),
-            epoch=self._place.epoch,
+            writer_id=self._target.writer_id,
             time=time.time(),
             first_tick=0,
             next_tick=0,
@@ -337,7 +337,7 @@ class SnapshotWriter:
     def _adopt_files(self, pending: Iterable[_Pending]) -> None:
         """Take over files of this disk in which full blocks lie, most of them spilled."""
         for file, blocks in adoptable(full.block for _, full in pending if not self.knows(full.block)):
-            adopted = self._place.adopt(file)
+            adopted = self._target.adopt(file)
             if adopted is None:
                 continue
             name, nbytes = adopted

@@ -92,7 +92,7 @@ class DeviceSlices:
         with self._stream.active():
             if self._snapshot is None or segments.version != self._version:
                 self._version, self._snapshot = segments.version, None  # so that this one keeps no region in use
-                parts = {field: segments.parts(field) for field in range(store.large_fields)}
+                parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
                 self._snapshot = self._follow(parts)
             for field in self._snapshot.fields:
                 self._fields[field].send_new()
@@ -249,7 +249,7 @@ class PinnedArenas:
         if self._version == segments.version:
             return self._pinned
         self._version, self._pinned = segments.version, None
-        parts = {field: segments.parts(field) for field in range(store.large_fields)}
+        parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
         blocks = {id(block): block for of_field in parts.values() for part in of_field if (block := _raw(part))}
         known, self._by_block = self._by_block, {}
         for key, (block, arena) in known.items():

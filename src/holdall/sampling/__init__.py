@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from holdall.sampling.draw import Held, PrioritySampler, Sampler, SmallFields, Stateless, Uniform
-from holdall.sampling.episodic import Hindsight, NStep, RolloutSequences, Sequence
+from holdall.sampling.episodic import (
+    Hindsight,
+    NStep,
+    RolloutSequences,
+    Sequence,
+    drawn_from,
+    priorities_of,
+    resume,
+    reward_function_of,
+    sampler_to_resume,
+)
 from holdall.sampling.prioritized import Prioritized
 
 __all__ = [
@@ -18,4 +28,9 @@ __all__ = [
     "SmallFields",
     "Stateless",
     "Uniform",
+    "drawn_from",
+    "priorities_of",
+    "resume",
+    "reward_function_of",
+    "sampler_to_resume",
 ]

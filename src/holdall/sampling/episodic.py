@@ -7,7 +7,7 @@ Invariant: steps of two episodes are never mixed unless `crossing` asks for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError
-from holdall.sampling.draw import Flags, Held, Ids, State, Uniform
+from holdall.sampling.draw import Flags, Held, Ids, Sampler, State, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.units import require_count, require_number
 
@@ -354,3 +354,50 @@ class RolloutSequences:
         step = np.arange(length.max())
         places = self.first_place[chosen][:, None] + step * self.lanes
         return np.where(step < length[:, None], places, -1)
+
+
+_OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
+"""Samplers whose tests show that they draw only what is held; the draws of others are checked."""
+
+
+def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
+    """Draw `count` rows; refuse the recipe of a user's sampler if it names what is not held."""
+    draw = sampler.draw(held, count, generator)
+    if type(sampler) not in _OWN_SAMPLERS:
+        held.require_drawn(draw)
+    return draw
+
+
+def priorities_of(sampler: Sampler) -> Callable[[Held, Ids, NDArray[Any]], None]:
+    """Return what sets the priorities of a sampler that has some."""
+    update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
+    if update is None:
+        raise ArgumentError(
+            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
+            "priorities; construct the memory with sampler=Prioritized(...)"
+        )
+    return update
+
+
+def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
+    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
+    if sampler is None and kind != Uniform.__name__:
+        raise ArgumentError(
+            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+            "settings, or another one to start anew"
+        )
+    return Uniform() if sampler is None else sampler
+
+
+def resume(sampler: Sampler, state: Mapping[str, Any], capacity: int, first_id: int) -> None:
+    """Let a sampler continue in a memory of this capacity, which holds the ids from `first_id` on."""
+    sampler.restore(state)
+    resize: Callable[[int, int], None] | None = getattr(sampler, "resize", None)
+    if resize is not None:
+        resize(capacity, first_id)
+
+
+def reward_function_of(sampler: Sampler) -> RewardFunction | None:
+    """Return what computes rewards of other goals, if the sampler changes goals."""
+    reward_fn: RewardFunction | None = getattr(sampler, "reward_fn", None)
+    return reward_fn

@@ -23,7 +23,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state
+from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
@@ -118,11 +118,9 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     raw = read(start + PREAMBLE.size, head_bytes)
     if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
         raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
-    try:
+    with malformed_refused(f"the head of the record at byte {start}"):
         head = json.loads(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"the head of the record at byte {start} makes no sense ({error})") from error
 
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
@@ -220,12 +218,8 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 
 
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
-    try:
+    with malformed_refused(f"the block at byte {record.start}"):
         codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(
-            f"the block at byte {record.start} makes no sense ({error}); nothing of it is used"
-        ) from error
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
     return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
 

@@ -7,7 +7,7 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -17,7 +17,16 @@ from numpy.typing import NDArray
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema, as_bytes
 from holdall.storage.blocks import reserve
-from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows
+from holdall.storage.layout import (
+    FastDictTick,
+    FastRows,
+    FastTick,
+    Window,
+    WindowScout,
+    WriteObservation,
+    WriteObservations,
+)
+from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
@@ -193,6 +202,7 @@ class Rings:
         self.terminated = self._ring(_FLAG)
         self.truncated = self._ring(_FLAG)
         self.invalid: Array | None = None
+        self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = first_tick
 
@@ -214,6 +224,44 @@ class Rings:
             self.count_invalid(first_tick, now)  # while the ticks that left are still to be seen
             self.invalid[slot] = False if tick.valid is None else ~tick.valid
             self._invalid_count += int(np.count_nonzero(self.invalid[slot]))
+
+    def look_for_windows(self, tick: Tick, *, may_move: bool) -> dict[int, Window]:
+        """Show a tick to all searches; return the windows that were found, by leaf. Without `may_move` all end."""
+        found = {}
+        for i, scout in tuple(self.scouts.items()):
+            scout.look(as_bytes(tick.obs[i], self.lanes), as_bytes(tick.next_obs[i], self.lanes))
+            if scout.done or not may_move:
+                del self.scouts[i]
+                if scout.finding is not None and may_move:
+                    found[i] = scout.finding
+        return found
+
+    def fast_tick(
+        self, large: list[int], write_large: WriteObservations, write_one_large: WriteObservation
+    ) -> FastTick | FastDictTick | None:
+        """Return a short way to write a tick; None if there are fields that it does not know.
+
+        Args:
+            large: Leaves that are not here, and how all of them, or the only one, are written.
+        """
+        if self.invalid is not None or len(self.action) != 1 or self.extras or self.scouts or self.reward is None:
+            return None
+        rows = FastRows(self.action[0], self.reward, self.terminated, self.truncated)
+        tree = self.schema.observation
+        fields = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
+        if isinstance(tree.structure, int):
+            write = self.small[0].write if self.small else write_one_large
+            return FastTick(rows, *fields[0], write, fills_blocks=not self.small)
+        keys = tree.keys
+        if keys is None:
+            return None
+        return FastDictTick(
+            rows,
+            [(keys[i], *field) for i, field in fields.items()],
+            [(keys[i], ring.write) for i, ring in self.small.items()],
+            [keys[i] for i in large],
+            write_large,
+        )
 
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
         """Return the ring of rewards, which the first one makes; and make that of lanes without transitions."""
@@ -281,8 +329,29 @@ class Rings:
         """Return the next observations that are kept apart now, by column."""
         return {f"obs.{i}": ring.apart() for i, ring in self.small.items() if ring.is_shared}
 
-    def thaw(self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int]) -> None:
+    def copy(self, first: int, end: int) -> dict[str, Array]:
+        """Copy the rows of ticks [first, end), next observations too; and invalid lanes if there are any."""
+        ids = np.arange(first * self.lanes, end * self.lanes)
+        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items() if name != "invalid.0"}
+        for i, ring in self.small.items():
+            _, following = ring.read(ids, self.slots(ids), self.slots(ids, 1))
+            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
+        if not (valid := self.are_valid(ids)).all():
+            columns["invalid.0"] = ~valid.reshape(end - first, self.lanes)
+        return columns
+
+    def thaw(
+        self,
+        next_tick: int,
+        first_tick: int,
+        newest: dict[int, Array],
+        paired: Collection[int],
+        scouts: dict[str, Any],
+    ) -> None:
         """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
+        self.scouts = {i: scout for i, scout in self.scouts.items() if str(i) in scouts}
+        for i, scout in self.scouts.items():
+            scout.restore(scouts[str(i)])
         for i, ring in self.small.items():
             ring.refill(next_tick, newest.get(i), is_paired=i in paired)
         self._counted_from = first_tick
@@ -345,145 +414,3 @@ def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
 def field_name(prefix: str, leaf: Leaf) -> str:
     """Name a leaf of a space for people."""
     return f"{prefix}.{leaf.name}" if leaf.name else prefix
-
-
-WriteObservation = Callable[[int, Array, Array], None]
-
-_BOOL = np.dtype(np.bool_)
-
-
-class FastRows:
-    """The rows of a tick that are no observations: one action, the reward, the flags."""
-
-    def __init__(self, action: Array, reward: Array, terminated: Array, truncated: Array) -> None:
-        self._action = action
-        self._reward = reward
-        self._terminated = terminated
-        self._truncated = truncated
-        self._ring_ticks = len(action)
-        self._action_shape, self._action_dtype = action.shape[1:], action.dtype
-        self._lane_shape, self._reward_dtype = reward.shape[1:], reward.dtype
-
-    def fit(self, action: Any, reward: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is an array of exactly the expected shape and dtype."""
-        return (
-            type(action) is type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and action.dtype is self._action_dtype
-            and reward.dtype is self._reward_dtype
-            and terminated.dtype is truncated.dtype is _BOOL
-            and action.shape == self._action_shape
-            and reward.shape == terminated.shape == truncated.shape == self._lane_shape
-        )
-
-    def write(self, tick: int, action: Array, reward: Array, terminated: Array, truncated: Array) -> None:
-        """Write arguments that fit."""
-        slot = tick % self._ring_ticks
-        self._action[slot] = action
-        self._reward[slot] = reward
-        self._terminated[slot] = terminated
-        self._truncated[slot] = truncated
-
-
-class FastTick:
-    """Ticks whose observation is one array.
-
-    Args:
-        shape: Of a tick's observations, lanes first.
-        fills_blocks: Whether they lie in segments, which may have to wait for being sealed.
-    """
-
-    def __init__(
-        self,
-        rows: FastRows,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        write: WriteObservation,
-        fills_blocks: bool,
-    ) -> None:
-        self.fills_blocks = fills_blocks
-        self._rows = rows
-        self._shape = shape
-        self._dtype = dtype
-        self._write = write
-
-    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is as expected."""
-        return (
-            type(obs) is type(next_obs) is np.ndarray
-            and obs.dtype is next_obs.dtype is self._dtype
-            and obs.shape == next_obs.shape == self._shape
-            and self._rows.fit(action, reward, terminated, truncated)
-        )
-
-    def write(
-        self,
-        tick: int,
-        obs: Any,
-        action: Array,
-        reward: Array,
-        next_obs: Any,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        """Write one tick of arguments that fit."""
-        self._write(tick, obs, next_obs)
-        self._rows.write(tick, action, reward, terminated, truncated)
-
-
-class FastDictTick:
-    """Ticks whose observation is a Dict of arrays.
-
-    Args:
-        fields: Key, shape with lanes first, and dtype of every field.
-        small: Key and writer of the fields that lie in rings.
-        large: Keys of the fields that lie in segments, in their order.
-        write_large: Writes these.
-    """
-
-    def __init__(
-        self,
-        rows: FastRows,
-        fields: list[tuple[str, tuple[int, ...], np.dtype[Any]]],
-        small: list[tuple[str, WriteObservation]],
-        large: list[str],
-        write_large: Callable[[int, list[Array], list[Array]], None],
-    ) -> None:
-        self.fills_blocks = bool(large)
-        self._rows = rows
-        self._fields = fields
-        self._small = small
-        self._large = large
-        self._write_large = write_large
-
-    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is as expected."""
-        fields = self._fields
-        if type(obs) is not dict or type(next_obs) is not dict or not len(obs) == len(next_obs) == len(fields):
-            return False
-        for key, shape, dtype in fields:
-            now, after = obs.get(key), next_obs.get(key)
-            if not (
-                type(now) is type(after) is np.ndarray
-                and now.dtype is after.dtype is dtype
-                and now.shape == after.shape == shape
-            ):
-                return False
-        return self._rows.fit(action, reward, terminated, truncated)
-
-    def write(
-        self,
-        tick: int,
-        obs: Any,
-        action: Array,
-        reward: Array,
-        next_obs: Any,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        """Write one tick of arguments that fit."""
-        for key, write in self._small:
-            write(tick, obs[key], next_obs[key])
-        if self._large:
-            large = self._large
-            self._write_large(tick, [obs[key] for key in large], [next_obs[key] for key in large])
-        self._rows.write(tick, action, reward, terminated, truncated)

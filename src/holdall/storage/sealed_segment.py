@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError
-from holdall.json_state import count_of, dtype_of
+from holdall.json_state import count_of, dtype_of, malformed_refused
 from holdall.schema import Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coder, KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
@@ -131,7 +131,7 @@ def unpack_segment(
     def read(start: int, nbytes: int) -> bytes:
         return payload[start : start + nbytes]
 
-    try:
+    with malformed_refused("a segment"):
         rows, logs, *slices = records_in(payload)
         require_kind(rows, ROWS)
         like = _columns_like(rows.head["columns"], schema)
@@ -146,24 +146,16 @@ def unpack_segment(
         segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
         for i, part in zip(segment.large, segment.parts, strict=True):
             _require_within(part, chunk.columns[f"cursors.{i}"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DamageError(
-            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-        ) from error
     return segment
 
 
 def segment_needs(payload: bytes) -> tuple[int, set[str]]:
     """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
-    rows, _, *slices = records_in(payload)
-    try:
+    with malformed_refused("a segment"):
+        rows, _, *slices = records_in(payload)
         lanes = {count_of(shape[0]) for _, _, shape in rows.head["columns"]}
         (count,) = {count_of(rows.head["ticks"]) * of for of in lanes}
         names = {record.head["dictionary"] for record in slices} - {None}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise DamageError(
-            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-        ) from error
     return count, {str(name) for name in names}
 
 

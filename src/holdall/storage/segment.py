@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Leaf
+from holdall.schema import Array, Leaf
 from holdall.storage.blocks import (
     ArenaPool,
     CarriedSlices,
@@ -37,10 +37,11 @@ from holdall.storage.slices import (
     Places,
     Segment,
     SegmentIndex,
+    describe_parts,
     lies_direct,
+    read_tick,
 )
 from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, put_rows
-from holdall.threads import ThreadPool
 
 SEGMENT_BYTES = 16 * 2**20
 """Unique slices after which a segment closes."""
@@ -53,8 +54,6 @@ _TABLE_BYTES = 32
 """What an open segment keeps of each slice beside its bytes: a hash, slots of a table, an entry of the log."""
 _REPLAYED_TICKS = 64
 """A window found this early is applied to the open segment; later, from the next one on."""
-
-_ALONE = ThreadPool(threads=1)
 
 
 class Segments:
@@ -78,7 +77,7 @@ class Segments:
     ) -> None:
         self._kernels = kernels
         self._lanes = lanes
-        self._arenas = ArenaPool()
+        self.arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
         self._most_bytes = most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
@@ -89,7 +88,7 @@ class Segments:
         self._most_ticks = max(capacity_ticks // _SEGMENTS_OF_A_MEMORY, _FEWEST_TICKS)
         self._leaves: list[Leaf] = []
         self._windows: list[Window] = []
-        self._cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
+        self.cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
         self._searches = WindowSearches(lanes)
         self._limit_bytes = SEGMENT_BYTES
         self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
@@ -165,7 +164,7 @@ class Segments:
             gone.pop(id(open_part.block), None)
         self.overhead_bytes -= sum(part.overhead_bytes for part in leaving)
         for block in gone.values():
-            self._arenas.give_up(block.arena)
+            self.arenas.give_up(block.arena)
             self._blocks_on_disk -= block.is_on_disk
             self.overhead_bytes -= block.used_bytes if block.is_on_disk else 0
         self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in gone]
@@ -178,7 +177,7 @@ class Segments:
         return Places(
             records=list(self._index.records),
             segment=segment.astype(np.int32),
-            cursors=[cursors.reshape(-1)[slot] for cursors in self._cursors],
+            cursors=[cursors.reshape(-1)[slot] for cursors in self.cursors],
             lane=lane.astype(np.int32),
             lanes=self._lanes,
             held=tuple(self._index.held),
@@ -207,7 +206,7 @@ class Segments:
                 raise DamageError("a segment came whose slices are not sealed; report this")
             block = KeptBlock(part.block.slice_bytes, part.block.used, coder.adopt(part.block.sealed.coded))
             adopted.append(replace(part, block=block))
-            put_rows(self._cursors[field], end - len(rows), rows)
+            put_rows(self.cursors[field], end - len(rows), rows)
         self._open.first_tick = end
         self._close(Segment(tick, ticks, adopted), self._open.parts, end)
         for field, part in enumerate(adopted):
@@ -263,7 +262,8 @@ class Segments:
         raw = part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None)
         sealed = sum(block.used_bytes for block in blocks if block.sealed is not None)
         log = sum(part.log_bytes for part in self.parts(field)) + cursors * self.cursor_bytes
-        finding = self._describe(field)
+        newest = [self._open] if self._open.ticks or not self._closed else self._closed[-1:]
+        finding = describe_parts(self.parts(field), newest[0].parts[field].window)
         return FieldReport(name, raw + sealed, log, 0, plain_bytes, finding, sealed, self.disk_bytes(field))
 
     def arrays(self, field: int) -> list[Array]:
@@ -273,31 +273,7 @@ class Segments:
         blocks = {id(part.block): part.block for part in parts if part.block is not None}
         slices = [array for block in blocks.values() for array in block.arrays()]
         direct = self._open.parts[field]
-        return [*slices, *logs, self._cursors[field], *([direct.slices] if direct.block is None else [])]
-
-    def spare_arrays(self) -> list[Array]:
-        """Return arenas kept for the next segments."""
-        return self._arenas.spare
-
-    def _describe(self, field: int) -> str:
-        """Say what was found about a field, for people."""
-        found = self._describe_window(field)
-        sealed = [p.block.sealed for s in self._closed if (p := s.parts[field]).block.sealed is not None]
-        if not sealed:
-            return found
-        kinds = sorted({s.codec.describe() for s in sealed})
-        return f"{found}; {len(sealed)} of {len(self._closed)} segments sealed by {', '.join(kinds)}"
-
-    def _describe_window(self, field: int) -> str:
-        newest = [self._open] if self._open.ticks or not self._closed else self._closed[-1:]
-        window = newest[0].parts[field].window
-        fitting = [part for part in self.parts(field) if part.window == window]
-        steps = sum(part.steps for part in fitting)
-        if window.count == 1 or steps == 0:
-            return window.describe()
-        new = sum(part.new_slices for part in fitting)
-        shared = max(window.count - new / steps, 0.0)
-        return f"{window.describe()}; {shared:.1f} of {window.count} slices shared"
+        return [*slices, *logs, self.cursors[field], *([direct.slices] if direct.block is None else [])]
 
     def freeze(self) -> FrozenSegments:
         """Return what is held now; closed segments by reference, since they never change."""
@@ -321,24 +297,20 @@ class Segments:
             found |= {id(part.block): FullBlock(part.block, part.log is None) for part in new}
         return list(found.values())
 
-    def columns(self) -> list[Cursors]:
-        """Return the rings of cursors, field by field."""
-        return self._cursors
-
     def thaw(
         self,
+        next_tick: int,
         leaves: list[Leaf],
         windows: Sequence[Window],
         segments: Sequence[Segment[ClosedPart]],
         searches: dict[str, Any],
     ) -> None:
         """Take over what was frozen elsewhere; the cursors follow, as columns, and the next tick opens a segment."""
-        self._leaves, self._windows, self._cursors = [], [], []
+        self._leaves, self._windows, self.cursors = [], [], []
         self._closed, self._naming = list(segments), {}
         for segment in self._closed:
             self._name(segment)
-        end = self._closed[-1].first_tick + self._closed[-1].ticks if self._closed else 0
-        self._open = Segment(end, 0, [])
+        self._open = Segment(next_tick, 0, [])
         for leaf, window in zip(leaves, windows, strict=True):
             self._admit(leaf, window)
         self._searches.restore(searches, leaves)
@@ -368,7 +340,7 @@ class Segments:
         """Write one tick of one field into the open segment; ticks come in order, past ones too."""
         part = self._open.parts[field]
         log = part.log
-        part.append(obs, next_obs, self._cursors[field][tick % self._ring_ticks])
+        part.append(obs, next_obs, self.cursors[field][tick % self._ring_ticks])
         if part.log is not log:
             self._index.update(field, -1, part)
 
@@ -379,7 +351,7 @@ class Segments:
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
         self._limit_bytes = min(max(SEGMENT_BYTES, _CONTEXT_FACTOR * context), self._most_bytes)
         ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
-        self._cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
+        self.cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
         self._open.parts.append(self._new_part(len(self._leaves) - 1, replayed_ticks=self._open.ticks))
 
     def _new_part(self, field: int, block: SliceBlock | None = None, replayed_ticks: int = 0) -> OpenPart:
@@ -387,7 +359,7 @@ class Segments:
         most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
         arena_bytes = self._limit_bytes + (2 + replayed_ticks) * most_in_a_tick
         if block is None and not lies_direct(window):
-            block = self._kernels.new_block(window.slice_bytes, self._arenas.take(arena_bytes))
+            block = self._kernels.new_block(window.slice_bytes, self.arenas.take(arena_bytes))
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
     def _is_full(self) -> bool:
@@ -473,26 +445,12 @@ class Segments:
         self._open.parts[field] = self._new_part(field, replayed_ticks=self._open.ticks)
         held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
         for past in range(max(self._open.first_tick, held_from), tick + 1):
-            self.write_field(field, past, *self._read_back(field, old, past))
+            cursors = self.cursors[field][past % self._ring_ticks]
+            self.write_field(field, past, *read_tick(self._kernels, old, cursors))
         self._index.update(field, -1, self._open.parts[field])
         # The segments before may have begun the block that is left here.
         if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):
             self._freeze(field, old.window, old.block)
-
-    def _read_back(self, field: int, part: OpenPart, tick: int) -> tuple[Bytes, Bytes]:
-        """Read one tick of one field out of a part that is being replaced."""
-        shape = (self._lanes, self._leaves[field].nbytes)
-        obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
-        places = Places(
-            records=[np.array([part.record()], np.int64)],
-            segment=np.zeros(self._lanes, np.int32),
-            cursors=[self._cursors[field][tick % self._ring_ticks].copy()],
-            lane=np.arange(self._lanes, dtype=np.int32),
-            lanes=self._lanes,
-            held=((part.held,),),
-        )
-        self._kernels.gather(places, 0, obs, next_obs, _ALONE)
-        return obs, next_obs
 
     def parts(self, field: int) -> list[OpenPart | ClosedPart]:
         """Return what all segments hold of one field, oldest first."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
@@ -47,6 +48,7 @@ _DIRECT_BYTES = 32
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
+_ALONE = ThreadPool(threads=1)
 
 
 def lies_direct(window: Window) -> bool:
@@ -360,3 +362,35 @@ class Segment(Generic[PartT]):
     first_tick: int
     ticks: int
     parts: list[PartT]
+
+
+def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
+    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
+    shape = (part.lanes, part.obs_bytes)
+    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+    places = Places(
+        records=[np.array([part.record()], np.int64)],
+        segment=np.zeros(part.lanes, np.int32),
+        cursors=[cursors.copy()],
+        lane=np.arange(part.lanes, dtype=np.int32),
+        lanes=part.lanes,
+        held=((part.held,),),
+    )
+    kernels.gather(places, 0, obs, next_obs, _ALONE)
+    return obs, next_obs
+
+
+def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
+    """Say what was found about a field by its parts, the open one last, for people."""
+    found = window.describe()
+    fitting = [part for part in parts if part.window == window]
+    steps = sum(part.steps for part in fitting)
+    if window.count > 1 and steps:
+        shared = max(window.count - sum(part.new_slices for part in fitting) / steps, 0.0)
+        found = f"{found}; {shared:.1f} of {window.count} slices shared"
+    closed = [part for part in parts if isinstance(part, ClosedPart)]
+    sealed = [part.block.sealed for part in closed if part.block.sealed is not None]
+    if not sealed:
+        return found
+    kinds = sorted({each.codec.describe() for each in sealed})
+    return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"

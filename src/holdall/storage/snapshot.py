@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Bytes, Leaf, Schema, fit_flags, fit_reward
+from holdall.errors import ArgumentError, HoldallError
+from holdall.schema import Array, Bytes, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart, OpenPart, Segment
@@ -71,6 +72,14 @@ class Tick(NamedTuple):
             extras=[array[where] for array in self.extras],
             valid=None if self.valid is None else self.valid[where],
         )
+
+
+def steps_in(reward: Any) -> int:
+    """Count the steps of trajectories, by their rewards."""
+    shape = as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
+    return int(shape[0])
 
 
 _CHUNK_BYTES = 2**19
@@ -404,3 +413,25 @@ class StoreContent:
     scouts: dict[str, Any]
     reward_dtype: np.dtype[Any] | None
     has_invalid: bool
+
+
+class UnchangedStore:
+    """Refuses to be pickled once its store was added to: what was written before is not of one moment then."""
+
+    def __init__(self, store: NumberedTicks) -> None:
+        self._store = store
+        self._next_tick = store.next_tick
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        if self._store.next_tick != self._next_tick:
+            raise HoldallError(
+                f"the memory was added to while it was pickled ({self._store.next_tick - self._next_tick} ticks), so "
+                "what was written is not one moment; throw it away, hold the adding threads, and save again"
+            )
+        return bool, ()
+
+
+class NumberedTicks(Protocol):
+    """What counts its ticks."""
+
+    next_tick: int

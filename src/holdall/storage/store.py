@@ -14,19 +14,18 @@ blocks are full or dropped, the tiers what to do with them, and the sealer what 
 
 from __future__ import annotations
 
-import logging
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema, as_bytes
+from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window, WindowScout
-from holdall.storage.rings import FastDictTick, FastRows, FastTick, Rings, field_name
+from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
+from holdall.storage.rings import Rings, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -44,18 +43,14 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.tiers import Budget, SpillFolder, Tiers
+from holdall.storage.tiers import Budget, SpillFolder, Tiers, warn_of_early_eviction
 
 _TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
 _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
-_RINGS_OF_A_BUDGET = 8
-"""Fields whose ring takes more than this share of a budget lie in segments, which can be compressed and spilled."""
 _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
-
-_LOG = logging.getLogger("holdall")
 
 
 class Rows(NamedTuple):
@@ -103,14 +98,19 @@ class Store:
         self._ring_ticks = capacity_ticks + 1
         self._coder, self._lock, self._folder = kernels.coder, lock, folder
         leaves = schema.observation.leaves
-        by_size = [i for i, leaf in enumerate(leaves) if not self._begins_small(leaf, budget)]
+        rows = self._ring_ticks * self._lanes
+        by_size = [
+            i
+            for i, leaf in enumerate(leaves)
+            if leaf.nbytes > (_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES)
+        ]
         self._large = sorted(by_size if large is None else large)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
-        self._scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         self._rings = Rings(schema, self._ring_ticks, small, first_tick)
+        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
-        self._segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
+        self.large_segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
         budget.require(self._fixed_bytes, _FEWEST_TICKS * 2 * self._lanes * sum(leaf.nbytes for leaf in sliced))
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
@@ -128,77 +128,56 @@ class Store:
             large = self._large
             self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
         self.next_tick = now + 1
-        if self._scouts:
-            self._scout(tick)
-        self.fast_tick = self._new_fast_tick()
+        if self._rings.scouts:
+            may_move = self.large_segments.can_admit(self.next_tick)
+            for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
+                self._move_to_segments(i, window)
+        if self._snapshots.pending:  # the short way does not save what it writes over
+            self.fast_tick = None
+        elif self.fast_tick is None or self._rings.invalid is not None:
+            self.fast_tick = self._rings.fast_tick(self._large, self._write_large, self._write_one_large)
+
+    def write_steps(self, steps: Tick, first: int) -> int:
+        """Write steps from `first` on until blocks pile up; return the first that is left."""
+        for t in range(first, len(steps.reward)):
+            self.write(steps.cut(t))
+            if self.sealer.is_crowded:
+                return t + 1
+        return len(steps.reward)
 
     def _write_large(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
         """Write the large fields, and drop the segments that leave with the oldest tick."""
-        self._segments.append(tick, obs, next_obs)
-        self._after_append(tick)
+        self.large_segments.append(tick, obs, next_obs)
+        if self.large_segments.frozen or tick >= self._capacity_ticks:
+            self._after_append(tick)
 
     def _write_one_large(self, tick: int, obs: Array, next_obs: Array) -> None:
         """Do the same where there is one large field only."""
-        self._segments.append_one(tick, obs, next_obs)
-        self._after_append(tick)
+        self.large_segments.append_one(tick, obs, next_obs)
+        if self.large_segments.frozen or tick >= self._capacity_ticks:
+            self._after_append(tick)
 
     def _after_append(self, tick: int) -> None:
-        if self._segments.frozen:
+        if self.large_segments.frozen:
             self._settle(may_evict=True)
-        if tick >= self._capacity_ticks:
-            gone = self._segments.evict_before(tick + 1 - self._capacity_ticks)
-            if gone:
-                self._let_go(gone)
-
-    def _new_fast_tick(self) -> FastTick | FastDictTick | None:
-        """Offer the short way to write a tick, unless fields are there that it does not know."""
-        rings = self._rings
-        if self._snapshots.pending or rings.invalid is not None:  # it does not save what it writes over, nor mark lanes
-            return None
-        if self.fast_tick is not None:
-            return self.fast_tick
-        if len(rings.action) != 1 or rings.extras or self._scouts or rings.reward is None:
-            return None
-        rows = FastRows(rings.action[0], rings.reward, rings.terminated, rings.truncated)
-        tree = self._schema.observation
-        fields = {i: ((self._lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
-        if isinstance(tree.structure, int):
-            write = rings.small[0].write if rings.small else self._write_one_large
-            return FastTick(rows, *fields[0], write, fills_blocks=not rings.small)
-        keys = tree.keys
-        if keys is None:
-            return None
-        return FastDictTick(
-            rows,
-            [(keys[i], *field) for i, field in fields.items()],
-            [(keys[i], ring.write) for i, ring in rings.small.items()],
-            [keys[i] for i in self._large],
-            self._write_large,
-        )
-
-    def _scout(self, tick: Tick) -> None:
-        """Look for windows in rings; where one is found, move the field to the segments."""
-        for i, scout in tuple(self._scouts.items()):
-            scout.look(as_bytes(tick.obs[i], self._lanes), as_bytes(tick.next_obs[i], self._lanes))
-            movable = self._segments.can_admit(self.next_tick)
-            if scout.done or not movable:
-                del self._scouts[i]
-                if scout.finding is not None and movable:
-                    self._move_to_segments(i, scout.finding)
+        gone = self.large_segments.evict_before(tick + 1 - self._capacity_ticks)
+        if gone:
+            self._let_go(gone)
 
     def _move_to_segments(self, i: int, window: Window) -> None:
+        """Move a field in which a window was found."""
         rings = self._rings
         ring = rings.small.pop(i)
-        field = self._segments.admit(ring.leaf, window, self.next_tick)
+        field = self.large_segments.admit(ring.leaf, window, self.next_tick)
         self._large.append(i)
         for tick in range(self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
-            self._segments.write_field(field, tick, obs, next_obs)
+            self.large_segments.write_field(field, tick, obs, next_obs)
 
     def _settle(self, *, may_evict: bool) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
-        tiers, segments, sealer = self._tiers, self._segments, self.sealer
+        tiers, segments, sealer = self._tiers, self.large_segments, self.sealer
         for frozen in segments.take_frozen():
             tiers.keep(frozen)
         allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
@@ -229,7 +208,7 @@ class Store:
         with self._lock:
             for block, sealed in self.sealer.collect():
                 if sealed is not None:
-                    self._segments.seal(block, sealed)
+                    self.large_segments.seal(block, sealed)
                 self.sealer.withdraw(self._tiers.take_back(block))
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
@@ -238,12 +217,7 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            _LOG.warning(
-                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-                "raise budget, name a spill_dir, or lower capacity",
-                fits,
-                self._capacity_ticks * self._lanes,
-            )
+            warn_of_early_eviction(fits, self._capacity_ticks * self._lanes)
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -256,12 +230,12 @@ class Store:
     @property
     def _fixed_bytes(self) -> int:
         """What rings and cursors take once all of their rows were written."""
-        cursors = self._segments.cursor_bytes * len(self._large)
+        cursors = self.large_segments.cursor_bytes * len(self._large)
         return self._ring_ticks * self._lanes * (self._rings.row_bytes + cursors)
 
     @property
     def _ticks_that_fit(self) -> int | None:
-        segments = self._segments
+        segments = self.large_segments
         return self._tiers.ticks_that_fit(
             self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes, *segments.closed_ticks()
         )
@@ -272,17 +246,11 @@ class Store:
         ticks = self._ticks_that_fit if self._large and self._folder is None else None
         return None if ticks is None or ticks >= self._capacity_ticks else ticks * self._lanes
 
-    def _begins_small(self, leaf: Leaf, budget: Budget) -> bool:
-        """Whether a field lies in a ring, raw for the whole capacity, as long as no window is found."""
-        ring_bytes = self._ring_ticks * self._lanes * leaf.nbytes
-        fits = budget.limit is None or ring_bytes * _RINGS_OF_A_BUDGET <= budget.limit
-        return leaf.nbytes <= (_SMALL_BYTES if fits else _TINY_BYTES)
-
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
         by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
-        return max(by_capacity, self._segments.first_tick) if self._large else by_capacity
+        return max(by_capacity, self.large_segments.first_tick) if self._large else by_capacity
 
     @property
     def transitions(self) -> int:
@@ -303,7 +271,7 @@ class Store:
     def read(self, ids: NDArray[np.int64]) -> Rows:
         """Copy the small fields of `ids`, all of them held, and find the large ones."""
         small, large = self._rings.read(ids), tuple(self._large)
-        places = self._segments.places(*np.divmod(ids, self._lanes)) if large else None
+        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if large else None
         return Rows(small.small, large, places, *small[1:])
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -354,10 +322,10 @@ class Store:
         rings.begin(columns["reward.0"].dtype, has_invalid="invalid.0" in columns)
         rings.put(first + ticks - held, columns, {})
         if self._large:
-            self._segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
+            self.large_segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
         self.next_tick = first + ticks
         self._settle(may_evict=True)
-        self._let_go(self._segments.evict_before(self.next_tick - self._capacity_ticks))
+        self._let_go(self.large_segments.evict_before(self.next_tick - self._capacity_ticks))
         return first
 
     def segment_at(self, tick: int) -> SealedSegment:
@@ -368,27 +336,23 @@ class Store:
         first, end = tick, min(self.next_tick, tick + self.chunk_ticks)
         parts: list[ClosedPart] = []
         if self._large:
-            found = self._segments.segment_at(tick)
+            found = self.large_segments.segment_at(tick)
             first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
             fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
             parts = [travelling(found.parts[field], self._coder) for field in fields]
-        rings, ids = self._rings, np.arange(first * self._lanes, end * self._lanes)
-        columns = {name: rows_of(ring, first, end) for name, ring in self._columns().items() if name != "invalid.0"}
-        for i, ring in rings.small.items():
-            _, following = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
-            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
-        if not (valid := rings.are_valid(ids)).all():
-            columns["invalid.0"] = ~valid.reshape(end - first, self._lanes)
+        columns = self._rings.copy(first, end)
+        for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
+            columns[f"cursors.{i}"] = rows_of(cursors, first, end)
         return SealedSegment(RowChunk(first, end - first, columns, {}), tuple(parts))
 
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""
         self._not_before = max(self._not_before, min(tick, self.next_tick))
-        self._let_go(self._segments.evict_before(self._not_before))
+        self._let_go(self.large_segments.evict_before(self._not_before))
 
     def content(self) -> StoreContent:
         """Return all but the rows, sharing memory with the store; what is added later does not change it."""
-        segments = self._segments.freeze()
+        segments = self.large_segments.freeze()
         held = [segment for segment in (*segments.closed, segments.open) if segment.ticks and self._large]
         return StoreContent(**self._described(), windows=segments.windows, segments=held, searches=segments.searches)
 
@@ -401,7 +365,7 @@ class Store:
             "large": list(self._large),
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
-            "scouts": {str(i): scout.state() for i, scout in self._scouts.items()},
+            "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
             "reward_dtype": self.reward_dtype,
             "has_invalid": self._rings.invalid is not None,
         }
@@ -425,7 +389,7 @@ class Store:
             **self._described(),
             rows=rows,
             versions=versions,
-            segments=self._segments.freeze() if self._large else None,
+            segments=self.large_segments.freeze() if self._large else None,
             transitions=self.transitions,
         )
 
@@ -435,24 +399,24 @@ class Store:
 
     def full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
         """Return the full blocks of large fields that are not known yet nor about to be sealed, newest first."""
-        full = self._segments.full_blocks(is_known) if self._large else []
+        full = self.large_segments.full_blocks(is_known) if self._large else []
         return [block for block in full if not self._tiers.is_changing(block.block)]
 
-    def thaw(self, content: StoreContent) -> None:
-        """Take over what was frozen, in a store as it was made; its rows follow with `take_rows`, oldest first."""
+    def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
+        """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
         self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._begun_at = content.first_tick
         rings = self._rings
         rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
-        self._scouts = {i: scout for i, scout in self._scouts.items() if str(i) in content.scouts}
-        for i, scout in self._scouts.items():
-            scout.restore(content.scouts[str(i)])
-        self._segments.thaw([leaves[i] for i in self._large], content.windows, content.segments, content.searches)
+        sliced = [leaves[i] for i in self._large]
+        self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
         self._settle(may_evict=True)
-        rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired)
+        rings.thaw(self.next_tick, self.first_tick, content.newest, content.paired, content.scouts)
         if content.reward_dtype is not None:
             rings.begin(content.reward_dtype, has_invalid=content.has_invalid)
+        for chunk in rows:
+            self.take_rows(chunk)
 
     def take_rows(self, chunk: RowChunk) -> None:
         """Take over the rows of some ticks; those that this store would not hold any more are passed over."""
@@ -460,7 +424,7 @@ class Store:
         if held is None:
             return
         self._rings.put(held.first_tick, held.columns, held.apart)
-        for i, cursors in zip(self._large, self._segments.columns(), strict=True):
+        for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             put_rows(cursors, held.first_tick, held.columns[f"cursors.{i}"])
 
     @property
@@ -479,28 +443,18 @@ class Store:
 
     def _columns(self) -> dict[str, Array]:
         """All rings by name, those of cursors too: what a chunk of rows consists of."""
-        cursors = zip(self._large, self._segments.columns(), strict=True)
+        cursors = zip(self._large, self.large_segments.cursors, strict=True)
         return self._rings.columns() | {f"cursors.{i}": ring for i, ring in cursors}
-
-    @property
-    def large_segments(self) -> Segments:
-        """The segments of the large fields."""
-        return self._segments
-
-    @property
-    def large_fields(self) -> int:
-        """Fields that lie in segments."""
-        return len(self._large)
 
     @property
     def segments(self) -> int:
         """Segments held, the open one among them."""
-        return self._segments.count if self._large else 0
+        return self.large_segments.count if self._large else 0
 
     @property
     def disk_bytes(self) -> int:
         """Bytes of all fields on disk."""
-        return sum(self._segments.disk_bytes(field) for field in range(len(self._large)))
+        return sum(self.large_segments.disk_bytes(field) for field in range(len(self._large)))
 
     def report(self) -> list[FieldReport]:
         """Account for every field."""
@@ -511,7 +465,7 @@ class Store:
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
-                observed.append(self._segments.report(self._large.index(i), name, plain, touched))
+                observed.append(self.large_segments.report(self._large.index(i), name, plain, touched))
             else:
                 observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))
         return observed + self._rings.report(held, touched)
@@ -521,9 +475,9 @@ class Store:
         found: list[tuple[str, Array]] = []
         for i, leaf in enumerate(self._schema.observation.leaves):
             small = self._rings.small.get(i)
-            held = self._segments.arrays(self._large.index(i)) if small is None else small.arrays()
+            held = self.large_segments.arrays(self._large.index(i)) if small is None else small.arrays()
             found += [(field_name("obs", leaf), array) for array in held]
-        return found + self._rings.arrays() + [("spare", array) for array in self._segments.spare_arrays()]
+        return found + self._rings.arrays() + [("spare", array) for array in self.large_segments.arenas.spare]
 
     def close(self) -> None:
         """End the sealer and delete what was spilled."""

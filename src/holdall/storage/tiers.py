@@ -9,6 +9,7 @@ when all of it was written; what a write that failed left behind is never read.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import re
 import secrets
@@ -38,11 +39,15 @@ _SEGMENTS_OF_A_BUDGET = 32
 """A segment takes at most this share of a limit, for there are several on their way: see SEGMENTS_ON_THE_WAY."""
 SEGMENTS_ON_THE_WAY = 6
 """One open, one waiting to be sealed, one being sealed, what it becomes, that being written out, and a spare arena."""
+_RINGS_OF_A_BUDGET = 8
+"""Fields that would take more than this share of a limit lie in segments, which can be compressed and spilled."""
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
+
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +85,10 @@ class Budget:
         """Most that may be kept for the next batches."""
         return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
 
+    def allows_ring(self, nbytes: int) -> bool:
+        """Whether a field of so many bytes may stay raw in memory for the whole capacity."""
+        return self.limit is None or nbytes * _RINGS_OF_A_BUDGET <= self.limit
+
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for what is needed whatever comes.
 
@@ -112,6 +121,16 @@ class Budget:
 def available_bytes() -> int:
     """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
     return memory_limits()[0].free_bytes
+
+
+def warn_of_early_eviction(fits: int, capacity: int) -> None:
+    """Log that a limit does not hold all that it should."""
+    _LOG.warning(
+        "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+        "raise budget, name a spill_dir, or lower capacity",
+        fits,
+        capacity,
+    )
 
 
 _WORTH_TRYING_BYTES = 128 * 2**20

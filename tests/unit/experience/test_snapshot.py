@@ -33,7 +33,7 @@ def filled(capacity_ticks: int, ticks: int, obs_shape: tuple[int, ...] = (3,)) -
 
 
 def add(memory: ReplayMemory, first: int, ticks: int) -> None:
-    shape = memory._schema.observation.leaves[0].shape
+    shape = memory.schema.observation.leaves[0].shape
     for tick in range(first, first + ticks):
         obs = np.full((LANES, *shape), tick, np.float32)
         ended = np.array([tick % 5 == 0, False])

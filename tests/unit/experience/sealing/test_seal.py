@@ -580,8 +580,8 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     saved = segments.freeze()
     held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
     loaded = Segments(kernels, [], 1, 3_000)
-    loaded.thaw([leaf], saved.windows, held, saved.searches)
-    loaded.columns()[0][:] = segments.columns()[0]
+    loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
+    loaded.cursors[0][:] = segments.cursors[0]
     for frozen in loaded.take_frozen():
         if frozen.block.sealed is None:
             seal_block(loaded, frozen.block)
