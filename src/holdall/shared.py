@@ -24,8 +24,8 @@ _ALIGNMENT_BYTES = 64
 class SharedObservations:
     """One observation per lane, in shared memory; hand it to worker processes as an argument.
 
-    The channel that sends workers their actions also decides who writes when: nobody may write to a lane while the memory
-    reads it. `RolloutMemory.observe` reads it once, before the next actions are sent.
+    The channel that sends workers their actions also decides who writes when: nobody may write to a lane while the
+    memory reads it. `RolloutMemory.observe` reads it once, before the next actions are sent.
 
     Args:
         observation_space: Of one lane.

@@ -70,7 +70,7 @@ class Transform:
         return self.slice_bytes // self.word_bytes if self.word_bytes else self.slice_bytes
 
     def is_sound(self) -> bool:
-        """Whether the numbers agree with each other: they may come from a file. See codec.c."""
+        """Whether the numbers agree with each other: they may come from a file. See decode.c."""
         whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
         if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
             return False
@@ -111,7 +111,7 @@ class Codec:
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     def is_cut_soundly(self) -> bool:
-        """Whether units are of a size that readers make room for: it may come from a file. See codec.c."""
+        """Whether units are of a size that readers make room for: it may come from a file. See decode.c."""
         return 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
 
     def hurried(self) -> Codec:

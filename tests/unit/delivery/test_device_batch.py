@@ -186,7 +186,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDALL_THREADS", "4")
     monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
-    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_THREAD", 1), ("_WAVE_BYTES", 2_000)):
+    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_COLLECTING_THREAD", 1), ("_WAVE_BYTES", 2_000)):
         monkeypatch.setattr(reading, name, nbytes)
 
 
