@@ -30,10 +30,9 @@ from holdall.checkpoint.manifest import (
 from holdall.checkpoint.saved_records import Attached, RowsKey, SavedRecords
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
-from holdall.sampling.draw import require_number
 from holdall.storage.blocks import Coder, SliceBlock
 from holdall.storage.snapshot import FullBlock
-from holdall.units import require_count
+from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch, CheckpointMirror

@@ -27,11 +27,11 @@ from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 from holdall.replay import ReplayMemory
-from holdall.sampling.draw import require_count
 from holdall.sampling.prioritized import Prioritized
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
+from holdall.units import require_count
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
 """How the state of a VecEnv is read, as bytes, and how it is set again."""

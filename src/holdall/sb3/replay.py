@@ -26,8 +26,9 @@ from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Sampler, require_count
+from holdall.sampling.draw import Sampler
 from holdall.schema import stored_space
+from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
