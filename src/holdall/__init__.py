@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from holdall.replay import ReplayMemory
     from holdall.report import FieldReport, MemoryReport
     from holdall.rollout import RolloutMemory
-    from holdall.sampling.draw import Uniform
-    from holdall.sampling.episodic import Hindsight, NStep, Sequence
-    from holdall.sampling.prioritized import Prioritized
+    from holdall.sampling import Hindsight, NStep, Prioritized, Sequence, Uniform
     from holdall.shared import SharedObservations
 
 __all__ = [
@@ -73,9 +71,7 @@ _HOMES = {
     "replay": ("ReplayMemory",),
     "report": ("FieldReport", "MemoryReport"),
     "rollout": ("RolloutMemory",),
-    "sampling.draw": ("Uniform",),
-    "sampling.episodic": ("Hindsight", "NStep", "Sequence"),
-    "sampling.prioritized": ("Prioritized",),
+    "sampling": ("Hindsight", "NStep", "Prioritized", "Sequence", "Uniform"),
     "shared": ("SharedObservations",),
 }  # fmt: skip
 """Which module a public name lives in."""

@@ -1,7 +1,6 @@
-"""What is drawn, and what sampling returns.
+"""The recipe of a batch, which a sampler makes, and the batch, which belongs to the caller.
 
-In: nothing.  Out: a recipe for a batch, which a sampler writes, and the batch, which belongs to
-the caller; holdall never writes to it again.
+Invariant: holdall never writes to a batch again.
 """
 
 from __future__ import annotations
@@ -22,10 +21,10 @@ class RewardFunction(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Goals:
-    """Rows of a batch that are told anew, as if another goal had been pursued.
+    """Rows of a batch that are relabelled, as if another goal had been pursued.
 
     `desired_key` of `obs` and `next_obs` becomes what `achieved_key` of the next observation of
-    transition `ids` shows, and the reward is what `reward_fn` says.
+    transition `ids` shows, and the reward is what `reward_fn` returns.
     """
 
     rows: NDArray[np.int64]  # positions in the batch
@@ -47,7 +46,7 @@ class Draw:
     last_ids: NDArray[np.int64] | None = None  # where next_obs, terminated and truncated are read
     reward: NDArray[Any] | None = None
     discount: NDArray[np.float32] | None = None
-    mask: NDArray[np.bool_] | None = None  # like ids; False where a row only fills up
+    mask: NDArray[np.bool_] | None = None  # like ids; False for padding
     goals: Goals | None = None
 
 
@@ -71,7 +70,7 @@ class Batch:
     ids: NDArray[np.int64]  # (batch,)
     weights: Any  # (batch,) float32, importance weights; ones where all draws are equal
     discount: Any = None  # (batch,) float32, of the value of next_obs; None where it is the agent's own gamma
-    mask: Any = None  # (batch, time) bool, False where a sequence only fills up; None where there are none
+    mask: Any = None  # (batch, time) bool, False for padding; None where there are no sequences
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -81,7 +80,7 @@ class Batch:
 class RolloutBatch:
     """Steps of a rollout: a minibatch of single steps, or of whole sequences.
 
-    Arrays of a minibatch have shape (batch, ...), those of sequences (sequences, time, ...), filled up with zeros
+    Arrays of a minibatch have shape (batch, ...), those of sequences (sequences, time, ...), with zeros
     behind each sequence's end. They are NumPy's, or torch tensors on the memory's device, but for `ids`.
     """
 

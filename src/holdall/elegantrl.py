@@ -18,8 +18,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.delivery.device import stream_to
-from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, SlotLoad
+from holdall.delivery import SLOT_BYTES, CopySpan, DeviceCopier, SlotLoad, stream_to
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""

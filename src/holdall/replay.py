@@ -21,16 +21,22 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.checkpoint import Loading, Restored, RowsKey, SavedMemory, Snapshot, open_reader
-from holdall.delivery.batches import Delivery, DrawnRows, ObservationAssembler, of_ids
-from holdall.delivery.device_batch import batches_for
-from holdall.delivery.loader import Loader, Prefetched
+from holdall.delivery import Delivery, DrawnRows, Loader, ObservationAssembler, Prefetched, batches_for, of_ids
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_words
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
-from holdall.sampling.draw import Held, Sampler, Uniform, as_ids
-from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of, sampler_to_resume
-from holdall.schema import Leaf, Schema, as_array, fit_flags
+from holdall.sampling import (
+    Held,
+    Sampler,
+    Uniform,
+    drawn_from,
+    priorities_of,
+    resume,
+    reward_function_of,
+    sampler_to_resume,
+)
+from holdall.schema import Leaf, Schema, as_array, as_ids, fit_flags, require_held
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore, steps_in
 from holdall.storage.store import Store
@@ -243,7 +249,9 @@ class ReplayMemory(SavedMemory):
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            self._held(store).require_drawn(draw)
+            for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
+                if ids is not None:
+                    self._require_held(store, ids)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -251,7 +259,7 @@ class ReplayMemory(SavedMemory):
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._lock:
             store = self._open()
-            self._held(store).require(ids)
+            self._require_held(store, ids)
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -275,7 +283,7 @@ class ReplayMemory(SavedMemory):
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._lock:
             store = self._open()
-            self._held(store).require(wanted)
+            self._require_held(store, wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
@@ -473,6 +481,9 @@ class ReplayMemory(SavedMemory):
         if self._store is None:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
         return self._store
+
+    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
+        require_held(ids, store.first_tick * self.num_envs, store.next_tick * self.num_envs, store)
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs

@@ -11,7 +11,7 @@ Invariant: a minibatch holds bit for bit what `add` was given. `reset` allocates
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any, Self
 
@@ -20,15 +20,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import RolloutBatch
-from holdall.delivery.to_device import Fill, MinibatchDelivery
+from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
-from holdall.sampling.episodic import RolloutSequences
+from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.rings import new_ring
-from holdall.storage.rollout import FinalObservations, RolloutFields, gather_rows
+from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
@@ -161,9 +161,8 @@ class RolloutMemory:
         """
         self._open()
         leaves = self._schema.observation.leaves
-        rows = np.arange(len(self._final))
-        fields = [(leaf, _at(rows, partial(self._final.gather, i))) for i, leaf in enumerate(leaves)]
-        return self._schema.observation.build(self._delivery.deliver(len(rows), fields))
+        fields = [(leaf, partial(self._final.gather, i)) for i, leaf in enumerate(leaves)]
+        return self._schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
 
     def finish(
         self,
@@ -309,16 +308,8 @@ class RolloutMemory:
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
         """Gather the steps at `places`, in an order of `shape` if that is given."""
-        frames, schema = self._open(), self._schema
-        fields: list[tuple[Leaf, Fill]] = [
-            (leaf, _at(places, partial(frames.gather, field))) for field, leaf in enumerate(schema.observation.leaves)
-        ]
-        flat = [*self._action, *self._extras, *([] if self._reward is None else [self._reward])]
-        flat += self._estimates.values()
-        fields += [(Leaf("", rows.shape[2:], rows.dtype), _at(places, partial(gather_rows, rows))) for rows in flat]
-        if shape is not None:
-            fields.append((_MASK, _at(places, lambda wanted, out: np.greater_equal(wanted, 0, out=out))))
-        delivered = self._delivery.deliver(len(places), fields)
+        schema = self._schema
+        delivered = self._delivery.deliver(places, self._gathers(padded=shape is not None))
         if shape is not None:
             delivered = [array.reshape(*shape, *array.shape[1:]) for array in delivered]
             places = places.reshape(shape)
@@ -332,6 +323,18 @@ class RolloutMemory:
             ids=places,
             mask=None if shape is None else next(parts),
         )
+
+    def _gathers(self, padded: bool) -> list[tuple[Leaf, Gather]]:
+        """Return how every field of a minibatch is gathered, in the order in which `_batch` takes them."""
+        fields: list[tuple[Leaf, Gather]] = [
+            (leaf, partial(self._open().gather, field)) for field, leaf in enumerate(self._schema.observation.leaves)
+        ]
+        gather = gather_padded if padded else gather_rows
+        flat = [*self._action, *self._extras, *([] if self._reward is None else [self._reward])]
+        fields += [(Leaf("", r.shape[2:], r.dtype), partial(gather, r)) for r in (*flat, *self._estimates.values())]
+        if padded:
+            fields.append((_MASK, lambda places, out: np.greater_equal(places, 0, out=out)))
+        return fields
 
     def _fit_final(self, final_obs: Any, lanes: NDArray[np.int64]) -> list[Array] | None:
         """Return the final observations of the given lanes, checked."""
@@ -373,11 +376,6 @@ class RolloutMemory:
         require_count("epochs", epochs)
         if not self._finished:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
-
-
-def _at(places: NDArray[np.int64], gather: Callable[[NDArray[np.int64], Array], Any]) -> Fill:
-    """Return what fills an array with a part of the rows of `places`."""
-    return lambda first, end, out: gather(places[first:end], out)
 
 
 def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, SpaceError
+from holdall.errors import ArgumentError, SpaceError, TransitionIdError
 
 Array = NDArray[Any]
 Bytes = NDArray[np.uint8]
@@ -257,7 +257,7 @@ def _assemble(structure: Structure, arrays: Sequence[Any]) -> Any:
     return tuple(_assemble(child, arrays) for child in structure)
 
 
-def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
+def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)
@@ -265,3 +265,41 @@ def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[A
         return spaces.Box(0, 1, shape, dtype.type)
     limits = np.iinfo(dtype)
     return spaces.Box(int(limits.min), int(limits.max), shape, dtype.type)
+
+
+def as_ids(ids: Any) -> NDArray[np.int64]:
+    """Return `ids` as a flat array of transition ids, or say why it is not one."""
+    array = as_array(ids, "ids")
+    if array.shape == (0,):
+        return np.empty(0, np.int64)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
+    if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
+        raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
+    return array.astype(np.int64)
+
+
+class Validity(Protocol):
+    """Which transitions are real."""
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+
+    def are_valid(self, ids: NDArray[np.int64], /) -> NDArray[np.bool_]:
+        """Return which of some held ids are real: lanes added with valid=False made no transition."""
+
+
+def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
+    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+    if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
+        outside = (ids < first_id) | (ids >= next_id)
+        raise TransitionIdError(
+            f"ids holds {int(ids[outside][0])}, but only ids from first_id ({first_id}) up to, and without, "
+            f"next_id ({next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
+        )
+    if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
+        raise TransitionIdError(
+            f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "
+            "made no transition in that tick; leave it out"
+        )

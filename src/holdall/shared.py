@@ -24,7 +24,7 @@ _ALIGNMENT_BYTES = 64
 class SharedObservations:
     """One observation per lane, in shared memory; hand it to worker processes as an argument.
 
-    Who writes when is agreed over whatever tells workers their actions: a lane must not be written to while the
+    The channel that sends workers their actions also decides who writes when: nobody may write to a lane while the
     memory reads it. `RolloutMemory.observe` reads it once, before the next actions are sent.
 
     Args:
@@ -37,7 +37,7 @@ class SharedObservations:
         require_count("num_envs", num_envs)
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
-        # Without a name, so that it is gone with the last process that has it, however that one ends.
+        # Without a name: the system frees it with the last process that has it, however that one ends.
         maker: Any = multiprocessing if context is None else context
         self._block = maker.RawArray(ctypes.c_uint8, max(1, self._starts()[-1]))
         self._view()
@@ -64,7 +64,7 @@ class SharedObservations:
         return self._tree.build([rows[lane : lane + 1].reshape(rows.shape[1:]) for rows in self._rows])
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return what a process that is being started needs; elsewhere the memory cannot be handed over."""
+        """Return what a process needs when it is started; at any other time the memory cannot be passed on."""
         return {"tree": self._tree, "lanes": self._lanes, "block": self._block}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

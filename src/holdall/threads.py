@@ -36,8 +36,8 @@ _QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/c
 def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     """Limit the pools of this process, and of processes started inside, and undo it afterwards.
 
-    torch is limited at once if it is imported, or else when it is. Pools that already run, such as that of NumPy's
-    BLAS library, are left as they are: they obey only what stood in the environment when they were loaded.
+    torch and the BLAS libraries that are loaded, such as NumPy's, are limited at once; whatever is loaded or started
+    later finds the limit in the environment.
 
     Args:
         threads: Of every pool. None: HOLDALL_THREADS if that is set in the environment, else the cores shared out.
@@ -46,6 +46,8 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     Yields:
         The number of threads.
     """
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415  # only this call needs it
+
     number = _chosen(threads, workers)
     before = {name: os.environ.get(name) for name in VARIABLES}
     torch: Any = sys.modules.get("torch")
@@ -54,7 +56,8 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     if torch is not None:
         torch.set_num_threads(number)
     try:
-        yield number
+        with threadpool_limits(number, user_api="blas"):
+            yield number
     finally:
         for name, value in before.items():
             if value is None:

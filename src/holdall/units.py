@@ -5,6 +5,7 @@ In:  what a user passed.  Out: a number, or an error that names the argument, it
 
 from __future__ import annotations
 
+import math
 import re
 from numbers import Integral, Real
 from typing import Any
@@ -46,13 +47,24 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
     )
 
 
-def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> None:
-    """Refuse what is no whole number of at least `least`."""
+def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -> int:
+    """Return `value` as a whole number of at least `least`, or say why it is not one."""
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
+    return int(value)
 
 
 def require_share(argument: str, value: Any) -> None:
     """Refuse what is no number from 0 to 1."""
     if isinstance(value, bool) or not isinstance(value, Real) or not 0 <= float(value) <= 1:
         raise ArgumentError(f"{argument} ({value!r}) must be a number from 0 to 1; pass one")
+
+
+def require_number(argument: str, value: Any, least: float, most: float = math.inf) -> float:
+    """Return `value` as a finite number within bounds, or say why it is not one."""
+    if isinstance(value, bool) or not isinstance(value, Real) or not least <= float(value) <= most:
+        bounds = f"from {least:g} to {most:g}" if math.isfinite(most) else f"of at least {least:g}"
+        raise ArgumentError(f"{argument} ({value!r}) must be a number {bounds}; pass one")
+    if not math.isfinite(value):
+        raise ArgumentError(f"{argument} ({value!r}) must be finite; pass a finite number")
+    return float(value)

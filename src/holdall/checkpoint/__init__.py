@@ -6,40 +6,18 @@
 A memory over shards saves the same way; it and other numbers of lanes are loaded through `streams`.
 """
 
-from holdall.checkpoint.autosave import Autosave, BackgroundFetch, SaveInterval
 from holdall.checkpoint.directory import FileSystem
 from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
-from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    Manifest,
-    ShardEntry,
-    is_remote,
-    normalized_url,
-    require_whole,
-    shard_manifest,
-)  # fmt: skip
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, is_remote, normalized_url, require_whole
 from holdall.checkpoint.object_store import Objects
-from holdall.checkpoint.save import (
-    Checkpoint,
-    Progress,
-    SaveHandle,
-    Saver,
-    Savers,
-    checked_attachments,
-    collect_all,
-    open_writer,
-    shard_url,
-)  # fmt: skip
-from holdall.checkpoint.saved_memory import SavedMemory
-from holdall.checkpoint.saved_records import Attached, RowsKey, damages
-from holdall.checkpoint.streams import Streams, WriterRun, runs_of, runs_state, trajectories
+from holdall.checkpoint.save import Checkpoint, SavedMemory, SaveHandle, Savers, open_writer
+from holdall.checkpoint.saved_records import RowsKey, damages
+from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url, trajectories
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot
 
 __all__ = [
-    "Attached", "Autosave", "BackgroundFetch", "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest",
-    "Objects", "Progress", "Restored", "RowsKey", "SaveHandle", "SaveInterval", "SavedMemory", "Saver", "Savers",
-    "ShardEntry", "ShardsSnapshot",
-    "Snapshot", "Streams", "WriterRun", "attached_files", "checked_attachments", "collect_all", "damages", "is_remote",
-    "newest", "normalized_url", "open_reader", "open_writer", "require_whole", "restored", "restored_state", "runs_of",
-    "runs_state", "shard_manifest", "shard_url", "trajectories",
+    "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest", "Objects", "Restored", "RowsKey",
+    "SaveHandle", "SavedMemory", "Savers", "ShardsSnapshot", "Snapshot", "Streams", "WriterRun", "attached_files",
+    "collect_all", "damages", "is_remote", "newest", "normalized_url", "open_reader", "open_writer", "require_whole",
+    "restored", "restored_state", "runs_of", "runs_state", "shard_url", "trajectories",
 ]  # fmt: skip

@@ -2,7 +2,7 @@
 
 In:  a memory; checkpoints that are safe on a disk; blocks that lie in an object store.  Out: the same, saved, sent,
 fetched.
-Invariant: nothing here holds training up, and a failure is logged and tried again, or raised where somebody waits for it.
+Invariant: nothing here holds training up. A failure is logged and tried again, or raised where somebody waits for it.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ from pathlib import Path
 
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
@@ -28,6 +28,7 @@ from holdall.checkpoint.manifest import (
     kept_and_stale,
     manifest_name,
     new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
@@ -42,8 +43,6 @@ _WRITE_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain."""
 _FULL_SYNC = 51
 """F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FileSystem:
@@ -178,17 +177,13 @@ class DirectoryReader:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._disk.names(self.root / "manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._disk.names(self.root / "manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
         name = manifest_name(number)
         raw = self._read(f"manifests/{name}", MOST_MANIFEST_BYTES, f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/manifests/{name}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/manifests/{name} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/manifests/{name}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""

@@ -12,12 +12,8 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-import numpy as np
-from numpy.typing import NDArray
-
-from holdall.batch import Batch
 from holdall.checkpoint.directory import DirectoryReader, disk_errors_explained
 from holdall.checkpoint.manifest import (
     BlockEntry,
@@ -55,6 +51,7 @@ from holdall.units import require_count
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import BackgroundFetch
+    from holdall.checkpoint.streams import LoadedMemory
 
 _LOG = logging.getLogger("holdall")
 _HEAD_BYTES = 2**11
@@ -396,30 +393,6 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
         return built
     why = f": {'; '.join(refused)}" if refused else ""
     raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
-
-
-class LoadedMemory(Protocol):
-    """What is made of a checkpoint."""
-
-    @property
-    def first_id(self) -> int:
-        """Id of the oldest transition held."""
-
-    @property
-    def next_id(self) -> int:
-        """Id of the next transition."""
-
-    def gather(self, ids: Any) -> Batch:
-        """Return the transitions `ids`, in that order."""
-
-    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
-        """Tell which ids are transitions."""
-
-    def extend(self, *fields: Any) -> None:
-        """Add whole trajectories."""
-
-    def close(self) -> None:
-        """Free everything."""
 
 
 @dataclass(frozen=True)

@@ -173,15 +173,23 @@ def signed_text(raw: bytes) -> bytes:
     return text
 
 
-def decode(raw: bytes, name: str) -> Manifest:
-    """Read a manifest, or say why it is none."""
+def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
+    """Read a manifest, or say why it is none; `number` is the one that its name has."""
     try:
         with malformed_refused("its text"):
             words = json.loads(signed_text(raw))
             _require_readable(words)
-            return _decoded(words)
+            manifest = _decoded(words)
     except DamageError as error:
         raise DamageError(f"manifest {name}: {error}") from error
+    if number not in (None, manifest.number):
+        raise DamageError(f"manifest {name} says that it is number {manifest.number}")
+    return manifest
+
+
+def numbers_of(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the manifests among some file names, newest first."""
+    return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
 
 
 def _require_readable(words: Any) -> None:

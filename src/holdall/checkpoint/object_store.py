@@ -20,13 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdall.checkpoint.directory import Buffer
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
@@ -35,6 +34,7 @@ from holdall.checkpoint.manifest import (
     kept_and_stale,
     manifest_name,
     new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import (
@@ -201,8 +201,7 @@ class ObjectStoreReader:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._objects.sizes("manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._objects.sizes("manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
@@ -210,10 +209,7 @@ class ObjectStoreReader:
         raw = self._objects.get(key, MOST_MANIFEST_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/{key}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/{key} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/{key}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""

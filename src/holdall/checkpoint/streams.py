@@ -18,6 +18,7 @@ last of its episode: it is marked as truncated, unless it is terminated.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
@@ -26,8 +27,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.load import LoadedMemory, Loading, Restored, restored_state
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, shard_manifest
+from holdall.checkpoint.load import Loading, Restored, restored_state
+from holdall.checkpoint.manifest import (
+    CheckpointReader,
+    CheckpointWriter,
+    Manifest,
+    normalized_url,
+    shard_folder,
+    shard_manifest,
+)
+from holdall.checkpoint.save import open_writer
 from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
 from holdall.json_state import malformed_refused
@@ -37,7 +46,7 @@ _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
 _OUTCOME_BYTES = 16
 
-_M = TypeVar("_M", bound=LoadedMemory)
+_M = TypeVar("_M", bound="LoadedMemory")
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -49,8 +58,26 @@ class TransitionSource(Protocol):
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
 
-    def are_valid(self, ids: Any) -> Flags:
+    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which ids are transitions."""
+
+
+class LoadedMemory(TransitionSource, Protocol):
+    """What is made of a checkpoint."""
+
+    @property
+    def first_id(self) -> int:
+        """Id of the oldest transition held."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition."""
+
+    def extend(self, *fields: Any) -> None:
+        """Add whole trajectories."""
+
+    def close(self) -> None:
+        """Free everything."""
 
 
 class WriterRun(NamedTuple):
@@ -243,6 +270,24 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
         *schema.observation.flatten(batch.next_obs, leading, "next_obs"),
         *schema.extras.flatten(batch.extras, leading, "extras"),
     ]
+
+
+def shard_url(url: str | os.PathLike[str], shard: int) -> str:
+    """Return where a shard of a memory saves its own checkpoints."""
+    return f"{normalized_url(url)}/{shard_folder(shard)}"
+
+
+def collect_all(target: CheckpointWriter, keep: int) -> int:
+    """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
+    named = {s.folder for number in target.reader.numbers() for s in target.reader.manifest(number).shards}
+    freed = target.collect(keep, ())
+    for folder in sorted(named):
+        below = open_writer(f"{target.url}/{folder}")
+        try:
+            freed += below.collect(keep, ())
+        finally:
+            below.close()
+    return freed
 
 
 def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:

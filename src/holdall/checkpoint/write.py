@@ -11,6 +11,7 @@ pin their arenas; then full blocks, oldest first, since they are the next to be 
 from __future__ import annotations
 
 import itertools
+import os
 import secrets
 import threading
 import time
@@ -23,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdall.checkpoint.manifest import (
+    ATTACHMENT_NAME,
     BlockEntry,
     CheckpointWriter,
     Chunk,
@@ -33,7 +35,7 @@ from holdall.checkpoint.manifest import (
     shard_folder,
 )
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
-from holdall.errors import CheckpointError, DamageError
+from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import dtype_name
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SliceBlock
@@ -424,3 +426,32 @@ def store_words(frozen: FrozenStore) -> dict[str, Any]:
         "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
         "has_invalid": frozen.has_invalid,
     }
+
+
+def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
+    """Return files by name, as bytes or as paths that are there."""
+    if attach is None:
+        return {}
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")

@@ -21,7 +21,7 @@ from holdall.batch import Batch
 from holdall.cluster.block import MOST_BYTES, MOST_ROWS, open_record, read_part, whole
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.shelf import FoundField, FoundRows, SliceForm
-from holdall.delivery.batches import Delivery, ObservationAssembler
+from holdall.delivery import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array

@@ -20,9 +20,10 @@ from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.writer import Writer
 from holdall.errors import ArgumentError, ShardError
-from holdall.sampling.draw import Sampler, Uniform, require_number
+from holdall.sampling.draw import Sampler, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.storage.codec import COST_CAPS
+from holdall.units import require_number
 
 _TALKS = 16
 """Questions that the roster hears at a time."""

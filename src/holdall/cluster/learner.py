@@ -25,9 +25,9 @@ from holdall.cluster.block import unpack_dictionary
 from holdall.cluster.members import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, TravelLayout, ids_of, rows_of, shards_of
 from holdall.errors import ArgumentError, HoldallError, ShardError, TransitionIdError
-from holdall.sampling.draw import Sampler, as_ids
+from holdall.sampling.draw import Sampler
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Array, as_array
+from holdall.schema import Array, as_array, as_ids
 from holdall.storage.codec import Dictionary
 
 Ids = NDArray[np.int64]

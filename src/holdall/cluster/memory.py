@@ -44,7 +44,7 @@ from holdall.cluster.roster import LearnerMetrics, RateLimit
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
-from holdall.delivery.loader import Loader
+from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import (
     generator_of,
@@ -55,9 +55,9 @@ from holdall.json_state import (
 )
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Sampler, as_ids
+from holdall.sampling.draw import Sampler
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Schema
+from holdall.schema import Schema, as_ids
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005

@@ -22,7 +22,7 @@ from ray.util import metrics
 
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters
 from holdall.errors import ArgumentError
-from holdall.sampling.draw import require_count, require_number
+from holdall.units import require_count, require_number
 
 _LEASE_S = 30.0
 """How long a grant lasts that is neither used nor given back."""

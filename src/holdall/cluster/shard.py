@@ -51,8 +51,9 @@ from holdall.cluster.shelf import ShardStore
 from holdall.cluster.status import Process
 from holdall.errors import ArgumentError, DamageError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of
-from holdall.sampling.draw import Held, Sampler, as_ids
+from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.prioritized import Prioritized
+from holdall.schema import as_ids
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name
 

@@ -1,3 +1,43 @@
-"""A draw becomes a batch: NumPy arrays, or tensors on a device."""
+"""A draw becomes a batch: NumPy arrays, or tensors on a device.
+
+The chapters, in the order of the flow: `batches` (on the host; the entry), `device` (streams and memory of a device),
+`device_store` (slices where a device reads them), `device_batch` (sent once, stacked there), `loader` (ahead of time),
+`to_device` (rollouts and trajectories). Torch is imported when a device is asked for.
+"""
 
 from __future__ import annotations
+
+from holdall.delivery.batches import (
+    Batches,
+    BatchJob,
+    Delivery,
+    DrawnRows,
+    HostBatches,
+    ObservationAssembler,
+    of_ids,
+)
+from holdall.delivery.device import DeviceStream, stream_to
+from holdall.delivery.device_batch import batches_for
+from holdall.delivery.loader import Loader, Prefetched
+from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
+
+__all__ = [
+    "SLOT_BYTES",
+    "BatchJob",
+    "Batches",
+    "CopySpan",
+    "Delivery",
+    "DeviceCopier",
+    "DeviceStream",
+    "DrawnRows",
+    "Gather",
+    "HostBatches",
+    "Loader",
+    "MinibatchDelivery",
+    "ObservationAssembler",
+    "Prefetched",
+    "SlotLoad",
+    "batches_for",
+    "of_ids",
+    "stream_to",
+]

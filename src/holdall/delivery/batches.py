@@ -50,7 +50,7 @@ class BlockPool:
 
     Args:
         allocate: Returns a block of so many bytes.
-        lend: Returns what a caller sees of a block, and an object that lives as long as any view of it does.
+        view: Returns what a caller sees of a block, and an object that lives as long as any part of that is used.
         least_bytes: Smaller blocks are not kept.
         most_bytes: Most bytes that are kept.
     """
@@ -58,13 +58,13 @@ class BlockPool:
     def __init__(
         self,
         allocate: Callable[[int], Any],
-        lend: Callable[[Any], tuple[Any, Any]],
+        view: Callable[[Any], tuple[Any, Any]],
         least_bytes: int = 0,
         most_bytes: int = 1 << 62,
     ) -> None:
         self.most = _POOLED_BLOCKS
         self._allocate = allocate
-        self._lend = lend
+        self._view = view
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
@@ -73,21 +73,21 @@ class BlockPool:
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
         if nbytes < self._least_bytes:
-            return self._lend(self._allocate(nbytes))[0]
+            return self._view(self._allocate(nbytes))[0]
         with self._lock:
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
             for block in blocks:
-                if block.lease() is None:
-                    seen, lease = self._lend(block.memory)
-                    block.lease = weakref.ref(lease)
+                if block.user() is None:
+                    seen, user = self._view(block.memory)
+                    block.user = weakref.ref(user)
                     return seen
             memory = self._allocate(nbytes)
-            seen, lease = self._lend(memory)
+            seen, user = self._view(memory)
             kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
             if len(blocks) < self.most and kept + nbytes <= self._most_bytes:
-                blocks.append(_PooledBlock(memory, weakref.ref(lease)))
+                blocks.append(_PooledBlock(memory, weakref.ref(user)))
             return seen
 
     def arrays(self) -> list[Bytes]:
@@ -103,18 +103,18 @@ class BlockPool:
 
 
 class _PooledBlock:
-    """A block, and a weak reference to what was lent of it last."""
+    """A block, and a weak reference to what keeps it in use."""
 
-    __slots__ = ("lease", "memory")
+    __slots__ = ("memory", "user")
 
-    def __init__(self, memory: Any, lease: weakref.ref[Any]) -> None:
+    def __init__(self, memory: Any, user: weakref.ref[Any]) -> None:
         self.memory = memory
-        self.lease = lease
+        self.user = user
 
 
 def host_pool(most_bytes: int = 1 << 62) -> BlockPool:
     """Make a pool of arrays on the host."""
-    return BlockPool(aligned_block, lend_array, _POOLED_BYTES, most_bytes)
+    return BlockPool(aligned_block, view_array, _POOLED_BYTES, most_bytes)
 
 
 def aligned_block(nbytes: int) -> memoryview:
@@ -124,8 +124,8 @@ def aligned_block(nbytes: int) -> memoryview:
     return block.data[start : start + nbytes]
 
 
-def lend_array(block: memoryview) -> tuple[Bytes, Bytes]:
-    """Return a block as an array, which every view of it refers to, and the same once more."""
+def view_array(block: memoryview) -> tuple[Bytes, Bytes]:
+    """Return a block as a new array, twice: every view of the array refers to the array itself, not to the block."""
     array = np.frombuffer(block, np.uint8)
     return array, array
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.batches import ALIGNMENT_BYTES, aligned_block, lend_array
+from holdall.delivery.batches import ALIGNMENT_BYTES, aligned_block, view_array
 from holdall.native import Cut, Names
 from holdall.schema import Array, Leaf
 
@@ -45,10 +45,10 @@ class DeviceStream:
         tensor: torch.Tensor = self._torch.from_numpy(np.frombuffer(aligned_block(nbytes), np.uint8))
         return tensor
 
-    def lend(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def view(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Return memory as bytes for a batch, and an object that lives as long as any tensor of them."""
-        array, lease = lend_array(memory.numpy().data)
-        return self._torch.from_numpy(array), lease
+        array, user = view_array(memory.numpy().data)
+        return self._torch.from_numpy(array), user
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Let the calling thread's copies and kernels run on this stream."""
@@ -124,10 +124,10 @@ class CudaStream(DeviceStream):
         tensor.record_stream(self._stream)
         return tensor
 
-    def lend(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def view(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """See `DeviceStream`."""
-        lease = _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
-        return self._torch.as_tensor(lease, device=self.device), lease
+        user = _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
+        return self._torch.as_tensor(user, device=self.device), user
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """See `DeviceStream`."""

@@ -109,7 +109,7 @@ class DeviceBatches(Batches):
         self.schema = schema
         self.plain = plain
         self.stream = stream
-        self.blocks = BlockPool(stream.device_bytes, stream.lend)
+        self.blocks = BlockPool(stream.device_bytes, stream.view)
         self.torch = torch
         self._namer: SliceNamer | None = kernels.namer()
         named = self._namer is not None

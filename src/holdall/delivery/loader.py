@@ -1,9 +1,8 @@
 """A loader: batches ahead of time, in order.
 
-In:  a way to start a batch.  Out: batches, for ever.
-Invariant: what a batch holds depends on the calls of the consumer alone, never on how quick a thread is:
-it is drawn and looked up by the consumer's own call, and only put together in the background: by a thread, or by the
-device alone where there is nothing to do for the host.
+In:  a way to start a batch.  Out: an endless stream of batches.
+Invariant: what a batch holds depends only on the consumer's calls, never on how quick a thread is. The consumer's own
+call draws a batch and looks it up; a thread, or the device alone, puts it together in the background.
 A batch is drawn `prefetch` batches before it is handed out; with `prefetch=0` when it is.
 """
 
@@ -18,7 +17,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from holdall.batch import Batch, Draw, Goals
+from holdall.batch import Batch, Draw, Goals, RewardFunction
 from holdall.delivery.batches import Batches, BatchJob, DrawnRows
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling.draw import Held
@@ -47,7 +46,7 @@ class Loader:
         return self
 
     def __next__(self) -> Batch:
-        """Return the next batch; an error of the worker's is raised here, in the batch's turn."""
+        """Return the next batch; if making it failed in the background, the error is raised here."""
         if self._closed:
             raise ClosedError("the loader was closed; make a new one with memory.loader(...)")
         if self._worker is None:
@@ -67,7 +66,7 @@ class Loader:
         return len(self._under_way)
 
     def close(self) -> None:
-        """Stop; batches under way are given up, batches handed out stay as they are."""
+        """Stop; batches under way are dropped, batches handed out stay as they are."""
         self._closed = True
         for _, future in self._under_way:
             future.cancel()
@@ -90,7 +89,7 @@ class Loader:
 
 
 def _done(job: BatchJob) -> Future[None]:
-    """Do a job at once; what it raises is raised in its turn."""
+    """Do a job at once; an error is raised when its batch is asked for."""
     future: Future[None] = Future()
     try:
         job.work()
@@ -118,7 +117,7 @@ class Prefetched:
         prefetch: int,
         finish: Callable[[], None] | None,
     ) -> Loader:
-        """Make a loader, and remember the recipes that it is given.
+        """Make a loader, and remember the recipes of its batches.
 
         Args:
             look_up: Returns the next recipe, of those that were saved if any is left, and where its rows are.
@@ -144,7 +143,7 @@ class Prefetched:
 
     @staticmethod
     def next_of(draws: deque[Draw], held: Held) -> Draw | None:
-        """Take the next of some recipes, if all that it names is held still."""
+        """Return the next of some recipes, if everything that it names is still held."""
         try:
             draw = draws.popleft()
             held.require_drawn(draw)
@@ -161,8 +160,8 @@ class Prefetched:
                 found.append([_words(draw) for draw in list(draws)[-loader.under_way :]])
         return found
 
-    def restore(self, state: Any, reward_fn: Any) -> None:
-        """Take over what `state` returned elsewhere."""
+    def restore(self, state: Any, reward_fn: RewardFunction | None) -> None:
+        """Continue from what `state` returned; goals get this reward function."""
         self._saved = deque(deque(_draw(words, reward_fn) for words in loader) for loader in state)
 
 

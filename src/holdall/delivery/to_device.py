@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from holdall.delivery.batches import ALIGNMENT_BYTES, Delivery, host_pool
 from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to
@@ -29,8 +30,8 @@ _KEPT_BYTES = 64 * 2**20
 _ALONE_BYTES = 2**20
 """Up to this much is copied by the calling thread: waking others takes longer."""
 
-Fill = Callable[[int, int, Array], None]
-"""Fills an array with rows [first, end) of the minibatch."""
+Gather = Callable[[NDArray[np.int64], Array], object]
+"""Fills an array with the rows of a field at given places."""
 
 
 class MinibatchDelivery:
@@ -45,16 +46,17 @@ class MinibatchDelivery:
             row_bytes = max((leaf.nbytes for leaf in leaves), default=0)
             self._upload = _Upload(torch, stream_to(torch, self._delivery.torch_device), max(SLOT_BYTES, row_bytes))
 
-    def deliver(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[Any]:
-        """Return one array or tensor of `rows` rows per field."""
+    def deliver(self, places: NDArray[np.int64], fields: Sequence[tuple[Leaf, Gather]]) -> list[Any]:
+        """Return one array or tensor per field: its rows at `places`."""
+        rows = len(places)
         if self._upload is not None:
-            return self._upload.deliver(rows, fields)
+            return self._upload.deliver(places, fields)
         sizes = [-(-rows * leaf.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for leaf, _ in fields]
         block = self._pool.take(sum(sizes))
         arrays, start = [], 0
-        for (leaf, fill), size in zip(fields, sizes, strict=True):
+        for (leaf, gather), size in zip(fields, sizes, strict=True):
             array = block[start : start + rows * leaf.nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
-            fill(0, rows, array)
+            gather(places, array)
             arrays.append(self._delivery.hand_over(array))
             start += size
         return arrays
@@ -89,10 +91,10 @@ class _Upload:
         self._slot: StagingSlot | None = None
         self._used = 0
 
-    def deliver(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[torch.Tensor]:
+    def deliver(self, places: NDArray[np.int64], fields: Sequence[tuple[Leaf, Gather]]) -> list[torch.Tensor]:
         """Return one tensor per field; its copies are under way on the caller's stream."""
-        tensors = []
-        for leaf, fill in fields:
+        tensors, rows = [], len(places)
+        for leaf, gather in fields:
             dtype = self._torch.from_numpy(np.empty(0, leaf.dtype)).dtype
             tensor = self._torch.empty((rows, *leaf.shape), dtype=dtype, device=self._stream.device)
             step = max(1, self._slot_bytes // max(leaf.nbytes, 1))
@@ -100,7 +102,7 @@ class _Upload:
                 end = min(first + step, rows)
                 staged = self._piece((end - first) * leaf.nbytes)
                 shape = (end - first, *leaf.shape)
-                fill(first, end, staged.numpy().view(leaf.dtype).reshape(shape))
+                gather(places[first:end], staged.numpy().view(leaf.dtype).reshape(shape))
                 tensor[first:end].copy_(staged.view(dtype).reshape(shape), non_blocking=True)
             tensors.append(tensor)
         self._leave_slot()  # the caller's stream may be another one next time

@@ -75,6 +75,8 @@ class PortableCoder:
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
+        if not len(numbers):
+            return
         transform = sealed.codec.transform
         outside = numbers[(numbers < 0) | (numbers >= sealed.count)]
         if outside.size:

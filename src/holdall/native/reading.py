@@ -11,7 +11,7 @@ import ctypes
 import itertools
 import threading
 import weakref
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,10 @@ _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
 _PIECE_BYTES = 1 << 18
 """What a thread takes at once: little enough that all of them end together."""
-_BYTES_PER_THREAD = 1 << 19
+_BYTES_PER_THREAD = 1 << 20
 """A thread is woken only for at least this much to move."""
+_BYTES_PER_COLLECTING_THREAD = 1 << 19
+"""The same for slices on their way to a device, which does nothing until they are there."""
 _WAVE_BYTES = 6 << 20
 """Long enough that starting its copy to a device costs nothing beside it, short enough that the next one overlaps."""
 _MOST_COLLECTING_THREADS = 12
@@ -58,29 +60,33 @@ class NativeDecoder:
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
         bring_slices(sealed, numbers)
-        decoder = self.own_decoder(_scratch_bytes(sealed.codec.transform))
-        failed = self._library.holdall_decode(decoder, sealed.address, address(numbers), len(numbers), address(out))
+        memory = self._own_memory(_scratch_bytes(sealed.codec.transform), 0)
+        failed = self._library.holdall_decode(
+            memory.address, sealed.address, address(numbers), len(numbers), address(out)
+        )
         if failed >= 0:
             raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
 
-    def own_decoder(self, scratch_bytes: int, batch: int = 0) -> int:
-        """Return the calling thread's decoder, for C."""
+    def decoders(self, pool: ThreadPool, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
+        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
+        own = self._own_memory(scratch_bytes, batch)
+        if helpers < 1:
+            return own.alone
+        unit_bytes = self._most_unit_bytes
+        kept = [memory for memory in pool.workspaces if memory.suffices(scratch_bytes, unit_bytes)]
+        missing = pool.threads - 1 - len(kept)
+        kept += [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
+        pool.workspaces = kept
+        for memory in kept:
+            memory.begin(batch)
+        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
+
+    def _own_memory(self, scratch_bytes: int, batch: int) -> _DecoderMemory:
         memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
         if memory is None or not memory.suffices(scratch_bytes, self._most_unit_bytes):
             memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, self._most_unit_bytes)
-        return memory.prepared(batch)
-
-    def decoders(self, pool: ThreadPool, helpers: int, scratch_bytes: int, batch: int = 0) -> NDArray[np.uint64]:
-        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
-        prepared = [self.own_decoder(scratch_bytes, batch)]
-        if helpers > 0:
-            unit_bytes = self._most_unit_bytes
-            kept = [memory for memory in pool.workspaces if memory.suffices(scratch_bytes, unit_bytes)]
-            missing = pool.threads - 1 - len(kept)
-            kept += [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
-            pool.workspaces = kept
-            prepared += [memory.prepared(batch) for memory in kept]
-        return np.array(prepared, np.uint64)
+        memory.begin(batch)
+        return memory
 
 
 class _DecoderMemory:
@@ -113,16 +119,19 @@ class _DecoderMemory:
             decoded=address(decoded),
         )
 
+        self.address = ctypes.addressof(self._struct)
+        self.alone = (ctypes.c_void_p * 1)(self.address)
+        self._scratch_bytes, self._unit_bytes = scratch_bytes, unit_bytes
+
     def suffices(self, scratch_bytes: int, unit_bytes: int) -> bool:
         """Whether slices and units of such sizes can be decoded."""
-        return bool(self._struct.scratch_bytes >= scratch_bytes and self._struct.unit_bytes >= unit_bytes)
+        return self._scratch_bytes >= scratch_bytes and self._unit_bytes >= unit_bytes
 
-    def prepared(self, batch: int) -> int:
-        """Forget what an older batch was read from, which may be freed by now; return the struct's address."""
+    def begin(self, batch: int) -> None:
+        """Forget what an older batch was read from, which may be freed by now."""
         struct = self._struct
         struct.unit_of = struct.read_of = None
         struct.error, struct.batch = 0, batch
-        return ctypes.addressof(struct)
 
 
 def _scratch_bytes(transform: Transform) -> int:
@@ -144,8 +153,9 @@ class NativeReading:
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool) -> None:
         """See `Kernels.gather`."""
-        records, decoder = places.records[field], self.coder
-        if not isinstance(decoder, NativeDecoder) and records[:, _SEALED].any():
+        records = places.records[field]
+        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
+        if decoder is None and records[:, _SEALED].any():
             PortableKernels().gather(places, field, obs, next_obs, pool)
             return
         rows, wanted = len(places.segment), [side for side in (obs, next_obs) if side is not None]
@@ -155,19 +165,25 @@ class NativeReading:
             address(places.cursors[field]), address(places.lane), places.lanes, rows,
         )  # fmt: skip
         sides = [0 if side is None else address(side) for side in (obs, next_obs)]
+        error = ctypes.c_int64()
+
+        def fill(pieces: int, threads: int, helpers: int) -> int:
+            # Two coded slices and a decoded one: an observation is at least as large as its slices.
+            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(_BATCHES))
+            return int(
+                self._library.holdall_gather(
+                    *where, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
+                )
+            )
+
         if places.reads_files:
             self._library.holdall_expect(*where)
-        pieces = max(1, min(nbytes // _PIECE_BYTES, rows))
-        error = ctypes.c_int64()
-        with pool.helping(self._library, nbytes // _BYTES_PER_THREAD - 1) as (threads, helpers):
-            decoders = 0
-            if isinstance(decoder, NativeDecoder):
-                # Two coded slices and a decoded one: an observation is at least as large as its slices.
-                memory = decoder.decoders(pool, helpers, 3 * row_bytes, next(_BATCHES))
-                decoders = address(memory)
-            failed = self._library.holdall_gather(
-                *where, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.addressof(error)
-            )
+        helpers = min(pool.threads, nbytes // _BYTES_PER_THREAD) - 1
+        if helpers < 1:
+            failed = fill(1, 0, 0)
+        else:
+            with pool.helping(self._library, helpers) as (threads, helpers):
+                failed = fill(min(nbytes // _PIECE_BYTES, rows), threads, helpers)
         if failed >= 0:
             raise places.damage(field, failed, error.value)
 
@@ -276,15 +292,14 @@ class SliceNamer:
         records, count, slice_bytes = places.records[field], int(self._struct.count), out.shape[1]
         nbytes = count * slice_bytes
         sent = ctypes.c_int64()
-        with self.pool.helping(self._library, nbytes // _BYTES_PER_THREAD - 1) as (threads, helpers):
-            decoders = 0
+        with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
+            decoders = None
             if self._decoder is not None and self._known(records, field)[1]:
-                memory = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes)
-                decoders = address(memory)
+                decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes, next(_BATCHES))
             failed = self._library.holdall_collect(
                 address(records), ctypes.addressof(self._struct), slice_bytes, address(out), decoders,
                 max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
-                ctypes.addressof(sent),
+                ctypes.byref(sent),
             )  # fmt: skip
         if failed >= 0:
             raise _damaged(failed)

@@ -1,7 +1,7 @@
-"""Samplers that make something of single transitions, and who chooses these.
+"""Samplers that follow episodes: n-step returns, sequences, hindsight goals; and the sequences of a rollout.
 
-In:  what `by` was given.  Out: Uniform or Prioritized; priorities and state pass through to it.
-Invariant: whatever else is composed is refused when it is constructed.
+In:  single transitions, which another sampler draws.  Out: recipes of what lies around them in their episodes.
+Invariant: steps of two episodes are never mixed unless `crossing` asks for it.
 """
 
 from __future__ import annotations
@@ -16,21 +16,13 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError
-from holdall.sampling.draw import (
-    Flags,
-    Held,
-    Ids,
-    Sampler,
-    State,
-    Uniform,
-    require_count,
-    require_number,
-)
+from holdall.sampling.draw import Flags, Held, Ids, Sampler, State, Uniform
 from holdall.sampling.prioritized import Prioritized
+from holdall.units import require_count, require_number
 
 
-class Chosen(ABC):
-    """A sampler whose transitions are drawn `by` another one; Uniform if it is None."""
+class ComposedSampler(ABC):
+    """A sampler whose transitions are drawn `by` another one; Uniform if it is None. Priorities and state are its."""
 
     def __init__(self, by: Uniform | Prioritized | None) -> None:
         if not isinstance(by, Uniform | Prioritized | None):
@@ -44,7 +36,7 @@ class Chosen(ABC):
         """Draw `count` rows, with replacement."""
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
-        """Hand priorities on to the sampler of the transitions."""
+        """Pass priorities to the sampler of the transitions."""
         if not isinstance(self.by, Prioritized):
             raise ArgumentError(
                 f"update_priorities was called, but the memory's {type(self).__name__} draws by Uniform(), which has "
@@ -53,12 +45,17 @@ class Chosen(ABC):
         self.by.update_priorities(held, ids, priorities)
 
     def state(self) -> State:
-        """Return the state of the sampler of the transitions: there is no other."""
+        """Return the state of the sampler of the transitions."""
         return self.by.state()
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Hand it back to it."""
+        """Restore the sampler of the transitions."""
         self.by.restore(state)
+
+    def resize(self, capacity: int, first_id: int) -> None:
+        """See `Sampler`."""
+        if isinstance(self.by, Prioritized):
+            self.by.resize(capacity, first_id)
 
 
 _LANE = np.int64(1) << 40
@@ -121,7 +118,7 @@ def steps_after(held: Held, ids: Ids, count: int, crossing: bool = False) -> tup
     """Return `ids` and the `count` - 1 steps after each, (batch, count), and which are real.
 
     Args:
-        crossing: Go on past the ends of episodes.
+        crossing: Continue past the ends of episodes.
     """
     steps = ids[:, None] + held.lanes * np.arange(count)
     real = steps < held.next_id
@@ -147,15 +144,15 @@ def steps_before(held: Held, ids: Ids, count: int, crossing: bool = False) -> tu
     return inside, real
 
 
-def filled_up(steps: Ids, real: Flags) -> Ids:
-    """Let what is not real repeat the last real step before it, or else the first one after it."""
+def padded(steps: Ids, real: Flags) -> Ids:
+    """Replace steps that are not real by the last real step before them, or else by the first one after them."""
     position = np.where(real, np.arange(steps.shape[1]), -1)
     nearest = np.maximum.accumulate(position, axis=1)
     nearest = np.where(nearest < 0, real.argmax(axis=1)[:, None], nearest)
     return np.take_along_axis(steps, nearest, axis=1)
 
 
-class NStep(Chosen):
+class NStep(ComposedSampler):
     """Draw transitions with the discounted rewards of `n` steps.
 
     In the batch, `obs`, `action` and `extras` are the first step's; `next_obs`, `terminated` and
@@ -175,7 +172,7 @@ class NStep(Chosen):
         self.gamma = require_number("gamma", gamma, 0.0, 1.0)
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
-        """Draw first steps, and go on from each as far as its episode does."""
+        """Draw first steps, and follow each as far as its episode goes."""
         drawn = self.by.draw(held, count, generator)
         steps, real = steps_after(held, drawn.ids, self.n)
         used = np.count_nonzero(real, axis=1)
@@ -194,7 +191,7 @@ def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list
     dtype = np.result_type(rewards.dtype, np.float32)
     # A reward of another episode must not count, be it infinite; -0.0 changes no sum, not even that of zeros.
     counted = np.where(real, rewards.astype(dtype), dtype.type(-0.0))
-    with np.errstate(invalid="ignore", over="ignore"):  # what an environment pays is not ours to warn of
+    with np.errstate(invalid="ignore", over="ignore"):  # extreme rewards are the environment's
         terms = counted * np.array(powers[:-1], dtype)
         total: NDArray[Any] = terms[:, 0].copy()
         for k in range(1, terms.shape[1]):
@@ -202,11 +199,11 @@ def _discounted_sum(rewards: NDArray[Any], real: NDArray[np.bool_], powers: list
     return total
 
 
-class Sequence(Chosen):
+class Sequence(ComposedSampler):
     """Draw runs of `length` steps, and the `burn_in` steps before them.
 
-    `mask` tells real steps from those that only fill up: behind an episode's last step, which
-    they repeat, and before its first one among the burn-in. The loss is taken over
+    `mask` is False for padding: behind an episode's last step, which padding repeats, and before its
+    first one among the burn-in. The loss is taken over
     `mask[:, burn_in:]`. `weights`, and the priorities given to `update_priorities(batch.ids, ...)`,
     are one a sequence.
 
@@ -214,7 +211,7 @@ class Sequence(Chosen):
         length: Steps to learn from.
         burn_in: Steps before them, to warm a recurrent state up with.
         stride: Sequences begin with the first step of an episode, or at every `stride`-th tick.
-        crossing: Go on past the ends of episodes; `terminated` and `truncated` tell where they are.
+        crossing: Continue past the ends of episodes; `terminated` and `truncated` show where they are.
         by: How the first steps are drawn: `Uniform()` or `Prioritized(...)`.
     """
 
@@ -239,10 +236,10 @@ class Sequence(Chosen):
         before = steps_before(held, drawn.ids, self.burn_in, self.crossing)
         after = steps_after(held, drawn.ids, self.length, self.crossing)
         steps, real = (np.concatenate(both, axis=1) for both in zip(before, after, strict=True))
-        return Draw(filled_up(steps, real), drawn.weights, mask=real)
+        return Draw(padded(steps, real), drawn.weights, mask=real)
 
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
-        """Hand one priority a sequence on; `ids` as in the batch, or those of the first steps alone."""
+        """Pass on one priority a sequence; `ids` as in the batch, or those of the first steps alone."""
         first = ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
         super().update_priorities(self._starts(held), first, priorities)
 
@@ -250,7 +247,7 @@ class Sequence(Chosen):
         return held if self.stride == 1 else held.limited(self._are_starts)
 
     def _are_starts(self, held: Held, ids: Ids) -> Flags:
-        """Tell the steps with which a sequence may begin."""
+        """Return which steps a sequence may begin with."""
         on_stride = ids // held.lanes % self.stride == 0
         before = ids - held.lanes
         known = before >= held.first_id
@@ -262,10 +259,10 @@ class Sequence(Chosen):
 Strategy = Literal["future", "final", "episode"]
 
 
-class Hindsight(Chosen):
-    """Draw transitions, `k` told anew for every one left as it was.
+class Hindsight(ComposedSampler):
+    """Draw transitions, and relabel `k` of them with another goal for every one that stays as it is.
 
-    The first rows of a batch are the ones told anew: a share of k / (k + 1), rounded down.
+    The first rows of a batch are the relabelled ones: a share of k / (k + 1), rounded down.
     Their rewards are `reward_fn(achieved_goal, desired_goal, extras)`, arrays over the rows, cast
     to the dtype of the stored ones; flags stay as they were.
 
@@ -273,11 +270,11 @@ class Hindsight(Chosen):
         strategy: The goal is the outcome of a step of the same episode: "future", this one or a
             later one; "final", the last one; "episode", any. Of an episode that is still going on,
             what is known so far counts.
-        k: Rows told anew for every other.
+        k: Relabelled rows for every other.
         reward_fn: As Gymnasium's `compute_reward`.
         by: How transitions are drawn: `Uniform()` or `Prioritized(...)`.
-        achieved_key: Key of the observation that tells what was achieved.
-        desired_key: Key that tells the goal.
+        achieved_key: Key of the observation that shows what was achieved.
+        desired_key: Key that shows the goal.
     """
 
     def __init__(
@@ -360,11 +357,11 @@ class RolloutSequences:
 
 
 _OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
-"""Samplers whose tests show that they draw what is held alone; what others draw is checked."""
+"""Samplers whose tests show that they draw only what is held; the draws of others are checked."""
 
 
 def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
-    """Draw `count` rows of what is held, whoever wrote the sampler."""
+    """Draw `count` rows; refuse the recipe of a user's sampler if it names what is not held."""
     draw = sampler.draw(held, count, generator)
     if type(sampler) not in _OWN_SAMPLERS:
         held.require_drawn(draw)
@@ -393,13 +390,14 @@ def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
 
 
 def resume(sampler: Sampler, state: Mapping[str, Any], capacity: int, first_id: int) -> None:
-    """Have a sampler go on in a memory of this capacity, which holds the ids from `first_id` on."""
+    """Let a sampler continue in a memory of this capacity, which holds the ids from `first_id` on."""
     sampler.restore(state)
-    inner = sampler.by if isinstance(sampler, Chosen) else sampler
-    if isinstance(inner, Prioritized):
-        inner.resize(capacity, first_id)
+    resize: Callable[[int, int], None] | None = getattr(sampler, "resize", None)
+    if resize is not None:
+        resize(capacity, first_id)
 
 
 def reward_function_of(sampler: Sampler) -> RewardFunction | None:
     """Return what computes rewards of other goals, if the sampler changes goals."""
-    return sampler.reward_fn if isinstance(sampler, Hindsight) else None
+    reward_fn: RewardFunction | None = getattr(sampler, "reward_fn", None)
+    return reward_fn

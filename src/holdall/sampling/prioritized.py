@@ -1,14 +1,14 @@
-"""A sum tree: positive numbers in slots, and slots drawn in proportion to them.
+"""Prioritized sampling: a sum tree of priorities, and the sampler that draws in proportion to them.
 
-In:  slots and their numbers; points of [0, 1).  Out: the slots that the points fall on.
-Invariant: every parent is its left child plus its right one, always recomputed, so a tree depends
-on its leaves alone, to the last bit, and not on how they came to be.
+In:  priorities of transitions, as the caller learns them.  Out: ids, and importance weights.
+Invariant: every parent of the tree is its left child plus its right one, always recomputed, so a tree depends on its
+leaves alone, to the last bit, and not on how they came to be.
 """
 
 from __future__ import annotations
 
 import ctypes
-import sys
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
-from holdall.sampling.draw import Held, Ids, State, require_number
+from holdall.sampling.draw import Held, Ids, State
 from holdall.storage.blocks import address
+from holdall.units import require_number
 
 Slots = NDArray[np.int64]
 Numbers = NDArray[np.float64]
@@ -149,16 +150,16 @@ class Prioritized:
 
     Args:
         alpha: How uneven draws are; 0 is uniform.
-        beta: How much of it the weights correct; 1 is all. May be set anew at any time, as agents
+        beta: How much of it the weights correct; 1 is all. May be changed at any time, as agents
             that anneal it do.
-        floor: Added to every priority, so that nothing is never drawn again.
+        floor: Added to every priority, so that every transition can be drawn again.
     """
 
     def __init__(self, alpha: float = 0.6, beta: float = 0.4, floor: float = 1e-6) -> None:
         self._alpha = require_number("alpha", alpha, 0.0)
         self.beta = beta
         self._floor = require_number("floor", floor, 1e-30)
-        self._highest = (1.0 + self._floor) ** self._alpha  # of all told so far, scaled
+        self._highest = (1.0 + self._floor) ** self._alpha  # of all priorities so far, scaled
         if not 0 < self._floor**self._alpha < _MOST:
             raise ArgumentError(
                 f"floor ({floor!r}) to the power of alpha ({alpha!r}) is no number above 0; raise floor"
@@ -166,7 +167,8 @@ class Prioritized:
         self._tree: SumTree | None = None
         self._capacity = 0
         self._first_id = 0  # of the first transition that may have one
-        self._copied: NDArray[np.float64] = np.zeros(0)
+        self._copied: NDArray[np.float64] = np.zeros(0)  # the memory of the last state
+        self._last_state: weakref.ref[NDArray[np.float64]] | None = None
         self._next_id = 0  # of the first transition that has no priority yet
 
     @property
@@ -205,10 +207,10 @@ class Prioritized:
         if priorities.size and priorities.min() < 0:
             raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
-        told = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
-        if told is None:
+        largest = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
+        if largest is None:
             raise self._refusal(held, ids, priorities, scaled)
-        self._highest = max(self._highest, told)
+        self._highest = max(self._highest, largest)
 
     def mass(self, held: Held) -> float:
         """Return the sum of all scaled priorities: a transition is drawn with its own over this."""
@@ -239,17 +241,22 @@ class Prioritized:
         wrong = priorities[~((scaled > 0) & (scaled <= _MOST))][0]
         return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None}
+
     def state(self) -> State:
         """Return the scaled priorities by slot, and the numbers that new ones depend on."""
-        # Memory that was written to before takes a copy in a tenth of the time; the last state's, once nobody holds it.
-        if self._copied.size != self._capacity or sys.getrefcount(self._copied) > 2:
+        # Memory that was written to before takes a copy in a tenth of the time: the last state's, once it is gone.
+        if self._copied.size != self._capacity or (self._last_state is not None and self._last_state() is not None):
             self._copied = np.zeros(self._capacity)
+        scaled = np.frombuffer(self._copied.data, np.float64)  # views refer to this array, not to the memory behind it
+        self._last_state = weakref.ref(scaled)
         if self._tree is not None:
-            self._tree.copy_to(self._copied)
-        return {"scaled": self._copied, "highest": self._highest, "next_id": self._next_id, "beta": self._beta}
+            self._tree.copy_to(scaled)
+        return {"scaled": scaled, "highest": self._highest, "next_id": self._next_id, "beta": self._beta}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state` returned elsewhere."""
+        """Continue from what `state` returned."""
         try:
             leaves = np.asarray(state["scaled"], np.float64)
             highest, next_id, beta = float(state["highest"]), int(state["next_id"]), float(state["beta"])
@@ -269,14 +276,14 @@ class Prioritized:
             self._tree.put(np.arange(len(leaves)), leaves)
 
     def _ids(self, slots: Ids, next_id: int) -> Ids:
-        """Name the newest transitions that stand in some slots."""
+        """Return the ids of the newest transitions in some slots."""
         if next_id <= self._capacity:
             return slots
         rounds, slot = divmod(next_id, self._capacity)
         return slots + self._capacity * (rounds - (slots >= slot))
 
     def resize(self, capacity: int, first_id: int) -> None:
-        """Belong to a memory of another capacity, which holds the ids from `first_id` on."""
+        """Move to a memory of another capacity, which holds the ids from `first_id` on."""
         if self._tree is None or capacity == self._capacity:
             return
         ids = np.arange(max(first_id, self._next_id - min(capacity, self._capacity)), self._next_id)
@@ -296,8 +303,7 @@ class Prioritized:
         first = max(self._next_id, held.first_id)
         if first < held.next_id:
             ids = np.arange(first, held.next_id)
-            first_told = self._highest
-            given = first_told if held.allows_all else np.where(held.allows(ids), first_told, 0.0)
+            given = self._highest if held.allows_all else np.where(held.allows(ids), self._highest, 0.0)
             self._tree.put(ids % self._capacity, given)
             self._next_id = held.next_id
         oldest = max(self._first_id, held.next_id - self._capacity)

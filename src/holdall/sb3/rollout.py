@@ -19,7 +19,7 @@ from stable_baselines3.common import buffers
 from stable_baselines3.common.type_aliases import DictRolloutBufferSamples, RolloutBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.delivery.to_device import Fill, MinibatchDelivery
+from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
@@ -140,15 +140,13 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             yield self._get_samples(indices[first : first + (batch_size or steps)])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        lane, step = np.divmod(batch_inds, self.buffer_size)
-        places = step * self.n_envs + lane
-        fields: list[tuple[Leaf, Fill]] = [
-            (leaf, partial(self._fill_observations, field, places)) for field, leaf in enumerate(self._leaves)
+        fields: list[tuple[Leaf, Gather]] = [
+            (leaf, partial(self._gather_observations, field)) for field, leaf in enumerate(self._leaves)
         ]
         for name, rows in self._flat.items():
             shape = rows.shape[1:] if name == "actions" else ()  # actions are handed over as float32, whatever they are
-            fields.append((Leaf(name, shape, _FLOAT32), partial(_fill_rows, rows.reshape(-1, *shape), batch_inds)))
-        delivered = self._delivery.deliver(len(places), fields)
+            fields.append((Leaf(name, shape, _FLOAT32), partial(_gather_rows, rows.reshape(-1, *shape))))
+        delivered = self._delivery.deliver(batch_inds, fields)
         seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
         if not self._is_dict:
             return RolloutBufferSamples(seen[0], actions, *estimates)
@@ -261,10 +259,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             rows = rows.reshape(shape) if rows.size == np.prod(shape) else np.broadcast_to(rows, shape)
         return rows
 
-    def _fill_observations(
-        self, field: int, places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]
-    ) -> None:
-        self._frames.gather(field, places[first:end], out)
+    def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
+        lane, step = np.divmod(batch_inds, self.buffer_size)
+        self._frames.gather(field, step * self.n_envs + lane, out)
 
 
 class StoredObservations(SlotArray):
@@ -298,5 +295,5 @@ class FlattenedObservations:
         return np.asarray(self[:], dtype)
 
 
-def _fill_rows(rows: NDArray[Any], places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]) -> None:
-    out[:] = rows[places[first:end]]
+def _gather_rows(rows: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:
+    out[:] = rows[places]

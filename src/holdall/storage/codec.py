@@ -69,7 +69,7 @@ class Transform:
         object.__setattr__(self, "coded_bytes", self.slice_bytes // max(self.word_bytes, 1))
 
     def is_sound(self) -> bool:
-        """Whether the numbers agree with each other: they may come from a file. See codec.c."""
+        """Whether the numbers agree with each other: they may come from a file. See decode.c."""
         whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
         if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
             return False

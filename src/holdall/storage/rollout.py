@@ -58,7 +58,7 @@ class FlatRows:
 
     def gather(self, places: NDArray[np.int64], out: Array, _pool: ThreadPool) -> None:
         """Copy the rows of `places` to `out`; a negative place gives zeros."""
-        gather_rows(self._rows, places, out)
+        gather_padded(self._rows, places, out)
 
     def reset(self) -> None:
         """Do nothing: the next rollout writes over this one."""
@@ -81,9 +81,13 @@ class FlatRows:
 
 
 def gather_rows(rows: Array, places: NDArray[np.int64], out: Array) -> None:
-    """Copy rows of an array of (ticks, lanes, ...) to `out`; a negative place gives zeros."""
-    flat = rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
-    flat.take(places, axis=0, out=out, mode="clip")
+    """Copy rows of an array of (ticks, lanes, ...) to `out`."""
+    rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).take(places, axis=0, out=out, mode="clip")
+
+
+def gather_padded(rows: Array, places: NDArray[np.int64], out: Array) -> None:
+    """Copy rows as `gather_rows` does; a negative place gives zeros."""
+    gather_rows(rows, places, out)
     if len(places) and places.min() < 0:
         out[places < 0] = 0
 
@@ -324,7 +328,7 @@ class RolloutFields:
                 for full in field.rows.full_blocks():
                     self.sealer.submit(full)
                     self.sealer.wait_for_room()
-                    self._take_sealed()
+                    self._take_sealed(self.sealer)
 
     def gather(self, field: int, places: NDArray[np.int64], out: Array) -> None:
         """Copy one field's rows of `places` to `out`; a negative place gives zeros."""
@@ -340,7 +344,7 @@ class RolloutFields:
         """Wait until every full segment is compressed."""
         if self.sealer is not None:
             self.sealer.drain()
-            self._take_sealed()
+            self._take_sealed(self.sealer)
 
     def report(self, ticks: int) -> list[FieldReport]:
         """Account for every field."""
@@ -356,9 +360,9 @@ class RolloutFields:
             self.sealer.stop()
         self._pool.dismiss()
 
-    def _take_sealed(self) -> None:
-        """Let fields change over to what the worker finished; in the thread that writes and reads."""
-        for block, sealed in [] if self.sealer is None else self.sealer.collect():
+    def _take_sealed(self, sealer: Sealer) -> None:
+        """Let fields change over to what the worker finished."""
+        for block, sealed in sealer.collect():
             if sealed is not None:
                 any(isinstance(f.rows, SlicedRows) and f.rows.take_sealed(block, sealed) for f in self._fields)
 

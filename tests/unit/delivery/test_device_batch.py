@@ -186,7 +186,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOLDALL_THREADS", "4")
     monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
-    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_THREAD", 1), ("_WAVE_BYTES", 2_000)):
+    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_COLLECTING_THREAD", 1), ("_WAVE_BYTES", 2_000)):
         monkeypatch.setattr(reading, name, nbytes)
 
 
@@ -275,7 +275,7 @@ def test_batches_belong_to_the_caller() -> None:
 def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
     """A view of a view is enough to keep one."""
     stream = DeviceStream(torch)
-    blocks = BlockPool(stream.device_bytes, stream.lend)
+    blocks = BlockPool(stream.device_bytes, stream.view)
     first = blocks.take(1000)
     place, view = first.data_ptr(), first[10:].view(-1, 2)[3]
     del first

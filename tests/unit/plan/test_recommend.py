@@ -16,13 +16,13 @@ from holdall.tools.plan.phases import (
     HoldallNeed,
     MachineLimits,
     MeasuredCosts,
+    PlanInputs,
     UpdateBytes,
     host_phases,
     process_bytes,
     vram_phases,
 )
 from holdall.tools.plan.planner import Plan, both_units, plan_from_inputs
-from holdall.tools.plan.recommend import PlanInputs
 from holdall.tools.plan.spec import Spec
 
 MIB, GB = 2**20, 10**9
@@ -76,7 +76,7 @@ def test_the_need_is_the_largest_phase_and_never_the_sum() -> None:
     spec = _spec(capacity=300_000)
     phases = host_phases(spec, _measured(spec))
     assert [phase.name for phase in phases] == ["construct", "collect", "train", "save", "load"]
-    check = recommend.need_bytes(spec, _known(spec, GB), holdall=False)
+    check = _known(spec, GB).need_bytes(spec, holdall=False)
     assert check == max(phase.nbytes for phase in phases if phase.happens) < sum(phase.nbytes for phase in phases)
     assert phases[0].nbytes == LIBRARIES + TRACED.weights  # untouched pages cost nothing
     assert phases[1].nbytes == LIBRARIES + TRACED.settled + 300_000 * 42_628
@@ -141,7 +141,7 @@ def test_shared_observations_are_held_against_the_shared_memory_that_is_left() -
 def test_note_000_table_names_both_units_and_the_size_that_really_fits() -> None:
     spec = _spec(capacity=1_000_000)
     known = _known(spec, int(9.21 * GB), HOLDALL)
-    rows = {row.size: row for row in recommend.table(spec, known)}
+    rows = {row.size: row for row in recommend.capacity_table(spec, known)}
     assert both_units(rows[300_000].sb3_bytes) == "12.79 GB = 11.91 GiB"
     assert rows[400_000].sb3_verdict is FitVerdict.DOES_NOT_FIT
     assert rows[300_000].sb3_verdict is FitVerdict.DOES_NOT_FIT
@@ -175,7 +175,7 @@ def test_the_largest_rollout_batch_and_number_of_environments_fit_and_no_more() 
 def test_profiles_are_shares_of_the_limit_and_fit_into_them() -> None:
     spec = _spec()
     known = _known(spec, 16 * GB, HOLDALL)
-    found = {profile.name: profile for profile in recommend.profiles(spec, known)}
+    found = {profile.name: profile for profile in recommend.share_profiles(spec, known)}
     assert list(found) == ["memory-efficient", "fast", "balanced", "quality", "aggressive"]
     sizes = [found[name].sb3_size for name in ("memory-efficient", "fast", "balanced", "quality")]
     assert sizes == sorted(sizes)
@@ -206,18 +206,18 @@ def test_the_cheapest_change_makes_it_fit(spec: Spec, limit: float, experience: 
     change = recommend.cheapest_change(spec, known)
     assert change is not None
     assert title in change.title
-    assert known.fits(change.spec, holdall=change.holdall)
+    assert known.fits(change.spec, holdall=change.spec.uses_holdall)
 
 
 def test_holdalls_buffer_is_no_part_of_a_change_that_does_without_it() -> None:
     spec = _ppo(device="cuda")
     vram = Limit("test", 1_090 * MIB, 1_090 * MIB)
     known = _known(spec, 100 * GB, HoldallNeed(276_500.0, None, 0, 0, {}))
-    known = replace(known, room=replace(known.room, vram=vram))
+    known = replace(known, limits=replace(known.limits, vram=vram))
     assert not known.fits(spec, holdall=False)
     change = recommend.cheapest_change(spec, known)
     assert change is not None
-    assert (change.title.startswith("batches of"), change.holdall) == (True, False)
+    assert (change.title.startswith("batches of"), change.spec.uses_holdall) == (True, False)
 
 
 def test_nothing_is_advised_where_libraries_alone_are_too_much() -> None:
@@ -227,11 +227,11 @@ def test_nothing_is_advised_where_libraries_alone_are_too_much() -> None:
 
 def test_the_line_to_paste_is_python() -> None:
     spec = _spec(capacity=300_000)
-    text = recommend.code(spec, holdall=True, compressed=True)
+    text = recommend.code_to_paste(spec, holdall=True, compressed=True)
     compile(text, "pasted", "exec")
     assert "replay_buffer_class=ReplayBuffer" in text
     assert "buffer_size=300_000" in text
-    compile(recommend.code(_ppo(), holdall=False), "pasted", "exec")
+    compile(recommend.code_to_paste(_ppo(), holdall=False), "pasted", "exec")
 
 
 def test_gpu_memory_is_counted_on_the_gpu_and_not_in_the_host() -> None:

@@ -7,11 +7,12 @@ import itertools
 import numpy as np
 import pytest
 import torch
+from numpy.typing import NDArray
 
 from holdall.delivery import to_device
 from holdall.delivery.batches import Delivery
 from holdall.delivery.device import DeviceStream
-from holdall.delivery.to_device import CopySpan, DeviceCopier, Fill, MinibatchDelivery
+from holdall.delivery.to_device import CopySpan, DeviceCopier, Gather, MinibatchDelivery
 from holdall.schema import Array, Leaf
 
 LEAVES = [
@@ -22,11 +23,11 @@ LEAVES = [
 
 
 def delivered(delivery: MinibatchDelivery, rows: int, value: int) -> list[torch.Tensor]:
-    def fill(first: int, end: int, out: Array) -> None:
-        assert (first, end) == (0, rows)
+    def gather(places: NDArray[np.int64], out: Array) -> None:
+        assert len(places) == rows
         out[...] = value
 
-    return delivery.deliver(rows, [(leaf, fill) for leaf in LEAVES])
+    return delivery.deliver(np.arange(rows), [(leaf, gather) for leaf in LEAVES])
 
 
 def test_fields_have_their_dtypes_and_shapes_and_begin_where_torchs_own_would() -> None:
@@ -64,10 +65,10 @@ def test_only_large_blocks_go_between_updates() -> None:
 def test_without_a_device_arrays_are_handed_over() -> None:
     delivery = MinibatchDelivery(None, LEAVES)
 
-    def fill(_first: int, _end: int, out: Array) -> None:
+    def gather(_places: NDArray[np.int64], out: Array) -> None:
         out[...] = 0
 
-    (array,) = delivery.deliver(4, [(LEAVES[0], fill)])
+    (array,) = delivery.deliver(np.arange(4), [(LEAVES[0], gather)])
     assert isinstance(array, np.ndarray)
 
 
@@ -92,13 +93,14 @@ def test_minibatches_go_through_pinned_slots_in_pieces(
     numbers = [np.arange(300 * int(np.prod(leaf.shape, dtype=int))).reshape(300, *leaf.shape) for leaf in LEAVES]
     rows = [array.astype(leaf.dtype) for array, leaf in zip(numbers, LEAVES, strict=True)]
 
-    def filling(array: Array) -> Fill:
-        return lambda first, end, out: np.copyto(out, array[first:end])
+    def gathering(array: Array) -> Gather:
+        return lambda places, out: np.copyto(out, array[places])
 
-    for _ in range(8):
-        tensors = delivery.deliver(300, [(leaf, filling(array)) for leaf, array in zip(LEAVES, rows, strict=True)])
+    for seed in range(8):
+        order = np.random.default_rng(seed).permutation(300)
+        tensors = delivery.deliver(order, [(leaf, gathering(array)) for leaf, array in zip(LEAVES, rows, strict=True)])
         for tensor, array in zip(tensors, rows, strict=True):
-            assert tensor.numpy().tobytes() == array.tobytes()
+            assert tensor.numpy().tobytes() == array[order].tobytes()
     assert delivery.nbytes <= 4 * slot_bytes
     assert events == list(range(len(events)))
     assert len(events) >= 4
