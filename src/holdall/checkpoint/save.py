@@ -28,7 +28,7 @@ from holdall.checkpoint.manifest import (
     normalized_url,
 )
 from holdall.checkpoint.saved_records import Attached, RowsKey, SavedRecords
-from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.storage.blocks import Coder, SliceBlock
 from holdall.storage.snapshot import FullBlock
@@ -261,7 +261,7 @@ class Saver:
             target = self._opened()
             number = next_number(target.reader, self._last, target.writer_id)
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
-            manifest = saving.run(job.snapshot, number, _reporting(job.progress))
+            manifest = saving.run(job.snapshot, number, reporting(job.progress))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
@@ -348,20 +348,6 @@ class Savers:
         savers, self._savers = self._savers, {}
         for saver in savers.values():
             saver.close()
-
-
-def _reporting(progress: Progress | None) -> Callable[[str, int], None]:
-    """Call the user's callback, and survive whatever it does."""
-
-    def report(phase: str, nbytes: int) -> None:
-        if progress is None:
-            return
-        try:
-            progress(phase, nbytes)
-        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
-            _LOG.warning("the progress callback failed (%s)", error)
-
-    return report
 
 
 class SavedMemory(ABC):

@@ -11,6 +11,7 @@ pin their arenas; then full blocks, oldest first, since they are the next to be 
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import secrets
 import threading
@@ -64,6 +65,8 @@ from holdall.storage.snapshot import (
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import Checkpoint
+
+_LOG = logging.getLogger("holdall")
 
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written again as one."""
@@ -426,6 +429,20 @@ def store_words(frozen: FrozenStore) -> dict[str, Any]:
         "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
         "has_invalid": frozen.has_invalid,
     }
+
+
+def reporting(progress: Callable[[str, int], None] | None) -> Callable[[str, int], None]:
+    """Call the user's callback, and survive whatever it does."""
+
+    def report(phase: str, nbytes: int) -> None:
+        if progress is None:
+            return
+        try:
+            progress(phase, nbytes)
+        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
+            _LOG.warning("the progress callback failed (%s)", error)
+
+    return report
 
 
 def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
