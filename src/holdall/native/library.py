@@ -13,12 +13,11 @@ import functools
 import logging
 import os
 import sys
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.storage.codec import Transform
+from holdall.storage.codec import TRANSFORM_FIELDS
 from holdall.storage.slices import RECORD_FIELDS
 
 _VERSION = 9
@@ -46,7 +45,7 @@ def _numbers(names: str) -> list[tuple[str, Any]]:
 class TransformStruct(ctypes.Structure):
     """What is done to a slice before it is compressed."""
 
-    _fields_ = _numbers(" ".join(field.name for field in fields(Transform)))
+    _fields_ = _numbers(" ".join(TRANSFORM_FIELDS))
 
 
 class SealedBlockStruct(ctypes.Structure):

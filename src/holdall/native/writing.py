@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import operator
 import weakref
-from dataclasses import fields
 from typing import Any
 
 import numpy as np
@@ -29,7 +28,7 @@ from holdall.native.library import (
 from holdall.native.reading import NativeDecoder
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coded, Coder, SealedSlices, SliceBlock, address, release_tail, reserve
-from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Transform
 from holdall.storage.layout import Window
 from holdall.storage.slices import Cursors, OpenPart
 
@@ -39,7 +38,7 @@ _PALETTE_SLOTS = 1024
 _MOST_COMPRESSORS = 8
 _ZSTD_LEVEL, _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 100, 200, 201, 202
 """Numbers of ZSTD_cParameter, part of the library's stable interface."""
-_of_transform = operator.attrgetter(*(field.name for field in fields(Transform)))
+_of_transform = operator.attrgetter(*TRANSFORM_FIELDS)
 
 
 # ---------------------------------------------------------------- ticks

@@ -215,10 +215,10 @@ class Coded:
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
-        units = -(-self.count // group) if self.codec.is_cut_soundly() else -1
+        units = -(-self.count // group) if self.codec.is_sound else -1
         checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
         fits = self.count >= 0 and len(self.offsets) == units + 1 and self.palette.size == 256 * form.word_bytes
-        if not (form.is_sound() and fits and checked):
+        if not (self.codec.is_sound and fits and checked):
             raise DamageError(
                 f"a block of {self.count} slices claims to be coded by {form} in groups of {group} with a palette of "
                 f"{self.palette.size} bytes and {len(self.offsets)} offsets, which do not go together; nothing of it "

@@ -11,7 +11,7 @@ import functools
 import hashlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, fields, replace
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -63,11 +63,10 @@ class Transform:
     interleaved: bool = False
     green: bool = False
     shuffle: int = 0
+    coded_bytes: int = field(init=False, repr=False, compare=False)  # of a slice that reach the compressor
 
-    @property
-    def coded_bytes(self) -> int:
-        """Bytes of a slice that reach the compressor."""
-        return self.slice_bytes // self.word_bytes if self.word_bytes else self.slice_bytes
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "coded_bytes", self.slice_bytes // max(self.word_bytes, 1))
 
     def is_sound(self) -> bool:
         """Whether the numbers agree with each other: they may come from a file. See decode.c."""
@@ -78,6 +77,10 @@ class Transform:
             return self.shuffle == 0 or self.coded_bytes % self.shuffle == 0
         image = min(self.planes, self.rows, self.columns) >= 1 and (self.planes >= 3 or not self.green)
         return image and self.shuffle == 0 and self.planes * self.rows * self.columns == self.coded_bytes
+
+
+TRANSFORM_FIELDS = tuple(each.name for each in fields(Transform) if each.init)
+"""What says all about a transform, in the order in which the compiled loops expect it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,6 +104,12 @@ class Codec:
     transform: Transform
     dictionary: Dictionary | None = None
     group: int = 1  # neighbours that are compressed together
+    is_sound: bool = field(init=False, repr=False, compare=False)  # it may come from a file
+
+    def __post_init__(self) -> None:
+        # Units are of a size that readers make room for, see codec.h.
+        fits = 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
+        object.__setattr__(self, "is_sound", fits and self.transform.is_sound())
 
     @property
     def wants_dictionary(self) -> bool:
@@ -109,10 +118,6 @@ class Codec:
         plain = transform == Transform(transform.slice_bytes)  # it is trained on slices as they are
         alone = self.method is Method.ZSTD and self.group == 1
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
-
-    def is_cut_soundly(self) -> bool:
-        """Whether units are of a size that readers make room for: it may come from a file. See decode.c."""
-        return 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
 
     def hurried(self) -> Codec:
         """Return the same code at the compressor's fastest useful level, for when time is short."""

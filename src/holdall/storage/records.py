@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -26,7 +26,7 @@ from holdall.errors import DamageError
 from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
-from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
+from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart
 from holdall.storage.snapshot import RowChunk
@@ -151,7 +151,6 @@ def numbers(content: bytes, dtype: str) -> NDArray[Any]:
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
 _MOST_SETTING = 2**32 - 1
-_OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 
 def dictionary_name(dictionary: Dictionary) -> str:
@@ -230,14 +229,14 @@ def codec_words(codec: Codec) -> dict[str, Any]:
         "method": int(codec.method),
         "level": codec.level,
         "group": codec.group,
-        "transform": {name: int(getattr(codec.transform, name)) for name in _OF_TRANSFORM},
+        "transform": {name: int(getattr(codec.transform, name)) for name in TRANSFORM_FIELDS},
         "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
     }
 
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in _OF_TRANSFORM}
+    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in TRANSFORM_FIELDS}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)

@@ -58,7 +58,8 @@ class _ChosenCodec:
     """What was chosen for a field's slices, and how well it did then."""
 
     codec: Codec
-    ratio: float
+    hurried: Codec  # the same, for when time is short
+    ratio: float = 0.0
     age: int = 0  # blocks since
 
 
@@ -179,7 +180,7 @@ class _Work:
         self._write = write
         self._cap = cap
         self._threads = threads
-        self._habits: dict[tuple[int, Window], _ChosenCodec] = {}
+        self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
 
     def do(self, job: _SealJob, hurry: bool) -> SealedSlices | None:
@@ -200,28 +201,29 @@ class _Work:
         """Seal one block; None if nothing pays."""
         slices = frozen.block.raw
         key = (frozen.field, frozen.window)
-        habit = self._habits.get(key)
-        if habit is None:
-            habit = self._habits[key] = _ChosenCodec(self._choose(frozen, slices), 0.0)
-        habit.age += 1
-        if habit.codec.method is Method.STORED:
-            if habit.age > _REST:
-                del self._habits[key]
+        chosen = self._chosen.get(key)
+        if chosen is None:
+            chosen = self._chosen[key] = self._choose(frozen, slices)
+        chosen.age += 1
+        if chosen.codec.method is Method.STORED:
+            if chosen.age > _REST:
+                del self._chosen[key]
             return None
-        sealed = self._coder.seal(slices, habit.codec.hurried() if hurry else habit.codec)
+        sealed = self._coder.seal(slices, chosen.hurried if hurry else chosen.codec)
         ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
-        habit.ratio = habit.ratio or ratio
-        if ratio < _DRIFT * habit.ratio and habit.age > _REST and not hurry:
-            codec = self._choose(frozen, slices)
-            self._habits[key] = habit = _ChosenCodec(codec, 0.0)
-            sealed = None if codec.method is Method.STORED else self._coder.seal(slices, codec)
-            habit.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
+        chosen.ratio = chosen.ratio or ratio
+        if ratio < _DRIFT * chosen.ratio and chosen.age > _REST and not hurry:
+            self._chosen[key] = chosen = self._choose(frozen, slices)
+            stays = chosen.codec.method is Method.STORED
+            sealed = None if stays else self._coder.seal(slices, chosen.codec)
+            chosen.ratio = 0.0 if sealed is None else slices.nbytes / max(sealed.nbytes, 1)
         return sealed if sealed is not None and sealed.nbytes < slices.nbytes else None
 
-    def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
+    def _choose(self, frozen: FrozenBlock, slices: Bytes) -> _ChosenCodec:
         self.is_choosing = True
         try:
-            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
+            codec = choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
+            return _ChosenCodec(codec, codec.hurried())
         finally:
             self.is_choosing = False
 
