@@ -59,8 +59,10 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
-	@set -- src/holdall/native/_kernels.*; [ -e "$$1" ] || \
-	  echo "note: the C loops were not built, the NumPy path is used; 'pip install -v -e .' in .venv says why"
+	@[ "$${HOLDALL_BUILD_PORTABLE:-0}" != 0 ] || HOLDALL_KERNELS=native $(BIN)/python -c \
+	  'from holdall.native import chosen_kernels; chosen_kernels()' || { \
+	  echo "error: the C loops were not built; '$(BIN)/pip install -v -e .' says why. To use NumPy, several times" \
+	    "slower, set HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
 	@touch $@
 
 # The hyperparameters that rl-baselines3-zoo publishes, which lint is held to; its package alone, outside of .venv.

@@ -19,8 +19,7 @@ from holdall.cluster.encode import Encoder
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.shelf import FoundRows, GrowingArray, ShardStore
 from holdall.errors import ArgumentError, DamageError
-from holdall.native.kernels import chosen_kernels, native_kernels
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
 from holdall.storage.records import dictionary_name

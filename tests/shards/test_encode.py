@@ -16,7 +16,7 @@ from holdall.cluster import encode
 from holdall.cluster.block import pack_block
 from holdall.cluster.encode import Encoder
 from holdall.cluster.protocol import TravelLayout
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.snapshot import Tick
 from holdall.testing import Stream

@@ -1,4 +1,23 @@
 """Checkpoints: a memory on disk or in an object store, complete or not at all.
 
-snapshot -> records in data files -> manifest (the commit) -> collect what nothing names
+    save -> write (a snapshot becomes records) -> directory | object_store (files, then the manifest: the commit)
+    load -> manifest (the newest that is whole) -> saved_records (checked when they are read)
+
+A memory over shards saves the same way; it and other numbers of lanes are loaded through `streams`.
 """
+
+from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, is_remote, normalized_url, require_whole
+from holdall.checkpoint.object_store import Objects
+from holdall.checkpoint.save import Checkpoint, SavedMemory, SaveHandle, Savers, open_writer
+from holdall.checkpoint.saved_records import RowsKey, damages
+from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url, trajectories
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot
+
+__all__ = [
+    "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest", "Objects", "Restored", "RowsKey",
+    "SaveHandle", "SavedMemory", "Savers", "ShardsSnapshot", "Snapshot", "Streams", "WriterRun", "attached_files",
+    "collect_all", "damages", "is_remote", "newest", "normalized_url", "open_reader", "open_writer", "require_whole",
+    "restored", "restored_state", "runs_of", "runs_state", "shard_url", "trajectories",
+]  # fmt: skip

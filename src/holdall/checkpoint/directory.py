@@ -16,16 +16,19 @@ from pathlib import Path
 
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
@@ -40,8 +43,6 @@ _WRITE_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain."""
 _FULL_SYNC = 51
 """F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FileSystem:
@@ -161,7 +162,7 @@ _TEMPORARY = ".tmp"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class LocalLibrary:
+class DirectoryReader:
     """Checkpoints in a directory, to be read."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
@@ -176,17 +177,13 @@ class LocalLibrary:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._disk.names(self.root / "manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._disk.names(self.root / "manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
         name = manifest_name(number)
         raw = self._read(f"manifests/{name}", MOST_MANIFEST_BYTES, f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/manifests/{name}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/manifests/{name} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/manifests/{name}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -209,6 +206,20 @@ class LocalLibrary:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
 
+    def reopened(self) -> DirectoryReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return self
+
+    def below(self, folder: str) -> DirectoryReader:
+        """Return the checkpoints of one shard."""
+        return DirectoryReader(self.root / folder, self._disk)
+
+    def above(self) -> DirectoryReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        top = self.root.parent.parent
+        is_below = SHARD_FOLDER.fullmatch(f"{self.root.parent.name}/{self.root.name}") is not None
+        return DirectoryReader(top, self._disk) if is_below and "FORMAT" in self._disk.names(top) else None
+
     def interrupt(self) -> None:
         """Nothing is waited for."""
 
@@ -230,7 +241,7 @@ class LocalLibrary:
         return raw
 
 
-class LocalFile:
+class DirectoryFile:
     """A file of records under a temporary name."""
 
     def __init__(self, disk: FileSystem, path: Path) -> None:
@@ -273,7 +284,7 @@ class LocalFile:
             self._disk.close(file)
 
 
-class LocalPlace:
+class DirectoryWriter:
     """A directory that this writer holds.
 
     Args:
@@ -284,13 +295,13 @@ class LocalPlace:
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self._disk = disk or FileSystem()
         self._root = root
         self._segments, self._manifests = root / "segments", root / "manifests"
         self._sequence = 0
-        self.library = LocalLibrary(root, self._disk)
-        with told(self.url, "opened for writing"):
+        self.reader = DirectoryReader(root, self._disk)
+        with disk_errors_explained(self.url, "opened for writing"):
             for parent in reversed(root.parents):
                 self._make_directory(parent)
             for folder in (root, self._segments, self._manifests):
@@ -303,10 +314,10 @@ class LocalPlace:
                 self.close()
                 raise
 
-    def new_file(self) -> LocalFile:
+    def new_file(self) -> DirectoryFile:
         """Begin a file of records."""
         self._sequence += 1
-        return LocalFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
+        return DirectoryFile(self._disk, self._segments / data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
@@ -321,7 +332,7 @@ class LocalPlace:
         finally:
             self._disk.close(found)
         self._sequence += 1
-        path = self._segments / data_name(self.epoch, self._sequence)
+        path = self._segments / data_name(self.writer_id, self._sequence)
         try:
             self._disk.link(file.path, path)
         except OSError as error:
@@ -333,7 +344,7 @@ class LocalPlace:
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; when this returns, it survives a power cut."""
         name = manifest_name(manifest.number)
-        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.epoch}{_TEMPORARY}"
+        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.writer_id}{_TEMPORARY}"
         self._disk.sync_directory(self._segments)
         file = self._disk.create(temporary)
         try:
@@ -348,24 +359,15 @@ class LocalPlace:
                 self._disk.unlink(temporary)
         self._disk.sync_directory(self._manifests)
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names."""
-        numbers, kept, named = self.library.numbers(), 0, set(in_use)
-        stale = []
-        for number in numbers:
-            if kept >= keep:
-                stale.append(number)
-                continue
-            try:
-                named.update(self.library.manifest(number).files)
-                kept += 1
-            except DamageError:
-                stale.append(number)
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
         for number in stale:
             self._disk.unlink(self._manifests / manifest_name(number))
         self._disk.sync_directory(self._manifests)
         freed = 0
-        for name, nbytes in self.library.file_sizes().items():
+        for name, nbytes in self.reader.file_sizes().items():
             if name not in named:
                 self._disk.unlink(self._segments / name)
                 freed += nbytes
@@ -395,9 +397,9 @@ class LocalPlace:
 
     def _require_format(self) -> None:
         if "FORMAT" in self._disk.names(self._root):
-            self.library.require()
+            self.reader.require()
             return
-        temporary = self._root / f"FORMAT.{self.epoch}{_TEMPORARY}"
+        temporary = self._root / f"FORMAT.{self.writer_id}{_TEMPORARY}"
         file = self._disk.create(temporary)
         try:
             self._disk.write(file, format_text())
@@ -432,8 +434,8 @@ class LocalPlace:
 
 
 @contextlib.contextmanager
-def told(url: str, what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the place and the remedy."""
+def disk_errors_explained(url: str, what: str) -> Iterator[None]:
+    """Turn what the operating system says into an error that names the url and the remedy."""
     try:
         yield
     except (CheckpointError, DamageError):

@@ -20,19 +20,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdall.checkpoint.directory import Buffer
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import (
@@ -44,7 +46,6 @@ from holdall.errors import (
 from holdall.storage.blocks import SegmentFile
 from holdall.storage.remote_file import AwaitedFile
 
-SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
@@ -54,11 +55,6 @@ _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 
 _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
-
-
-def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether a url names a prefix of an object store."""
-    return isinstance(url, str) and url.startswith(SCHEMES)
 
 
 class Objects:
@@ -80,8 +76,14 @@ class Objects:
         except Exception as error:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
 
+    def elsewhere(self, url: str) -> Objects:
+        """Return the objects below another url; to stop these is to stop those."""
+        other = Objects(url)
+        other.stopped = self.stopped
+        return other
+
     def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; say whether it was done, as far as the answer tells."""
+        """Put an object where none is; return whether it was done, as far as the answer says."""
         try:
             self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
@@ -126,7 +128,7 @@ class Objects:
             )
         except (self._errors.NotFoundError, FileNotFoundError) as error:
             raise CheckpointError(
-                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load anew"
+                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load it again"
             ) from error
         return found
 
@@ -141,14 +143,14 @@ class Objects:
         return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; those that are gone already are no matter."""
+        """Remove objects; some may be gone already."""
         for key in keys:
             with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
                 self._patiently(partial(self._obstore.delete, self._store, key))
 
     def honours_conditions(self) -> bool:
         """Whether creating an object twice fails the second time."""
-        key = f"probe/{new_epoch()}"
+        key = f"probe/{new_writer_id()}"
         try:
             self.create(key, b"first")
             return not self.create(key, b"second")
@@ -157,7 +159,7 @@ class Objects:
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do something until it is answered; a server that restarts is waited for."""
-        wait, told = _FIRST_WAIT_S, False
+        wait, is_logged = _FIRST_WAIT_S, False
         while True:
             try:
                 return call()
@@ -173,15 +175,15 @@ class Objects:
             except Exception as error:
                 if _FINAL.search(str(error)):
                     raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
-                if not told:
+                if not is_logged:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
-                told = True
+                is_logged = True
             if self.stopped.wait(wait):
                 raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
-class RemoteLibrary:
+class ObjectStoreReader:
     """Checkpoints in an object store, to be read."""
 
     def __init__(self, objects: Objects, cache_dir: str | os.PathLike[str] | None = None) -> None:
@@ -199,8 +201,7 @@ class RemoteLibrary:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._objects.sizes("manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._objects.sizes("manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
@@ -208,10 +209,7 @@ class RemoteLibrary:
         raw = self._objects.get(key, MOST_MANIFEST_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/{key}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/{key} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/{key}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -236,12 +234,27 @@ class RemoteLibrary:
             ) from error
         return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
 
+    def reopened(self) -> ObjectStoreReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return ObjectStoreReader(Objects(self.url), self._cache_dir)
+
+    def below(self, folder: str) -> ObjectStoreReader:
+        """Return the checkpoints of one shard."""
+        return ObjectStoreReader(self._objects.elsewhere(f"{self.url}/{folder}"), self._cache_dir)
+
+    def above(self) -> ObjectStoreReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
+            return None
+        top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
+        return None if top.get("FORMAT", MOST_FORMAT_BYTES) is None else ObjectStoreReader(top, self._cache_dir)
+
     def interrupt(self) -> None:
         """Give up waiting for the store."""
         self._objects.stopped.set()
 
 
-class RemoteFile:
+class ObjectStoreFile:
     """A file of records that is spooled to a disk, and put when it is finished."""
 
     def __init__(self, objects: Objects, name: str) -> None:
@@ -280,7 +293,7 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
         objects.put_in_parts(key, descriptor)
 
 
-class RemotePlace:
+class ObjectStoreWriter:
     """A prefix of an object store that this writer holds, as far as the store lets it."""
 
     behind_bytes = 16 * 2**20
@@ -288,12 +301,12 @@ class RemotePlace:
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
-        self.epoch = new_epoch()
-        self.library = RemoteLibrary(self._objects)
+        self.writer_id = new_writer_id()
+        self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         if not self._objects.create("FORMAT", format_text()):
-            self.library.require()
+            self.reader.require()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -301,17 +314,17 @@ class RemotePlace:
                 self.url,
             )
 
-    def new_file(self) -> RemoteFile:
+    def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return RemoteFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
 
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of another place."""
+        """Put a finished file of a directory."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
@@ -319,7 +332,7 @@ class RemotePlace:
         """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
-        self._seen = set(self.library.file_sizes())
+        self._seen = set(self.reader.file_sizes())
         if not self.is_fenced:
             self._objects.put(key, content)
             return
@@ -330,22 +343,19 @@ class RemotePlace:
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
 
         Another writer's files stay if they came after this one's last manifest: it may be about to name them. One
         whose files were there before it wants a number that is taken, and will be refused.
         """
-        kept, stale, named = 0, [], set(in_use)
-        for number in self.library.numbers():
-            if kept >= keep:
-                stale.append(f"manifests/{manifest_name(number)}")
-                continue
-            named.update(self.library.manifest(number).files)
-            kept += 1
-        self._objects.delete(stale)
-        sizes = self.library.file_sizes()
-        old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
+        self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
+        sizes = self.reader.file_sizes()
+        old = (
+            sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.writer_id))}
+        )
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(unnamed.values())

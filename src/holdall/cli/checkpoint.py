@@ -29,12 +29,11 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import CheckpointLibrary, Manifest, require_files
-from holdall.checkpoint.source import damages, library_at, open_place
+from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
 from holdall.cli.conventions import AsJson, OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling.draw import Uniform
 from holdall.units import format_bytes
@@ -55,12 +54,12 @@ class PlaceholderSampler(Uniform):
 @checkpoint.command()
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     """List checkpoints, newest first."""
-    library = library_at(url)
-    library.require()
-    sizes = library.file_sizes()
-    entries = [_describe(library, number, sizes) for number in library.numbers()]
+    reader = open_reader(url)
+    reader.require()
+    sizes = reader.file_sizes()
+    entries = [_describe(reader, number, sizes) for number in reader.numbers()]
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": entries}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
     table = Table("number", "saved", "transitions", "lanes", "segments", "bytes", "files", "state")
     for entry in entries:
@@ -69,13 +68,13 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     Console().print(table)
 
 
-def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
     entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
     try:
-        manifest = library.manifest(number)
+        manifest = reader.manifest(number)
         entry |= _facts(manifest)
-        require_files(manifest, sizes)
+        require_whole(manifest, reader, sizes)
     except (DamageError, CheckpointError) as error:
         entry["state"] = str(error)
     return entry
@@ -83,13 +82,14 @@ def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) ->
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     lanes = schema_of(manifest.schema).num_envs
+    transitions = (manifest.next_tick - manifest.first_tick) * lanes
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
         "saved": saved.isoformat(sep=" ", timespec="seconds"),
-        "transitions": (manifest.next_tick - manifest.first_tick) * lanes,
+        "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
-        "bytes": sum(manifest.files.values()),
+        "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
         "attached": sorted(manifest.attached),
     }
 
@@ -102,26 +102,27 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Read every byte of the checkpoints and compare it with its checksum."""
-    library = library_at(url)
-    library.require()
-    numbers = library.numbers() if number is None else [number]
+    reader = open_reader(url)
+    reader.require()
+    numbers = reader.numbers() if number is None else [number]
     if not numbers:
-        raise CheckpointError(f"{library.url} holds no checkpoint")
+        raise CheckpointError(f"{reader.url} holds no checkpoint")
     coder = chosen_kernels().coder
     results = []
     with _byte_progress() as bar:
         for each in numbers:
             try:
-                manifest = library.manifest(each)
+                manifest = reader.manifest(each)
             except DamageError as error:
                 results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
                 continue
-            task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
-            found = damages(library, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
+            nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
+            task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
+            found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
             reasons = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
             results.append({"number": each, "damages": reasons})
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": results}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": results}))
     else:
         for result in results:
             for damage in result["damages"]:  # type: ignore[attr-defined]
@@ -140,11 +141,11 @@ def gc(
     verbose: Verbose = False,
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
-    library_at(url).require()
-    place = open_place(url)
+    open_reader(url).require()
+    place = open_writer(url)
     try:
-        freed = place.collect(keep, ())
-        left = place.library.numbers()
+        freed = collect_all(place, keep)
+        left = place.reader.numbers()
     finally:
         place.close()
     words = {"url": place.url, "freed_bytes": freed, "left": left}

@@ -21,7 +21,7 @@ from holdall.batch import Batch
 from holdall.cluster.block import MOST_BYTES, MOST_ROWS, open_record, read_part, whole
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.shelf import FoundField, FoundRows, SliceForm
-from holdall.delivery.host import Delivery, ObservationAssembler
+from holdall.delivery.batches import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array
@@ -188,8 +188,8 @@ class Deliverer:
     def __init__(self, layout: TravelLayout, kernels: Kernels, device: str | None) -> None:
         self._layout = layout
         self._kernels = kernels
-        self._crew = ThreadPool()
-        self._assembler = ObservationAssembler(kernels, self._crew, 1 << 62)
+        self._pool = ThreadPool()
+        self._assembler = ObservationAssembler(kernels, self._pool, 1 << 62)
         self._delivery = Delivery(device, layout.schema.leaves)
 
     @property
@@ -236,7 +236,7 @@ class Deliverer:
 
     def dismiss(self) -> None:
         """End the threads."""
-        self._crew.dismiss()
+        self._pool.dismiss()
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any

@@ -18,7 +18,7 @@ from typing import Any
 
 import ray
 
-from holdall.checkpoint.background import Checkpoint, SaveHandle
+from holdall.checkpoint import Checkpoint, SaveHandle
 from holdall.cluster.block import (
     open_record,
     pack_block,

@@ -16,8 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Protocol
 
-from holdall.checkpoint.directory import FileSystem
-from holdall.checkpoint.object_store import Objects, is_remote
+from holdall.checkpoint import FileSystem, Objects, is_remote
 from holdall.cluster.block import (
     DICTIONARY,
     MOST_BYTES,

@@ -25,8 +25,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.background import SaveHandle
-from holdall.checkpoint.source import place_of
+from holdall.checkpoint import SaveHandle, normalized_url
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.checkpoint import newest_manifest, save
 from holdall.cluster.fleet import ClusterSettings, Fleet, single
@@ -54,7 +53,7 @@ from holdall.json_state import (
     schema_of,
     schema_words,
 )
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
@@ -143,7 +142,7 @@ class ReplayMemory:
         self._closed = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
-        url = None if settings.url is None else place_of(settings.url)
+        url = None if settings.url is None else normalized_url(settings.url)
         self._fleet = Fleet(self._name, self._words, shard_rows, self._sampler, seed, url, settings)
         self._roster = self._fleet.roster
         patience = settings.patience_s
@@ -345,7 +344,7 @@ class ReplayMemory:
             "generator": generator_state(self._drawing.generator),
             "sampler": type(self._sampler).__name__,
         }
-        return save(place_of(url), self._fleet.actors, words, int(keep))
+        return save(normalized_url(url), self._fleet.actors, words, int(keep))
 
     @classmethod
     def load(
@@ -368,7 +367,7 @@ class ReplayMemory:
             journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
                 already go before the checkpoint's.
         """
-        place = place_of(url)
+        place = normalized_url(url)
         manifest = newest_manifest(place)
         memory = cls.__new__(cls)
         memory._sampler = single(sampler)

@@ -23,7 +23,7 @@ from holdall.cluster.roster import NAMESPACE, RateLimit
 from holdall.cluster.stream import BlockStream, GoneError, ShardClosedError
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name

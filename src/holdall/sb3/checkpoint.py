@@ -23,8 +23,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from holdall.checkpoint.background import SaveHandle
-from holdall.checkpoint.source import attached_files
+from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 from holdall.replay import ReplayMemory

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
@@ -23,9 +23,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import decode_state, dtype_name, dtype_of, encode_state
-from holdall.schema import Array, Leaf
-from holdall.storage.blocks import Coded, Extent, SegmentFile
+from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
+from holdall.schema import Array, Bytes, Leaf
+from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart
@@ -118,11 +118,9 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     raw = read(start + PREAMBLE.size, head_bytes)
     if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
         raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
-    try:
+    with malformed_refused(f"the head of the record at byte {start}"):
         head = json.loads(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"the head of the record at byte {start} makes no sense ({error})") from error
 
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
@@ -152,6 +150,7 @@ def numbers(content: bytes, dtype: str) -> NDArray[Any]:
 
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
+_MOST_SETTING = 2**32 - 1
 _OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 
@@ -193,16 +192,36 @@ def unpack_slices(
     record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary], read: Read | None = None
 ) -> Coded:
     """Read all of a block but its units; `read` may know some of the file's bytes already."""
-    try:
-        codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
-    palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
+    read = read or file.read
+    units, checks = _units_of(record, read)
+    return _coded_of(record, read, dictionaries, Extent(file, units.start, units.nbytes, checks, record.start))
+
+
+def unpack_slices_whole(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], coder: Coder) -> Coded:
+    """Read a block with its units, and hold each of them against its checksum."""
+    units, checks = _units_of(record, read)
+    data = np.frombuffer(read(units.start, units.nbytes), np.uint8)
+    coded = _coded_of(record, read, dictionaries, data)
+    offsets = coded.offsets.astype(np.int64)
+    if offsets[0] != 0 or offsets[-1] != data.size or (np.diff(offsets) < 0).any() or len(checks) != len(offsets) - 1:
+        raise DamageError(f"the units of the block at byte {record.start} lie outside of it; nothing of it is used")
+    if not np.array_equal(coder.checksums(data, coded.offsets), checks):
+        raise DamageError(f"a unit of the block at byte {record.start} is damaged; nothing of it is used")
+    return coded
+
+
+def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32]]:
     units = record.parts.get("units")
-    if units is None:
-        raise DamageError(f"the block at byte {record.start} of {file.path} has no units")
-    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"), record.start)
-    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
+    if record.kind != SLICES or units is None:
+        raise DamageError(f"the {record.kind} record at byte {record.start} is no block of slices, or has no units")
+    return units, numbers(record.part("checks", read), "u4")
+
+
+def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
+    with malformed_refused(f"the block at byte {record.start}"):
+        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
+    palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
+    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
 
 
 def codec_words(codec: Codec) -> dict[str, Any]:
@@ -218,21 +237,19 @@ def codec_words(codec: Codec) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: _whole(head["transform"][name]) for name in _OF_TRANSFORM}
+    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in _OF_TRANSFORM}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
     )  # fmt: skip
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = Method(_whole(head["method"])), _whole(head["level"]), _whole(head["group"])
+    method, level, group = (
+        Method(count_of(head["method"], _MOST_SETTING)),
+        count_of(head["level"], _MOST_SETTING),
+        count_of(head["group"], _MOST_SETTING),
+    )
     return Codec(method, level, transform, dictionary, group)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**32:
-        raise ValueError(f"{value!r} is no count")
-    return value
 
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
@@ -245,9 +262,10 @@ Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class _Parts:
-    """The parts of a record to be written, each compressed if that pays."""
+    """The parts of a record to be written, each compressed if that pays and there is time for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compresses: bool = True) -> None:
+        self._compresses = compresses
         self.content: dict[str, Buffer] = {}
         self.coded: list[str] = []
 
@@ -255,8 +273,9 @@ class _Parts:
         """Add an array, in little-endian order."""
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         raw = little.reshape(-1).view(np.uint8).data
-        small = zstandard.ZstdCompressor(level=1).compress(raw) if raw.nbytes else b""
-        if len(small) < _WORTH_IT * raw.nbytes:
+        is_tried = self._compresses and raw.nbytes > 0
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if is_tried else b""
+        if is_tried and len(small) < _WORTH_IT * raw.nbytes:
             self.content[name] = small
             self.coded.append(name)
         else:
@@ -294,14 +313,15 @@ def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
         raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
 
 
-def _require_kind(record: Record, kind: str) -> None:
+def require_kind(record: Record, kind: str) -> None:
+    """Refuse a record of another kind."""
     if record.kind != kind or not isinstance(record.head.get("coded", []), list):
         raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
 
 
-def pack_rows(chunk: RowChunk) -> list[Buffer]:
+def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
     """Return a chunk of rows as a record."""
-    parts = _Parts()
+    parts = _Parts(compresses=compresses)
     for name, column in chunk.columns.items():
         parts.put(name, column)
     for name, (ids, rows) in chunk.apart.items():
@@ -315,7 +335,7 @@ def pack_rows(chunk: RowChunk) -> list[Buffer]:
 
 def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
     """Read a chunk of rows whose ticks and columns are known."""
-    _require_kind(record, ROWS)
+    require_kind(record, ROWS)
     head = record.head
     columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
     if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
@@ -334,9 +354,9 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     return RowChunk(first_tick, ticks, found, apart)
 
 
-def pack_logs(parts: Sequence[ClosedPart]) -> list[Buffer]:
+def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[Buffer]:
     """Return the logs of a segment as a record."""
-    written = _Parts()
+    written = _Parts(compresses=compresses)
     fields = []
     for number, part in enumerate(parts):
         if part.log is not None:
@@ -358,14 +378,14 @@ def unpack_logs(
     record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
 ) -> list[ClosedPart]:
     """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
-    _require_kind(record, LOGS)
+    require_kind(record, LOGS)
     fields = record.head["fields"]
     if len(fields) != len(leaves) or len(blocks) != len(leaves):
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
         window = window_of(words["window"], leaf)
-        rows, count, steps, new = (_count(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
         log: Any = None
@@ -389,8 +409,8 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
-    _require_kind(record, PIECE)
-    count = _count(record.head["count"])
+    require_kind(record, PIECE)
+    count = count_of(record.head["count"])
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
@@ -411,9 +431,9 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
-    _require_kind(record, STATE)
+    require_kind(record, STATE)
     arrays = {
-        number: _array(record, str(number), read, np.dtype(np.uint8), (_count(nbytes),)).tobytes()
+        number: _array(record, str(number), read, np.dtype(np.uint8), (count_of(nbytes),)).tobytes()
         for number, nbytes in enumerate(record.head["sizes"])
     }
     tree = decode_state(json.loads(record.part("tree", read)), arrays)
@@ -429,7 +449,7 @@ def pack_file(content: bytes) -> list[Buffer]:
 
 def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
-    _require_kind(record, FILE)
+    require_kind(record, FILE)
     return record.part("content", read)
 
 
@@ -442,13 +462,16 @@ def window_of(words: Any, leaf: Leaf) -> Window:
     """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
     if words is None:
         return Window.whole(leaf)
-    axis, step = (_count(word) for word in words)
+    axis, step = (count_of(word) for word in words)
     if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
         raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
     return Window.along(leaf, axis, step)
 
 
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**40:
-        raise DamageError(f"a record counts {value!r}, which is no count")
-    return value
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes

@@ -16,7 +16,7 @@ from holdall.cluster.encode import Encoder
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.shelf import FoundRows, ShardStore
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema

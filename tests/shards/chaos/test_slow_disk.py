@@ -19,7 +19,7 @@ from holdall.cluster.protocol import Ack, AckKind, Envelope, TravelLayout
 from holdall.cluster.shard import Shard
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
 from holdall.storage.snapshot import Tick

@@ -10,9 +10,7 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.native.codec import NativeCoder
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.storage.blocks import Coder
 
 

@@ -7,9 +7,11 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
+from holdall.native.rollout import copy_in_order
 from holdall.schema import Leaf
-from holdall.storage.rollout_frames import RolloutField, RolloutFields
+from holdall.storage.rollout import RolloutField, RolloutFields
+from holdall.storage.slices import OpenPart
 from holdall.threads import ThreadPool
 
 LANES = 2
@@ -27,7 +29,9 @@ def noise(ticks: int, seed: int = 0, size: int = 40) -> NDArray[np.uint8]:
 
 
 def track_of(shape: tuple[int, ...], ticks: int = 64) -> RolloutField:
-    return RolloutField(Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), None)
+    return RolloutField(
+        Leaf("", shape, np.dtype(np.uint8)), ticks, LANES, chosen_kernels(), compressed=False, copy=copy_in_order
+    )
 
 
 def fill(track: RolloutField, told: NDArray[np.uint8]) -> str:
@@ -37,7 +41,7 @@ def fill(track: RolloutField, told: NDArray[np.uint8]) -> str:
         track.write(tick, obs)
     out = np.empty((told.shape[0] * LANES, *told.shape[2:]), np.uint8)
     order = np.random.default_rng(1).permutation(len(out))
-    track.gather(order, out, ALONE)
+    track.rows.gather(order, out, ALONE)
     assert out.tobytes() == told.reshape(out.shape)[order].tobytes()
     return track.report(len(told)).finding
 
@@ -83,12 +87,13 @@ def test_a_window_that_stops_fitting_is_looked_for_anew() -> None:
 def test_every_rollout_is_written_to_the_memory_of_the_first() -> None:
     track = track_of((4, 40, 40))
     fill(track, frames(64))
-    reel = track._rows._reels[0].part  # type: ignore[union-attr]  # a window was found
-    place = reel.slices.ctypes.data
+    part = track.rows._parts[0]  # type: ignore[union-attr]  # a window was found
+    assert isinstance(part, OpenPart)
+    place = part.slices.ctypes.data
     for seed in range(5):
         fill(track, frames(64, seed))
-        assert track._rows._reels[0].part is reel  # type: ignore[union-attr]  # likewise
-        assert reel.slices.ctypes.data == place
+        assert track.rows._parts[0] is part  # type: ignore[union-attr]  # likewise
+        assert part.slices.ctypes.data == place
 
 
 def test_a_negative_place_gives_zeros() -> None:
@@ -96,16 +101,16 @@ def test_a_negative_place_gives_zeros() -> None:
         track = track_of(shape)
         fill(track, told)
         out = np.ones((3, *shape), np.uint8)
-        track.gather(np.array([-1, 5, -1]), out, ALONE)
+        track.rows.gather(np.array([-1, 5, -1]), out, ALONE)
         assert not out[[0, 2]].any()
         assert np.array_equal(out[1], told.reshape(-1, *shape)[5])
 
 
 @pytest.mark.parametrize("compress", ["speed", "balanced", "memory"])
 def test_compressed_rollouts_come_back_and_take_less(compress: str) -> None:
-    """Frames of few colours, in reels that fill several times a rollout, rollout after rollout."""
+    """Frames of few colours, in segments that fill several times a rollout, rollout after rollout."""
     leaf = Leaf("", (4, 160, 160), np.dtype(np.uint8))
-    tracks = RolloutFields([leaf], 640, LANES, compress)
+    tracks = RolloutFields([leaf], 640, LANES, compress, chosen_kernels())
     for seed in range(2):
         numbers = np.arange(643 * LANES * 160 * 160, dtype=np.uint32).reshape(643, LANES, 160, 160)
         film = (numbers // 977 % 7 + seed).astype(np.uint8)
@@ -127,4 +132,4 @@ def test_compressed_rollouts_come_back_and_take_less(compress: str) -> None:
 
 def test_an_unknown_way_to_compress_is_refused() -> None:
     with pytest.raises(ArgumentError, match="compress"):
-        RolloutFields([], 1, 1, "tightly")
+        RolloutFields([], 1, 1, "tightly", chosen_kernels())

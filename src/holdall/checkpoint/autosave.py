@@ -1,4 +1,9 @@
-"""Handles: what `save` returns at once, while the checkpoint is still being written."""
+"""In the background: checkpoints at intervals, copies of them in an object store, and the rest of what was loaded.
+
+In:  a memory; checkpoints that are safe on a disk; blocks that lie in an object store.  Out: the same, saved, sent,
+fetched.
+Invariant: nothing here holds training up. A failure is logged and tried again, or raised where somebody waits for it.
+"""
 
 from __future__ import annotations
 
@@ -8,95 +13,28 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
 from holdall.checkpoint.manifest import Manifest, next_number
-from holdall.checkpoint.object_store import Objects, RemotePlace
-from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
+from holdall.errors import CheckpointError, HoldallError
 from holdall.storage.blocks import Extent, SegmentFile
 
-Progress = Callable[[str, int], None]
-"""Is told of what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """A checkpoint that was acknowledged."""
-
-    url: str
-    number: int
-    bytes_written: int  # by this save: what earlier checkpoints wrote is not written again
-    bytes_total: int  # of all files that the checkpoint names
-    transitions: int
-    seconds: float
-
-
-class SaveHandle:
-    """A save under way."""
-
-    def __init__(
-        self,
-        url: str,
-        interrupt: Callable[[], None],
-        wait_for_mirror: Callable[[int, float | None], None] | None = None,
-    ) -> None:
-        self.url = url
-        self._interrupt = interrupt
-        self._wait_for_mirror = wait_for_mirror
-        self._ended = threading.Event()
-        self._checkpoint: Checkpoint | None = None
-        self._error: BaseException | None = None
-
-    def done(self) -> bool:
-        """Whether it has ended, well or not."""
-        return self._ended.is_set()
-
-    def result(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
-        if self._error is not None:
-            raise self._error
-        if self._checkpoint is None:
-            raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
-        return self._checkpoint
-
-    def mirrored(self, timeout: float | None = None) -> Checkpoint:
-        """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
-        if self._wait_for_mirror is None:
-            raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
-        began = time.monotonic()
-        checkpoint = self.result(timeout)
-        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
-        self._wait_for_mirror(checkpoint.number, left)
-        return checkpoint
-
-    def cancel(self) -> None:
-        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
-        self._interrupt()
-
-    def succeed(self, checkpoint: Checkpoint) -> None:
-        """End well."""
-        self._checkpoint = checkpoint
-        self._ended.set()
-
-    def fail(self, error: BaseException) -> None:
-        """End badly."""
-        self._error = error
-        self._ended.set()
+if TYPE_CHECKING:
+    from holdall.checkpoint.save import SaveHandle
 
 
 _LOOK_S = 0.1
-"""How often it is looked whether something is to be written."""
+"""How often to look whether something has to be written."""
 
 _LOG = logging.getLogger("holdall")
 
 
-class Owner(Protocol):
+class AutosavedMemory(Protocol):
     """What is saved."""
 
     @property
@@ -122,7 +60,7 @@ class SaveInterval(NamedTuple):
 
 
 class Autosave:
-    """Writes blocks as they are sealed, and makes a checkpoint at every turn, until it is stopped.
+    """Writes blocks as they are sealed, and makes a checkpoint at every interval, until it is stopped.
 
     Args:
         owner: What is saved; held weakly, so that a memory which is simply dropped ends its thread.
@@ -132,13 +70,13 @@ class Autosave:
 
     def __init__(
         self,
-        owner: Owner,
-        save: Callable[[Owner], SaveHandle],
-        write_ahead: Callable[[Owner], None],
-        turn: SaveInterval,
+        owner: AutosavedMemory,
+        save: Callable[[AutosavedMemory], SaveHandle],
+        write_ahead: Callable[[AutosavedMemory], None],
+        interval: SaveInterval,
     ) -> None:
         self._stopped = threading.Event()
-        arguments = (weakref.ref(owner), save, write_ahead, turn, owner.next_id, self._stopped)
+        arguments = (weakref.ref(owner), save, write_ahead, interval, owner.next_id, self._stopped)
         self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
         self._thread.start()
 
@@ -150,21 +88,21 @@ class Autosave:
 
 
 def _run_autosave(
-    owner: weakref.ref[Owner],
-    save: Callable[[Owner], SaveHandle],
-    write_ahead: Callable[[Owner], None],
-    turn: SaveInterval,
+    owner: weakref.ref[AutosavedMemory],
+    save: Callable[[AutosavedMemory], SaveHandle],
+    write_ahead: Callable[[AutosavedMemory], None],
+    interval: SaveInterval,
     first_id: int,
     stopped: threading.Event,
 ) -> None:
     began, saved_id = time.monotonic(), first_id
-    while not stopped.wait(turn.look_s):
+    while not stopped.wait(interval.look_s):
         memory = owner()
         if memory is None:
             return
         try:
             next_id = memory.next_id
-            if not turn.is_due(time.monotonic() - began, next_id - saved_id):
+            if not interval.is_due(time.monotonic() - began, next_id - saved_id):
                 write_ahead(memory)
                 continue
             began, saved_id = time.monotonic(), next_id
@@ -186,7 +124,7 @@ class _MirrorJob(NamedTuple):
 
 
 class CheckpointMirror:
-    """Sends the checkpoints of one local place to one prefix of an object store.
+    """Sends the checkpoints of one directory to one prefix of an object store.
 
     Checkpoints between the one that is being sent and the newest are passed over: who falls behind catches up.
     """
@@ -195,7 +133,7 @@ class CheckpointMirror:
         self._url = url
         self._segments = segments
         self._objects = Objects(url)
-        self._place: RemotePlace | None = None
+        self._target: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_MirrorJob] = deque()
         self._at_work: _MirrorJob | None = None
@@ -232,7 +170,7 @@ class CheckpointMirror:
         self._objects.stopped.set()
 
     def close(self) -> None:
-        """Wait for all that is to be sent."""
+        """Wait until everything was sent."""
         with self._changed:
             thread = self._thread
         if thread is not None:
@@ -251,7 +189,7 @@ class CheckpointMirror:
             error: BaseException | None = None
             try:
                 self._copy(job)
-            except BaseException as caught:  # whoever waits is told; the local checkpoint stands
+            except BaseException as caught:  # raised by `wait`; the local checkpoint stands
                 error = caught
                 _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
             with self._changed:
@@ -260,21 +198,21 @@ class CheckpointMirror:
                 self._changed.notify_all()
 
     def _copy(self, job: _MirrorJob) -> None:
-        if self._place is None:
-            self._place = RemotePlace(self._url, self._objects)
-            self._last = max(self._place.library.numbers(), default=0)
-        place, manifest = self._place, job.manifest
+        if self._target is None:
+            self._target = ObjectStoreWriter(self._url, self._objects)
+            self._last = max(self._target.reader.numbers(), default=0)
+        target, manifest = self._target, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(place.library, self._last, manifest.epoch))
+        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
-        there = place.library.file_sizes()
+        there = target.reader.file_sizes()
         for name, nbytes in manifest.files.items():
             if there.get(name) != nbytes:
-                place.upload(name, self._segments / name)
-        place.commit(manifest)
+                target.upload(name, self._segments / name)
+        target.commit(manifest)
         self._last = number
         try:
-            place.collect(job.keep, manifest.files)
+            target.collect(job.keep, manifest.files)
         except (CheckpointError, OSError) as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
 
@@ -282,28 +220,28 @@ class CheckpointMirror:
 _AT_ONCE_BYTES = 4 * 2**20
 
 
-class _Run(NamedTuple):
+class _BlockRange(NamedTuple):
     file: weakref.ref[SegmentFile]  # a memory that drops its blocks needs them no more
     start: int
     nbytes: int
 
 
-class Arrival:
+class BackgroundFetch:
     """Fetches the blocks of one memory.
 
     Args:
         extents: Where they lie, in the order in which they are wanted.
-        interrupt: Makes whoever waits for the store give up.
+        interrupt: Ends all waiting for the store.
     """
 
     def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:
         self._interrupt = interrupt
         self._stopped = threading.Event()
-        runs = [_Run(weakref.ref(e.file), e.start, e.nbytes) for e in extents if e.file.is_awaited]
+        runs = [_BlockRange(weakref.ref(e.file), e.start, e.nbytes) for e in extents if e.file.is_awaited]
         self._thread: threading.Thread | None = None
         if runs:
             arguments = (runs, self._stopped)
-            self._thread = threading.Thread(target=_run, args=arguments, name="holdall-arrival", daemon=True)
+            self._thread = threading.Thread(target=_fetch_blocks, args=arguments, name="holdall-fetch", daemon=True)
             self._thread.start()
 
     def wait(self) -> None:
@@ -318,7 +256,7 @@ class Arrival:
         self.wait()
 
 
-def _run(runs: list[_Run], stopped: threading.Event) -> None:
+def _fetch_blocks(runs: list[_BlockRange], stopped: threading.Event) -> None:
     try:
         for run in runs:
             for first in range(0, run.nbytes, _AT_ONCE_BYTES):
