@@ -11,9 +11,7 @@ import pytest
 
 import holdall
 from holdall.batch import Draw
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
-from holdall.native.writing import NativeCoder
+from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.sampling.draw import Held, Sampler
 from holdall.storage.blocks import Coder
 from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream

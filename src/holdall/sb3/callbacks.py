@@ -65,7 +65,7 @@ class WatchCallback(BaseCallback):
             "interval_s": interval_s, "record": record, "prometheus": prometheus, "limit": limit,
         }  # fmt: skip
         self.watch: Watch | None = None
-        self._logged = self._looks_next = 0.0
+        self._logged = self._next_look = 0.0
         self._warned: set[str] = set()
         self._has_phases = False
 
@@ -76,7 +76,7 @@ class WatchCallback(BaseCallback):
         agent.follow_model(self.model)
         # Off-policy models turn from one to the other many times a second, so their phases mean nothing.
         self._has_phases = hasattr(self.model, "rollout_buffer")
-        self._drive = agent.publish_if_due
+        self._publish_if_due = agent.publish_if_due
         agent.publish()
 
     def _save_soon(self) -> None:
@@ -100,7 +100,7 @@ class WatchCallback(BaseCallback):
         self._log(self.watch)
 
     def _on_step(self) -> bool:
-        self._drive()
+        self._publish_if_due()
         return True
 
     def _on_training_end(self) -> None:
@@ -114,9 +114,9 @@ class WatchCallback(BaseCallback):
     def _log(self, watch: Watch) -> None:
         """Hand the newest reading to the logger, once; it is not looked for oftener than it is taken."""
         now = time.monotonic()
-        if now < self._looks_next:
+        if now < self._next_look:
             return
-        self._looks_next = now + self._settings["interval_s"]
+        self._next_look = now + self._settings["interval_s"]
         reading = watch.reading()
         if reading is None or reading.time <= self._logged:
             return

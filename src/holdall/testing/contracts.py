@@ -40,7 +40,7 @@ _CAPACITY = 60
 
 
 class SamplerContract:
-    """The rules of `holdall.sampling.draw.Sampler`; override `make_sampler`.
+    """The rules of `holdall.sampling.Sampler`; override `make_sampler`.
 
     The sampler draws from `OracleMemory.held()`, which raises for ids that are not held, and from a `ReplayMemory`.
     Episodes end at random, some lanes make no transition, old transitions are evicted, flags are set again.

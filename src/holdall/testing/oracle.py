@@ -142,7 +142,7 @@ class OracleMemory:
 
 
 class OracleFields:
-    """The small fields of an oracle, as `holdall.sampling.draw.SmallFields` for samplers."""
+    """The small fields of an oracle, as `holdall.sampling.SmallFields` for samplers."""
 
     def __init__(self, oracle: OracleMemory) -> None:
         self._oracle = oracle

@@ -18,6 +18,7 @@ from holdall.units import format_bytes
 BUFFERS_FORMAT = "holdall-bench-buffers-1"
 _MOST_RECORDS = 5_000
 _OURS = "holdall"
+_EXACT = {True: "every row came back right", False: "rows came back wrong", None: "not compared"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,20 +73,10 @@ class BufferResults:
 
 
 def _read_figures(line: JsonLine) -> BufferFigures:
-    return BufferFigures(
-        line.text("library") or "without a name",
-        line.text("version") or "",
-        line.text("case") or "without a name",
-        line.size("transitions"),
-        line.size("bytes"),
-        line.size("add_us"),
-        line.size("sample_ms"),
-        line.size("save_s"),
-        line.size("load_s"),
-        line.flag("exact"),
-        line.text("note") or "",
-        line.size("laps"),
-    )
+    values: dict[str, Any] = {name: line.text(name) or "without a name" for name in ("library", "case")}
+    values |= {name: line.text(name) or "" for name in ("version", "note")}
+    values |= {name: line.size(name) for name in ("transitions", "add_us", "sample_ms", "save_s", "load_s", "laps")}
+    return BufferFigures(**values, nbytes=line.size("bytes"), exact=line.flag("exact"))
 
 
 _FIGURES: tuple[tuple[str, Callable[[BufferFigures], float | None], str], ...] = (
@@ -171,13 +162,9 @@ def _chart(
         value = figure(one)
         text = _text(value, _WRITTEN[unit])
         colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
-        tip = f"{one.library} {one.version}\n{name}: {text}\n{_exact_words(one)}"
+        tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
         rows.append(BarRow(one.library, [] if value is None else [BarPiece(value, colour, tip)], text))
     return tag("div", tag("h4", name.capitalize()), bars(rows, scale, name))
-
-
-def _exact_words(one: BufferFigures) -> str:
-    return {True: "every row came back right", False: "rows came back wrong", None: "not compared"}[one.exact]
 
 
 def _table(known: Sequence[BufferFigures]) -> Markup:

@@ -211,12 +211,13 @@ class Plot:
 
     def markup(self) -> Markup:
         """Write the plot and its legend."""
-        shapes = [*self._grid(), *(self._areas() if self.stacked else self._curves()), *self._limit_line()]
+        line, label = self._limit_marks()
+        shapes = [*self._grid(), *(self._areas() if self.stacked else self._curves()), line]
         box = f"0 0 {_SIDE} {_SIDE}"
         drawing = tag("svg", *shapes, viewBox=box, preserveAspectRatio="none", aria_hidden="true", focusable="false")
         last = len(self.heads) - 1
         surface = tag(
-            "div", drawing, *self._limit_label(), *self._band_names(), tag("span", class_="cross", hidden=True),
+            "div", drawing, label, *self._band_names(), tag("span", class_="cross", hidden=True),
             class_="plot", tabindex="0", role="slider", aria_label=f"{self.label}. Arrow keys move through it.",
             aria_valuemin="0", aria_valuemax=last, aria_valuenow=last, aria_valuetext=self._spoken(last),
         )  # fmt: skip
@@ -232,11 +233,8 @@ class Plot:
         )
 
     def _grid(self) -> list[Markup]:
-        lines = []
-        for value in self.scale.ticks:
-            y = _down(self.scale.share(value))
-            lines.append(tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="grid"))
-        return lines
+        heights = [_down(self.scale.share(value)) for value in self.scale.ticks]
+        return [tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="grid") for y in heights]
 
     def _areas(self) -> list[Markup]:
         below = np.zeros(len(self.shares))
@@ -260,18 +258,14 @@ class Plot:
                 curves.append(tag("path", d=f"M{path}", class_=f"curve {layer.colour}"))
         return curves
 
-    def _limit_line(self) -> list[Markup]:
+    def _limit_marks(self) -> tuple[Markup | None, Markup | None]:
+        """Return the line of the limit, and its label."""
         if self.limit is None or self.limit[0] > self.scale.end:
-            return []
-        y = _down(self.scale.share(self.limit[0]))
-        return [tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="limit")]
-
-    def _limit_label(self) -> list[Markup]:
-        if self.limit is None or self.limit[0] > self.scale.end:
-            return []
+            return None, None
         share = self.scale.share(self.limit[0])
-        side = "below" if share > 0.9 else "above"
-        return [tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{percent(share)}")]
+        y, side = _down(share), "below" if share > 0.9 else "above"
+        label = tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{percent(share)}")
+        return tag("line", x1="0", x2=_SIDE, y1=y, y2=y, class_="limit"), label
 
     def _band_names(self) -> list[Markup]:
         """Name the bands that are thick enough at the end, so that a reader need not go by colour alone."""

@@ -16,7 +16,6 @@ from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from types import TracebackType
 from typing import Self
 
 from holdall.machine import Mapping
@@ -53,9 +52,7 @@ class ProcFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             os.close(self._file)
             self._file = None

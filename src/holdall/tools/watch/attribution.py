@@ -91,13 +91,8 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
             blocks.resident += taken[_BLOCK]
             nameless += left
             if report is None and left and mapping.nbytes >= _LARGE_MAPPING_BYTES:
-                touched = f"{100 * left / mapping.nbytes:.0f} %"
-                sums.add(
-                    "unattributed",
-                    f"mapping of {format_bytes(mapping.nbytes)}, {touched} touched",
-                    left,
-                    mapping.nbytes,
-                )
+                name = f"mapping of {format_bytes(mapping.nbytes)}, {100 * left / mapping.nbytes:.0f} % touched"
+                sums.add("unattributed", name, left, mapping.nbytes)
                 nameless -= left
         is_readable = memory.is_readable
     blocks.allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)

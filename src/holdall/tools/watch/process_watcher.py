@@ -49,6 +49,7 @@ class ProcessWatcher:
         self.latest_report: AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
         self._highest = 0
+        self._has_ended = False
         try:
             self._process = psutil.Process(pid)
         except psutil.Error as error:
@@ -57,9 +58,10 @@ class ProcessWatcher:
     def is_alive(self) -> bool:
         """Whether the process still runs."""
         try:
-            return bool(self._process.is_running()) and self._process.status() != psutil.STATUS_ZOMBIE
+            is_there = bool(self._process.is_running()) and self._process.status() != psutil.STATUS_ZOMBIE
         except psutil.Error:
             return False
+        return is_there and not self._has_ended
 
     def poll_agent(self) -> LiveObjects | None:
         """Return the live objects of the process if it reported since the last call; cheap, for frequent calls."""
@@ -76,6 +78,7 @@ class ProcessWatcher:
                 raise WatchError(
                     f"pid ({self.pid}) belongs to another user, or may not be traced; run as its user, or as root"
                 ) from error
+            self._has_ended = True  # its memory is gone, though the kernel may still list it for a moment
             raise WatchError(f"pid ({self.pid}) has ended") from error
 
     def _read(self) -> MemoryReading:

@@ -152,21 +152,16 @@ def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         final, final_pss = fill.resident + fill.bytes_left, newest.pss + fill.bytes_left
         end = f" at step {history.position(newest) + fill.left:,.0f}" if history.counts_steps else ""
         when = f", in {format_time_span(fill.left / rate)}" if rate > 0 else ""
-        verdicts.append(
-            WatchVerdict(
-                name="filling",
-                severity="info",
-                text=(
-                    f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}"
-                    f"{when}, with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
-                ),
-                remedy="nothing to do: this growth ends when the buffer is full",
-                evidence={
-                    "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
-                    "left": fill.left, "final": final, "final_pss": final_pss,
-                },
-            )
-        )  # fmt: skip
+        text = (
+            f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}{when}, "
+            f"with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
+        )
+        evidence = {
+            "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
+            "left": fill.left, "final": final, "final_pss": final_pss,
+        }  # fmt: skip
+        remedy = "nothing to do: this growth ends when the buffer is full"
+        verdicts.append(WatchVerdict("filling", "info", text, remedy, evidence))
     return verdicts
 
 
@@ -223,19 +218,15 @@ def _leak_candidate(reading: MemoryReading, of: str) -> float | None:
 def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, found: Trend) -> WatchVerdict:
     unit = "a step" if history.counts_steps else "a second"
     grown = found.slope * (found.last - found.first)
-    return WatchVerdict(
-        name="leak",
-        severity="warning",
-        text=(
-            f"{where} grow by {found.slope:,.0f} B {unit} (certainly between {found.low:,.0f} and {found.high:,.0f}), "
-            f"{format_bytes(grown)} so far, without the buffers"
-        ),
-        remedy=remedy,
-        evidence={
-            "of": of, "unit": unit, "slope": found.slope, "low": found.low, "high": found.high,
-            "from": found.first, "to": found.last, "grown": grown,
-        },
-    )  # fmt: skip
+    text = (
+        f"{where} grow by {found.slope:,.0f} B {unit} (certainly between {found.low:,.0f} and {found.high:,.0f}), "
+        f"{format_bytes(grown)} so far, without the buffers"
+    )
+    evidence = {
+        "of": of, "unit": unit, "slope": found.slope, "low": found.low, "high": found.high,
+        "from": found.first, "to": found.last, "grown": grown,
+    }  # fmt: skip
+    return WatchVerdict("leak", "warning", text, remedy, evidence)
 
 
 def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[WatchVerdict]:
@@ -303,14 +294,11 @@ def _running_out_verdict(history: ReadingHistory, distance: float, name: str, le
     if left <= 0:
         text = f"{name}: exceeded by {format_bytes(-left)}"
     severity: Severity = "error" if step is None or newest.goal is not None else "warning"
-    return WatchVerdict(
-        name="running out",
-        severity=severity,
-        text=text,
-        remedy="a smaller buffer, holdall's memory with a budget and a spill_dir, or on_pressure='spill'; "
-        "see 'holdall plan'",
-        evidence={"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds},
+    remedy = (
+        "a smaller buffer, holdall's memory with a budget and a spill_dir, or on_pressure='spill'; see 'holdall plan'"
     )
+    evidence = {"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds}
+    return WatchVerdict("running out", severity, text, remedy, evidence)
 
 
 def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
@@ -319,16 +307,12 @@ def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     kept = newest.of("heap_retained")
     if kept < max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * newest.pss):
         return []
-    return [
-        WatchVerdict(
-            name="retained heap",
-            severity="info",
-            text=f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that",
-            remedy="'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
-            "torch.cuda.empty_cache() does nothing about it",
-            evidence={"retained": kept},
-        )
-    ]
+    text = f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that"
+    remedy = (
+        "'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
+        "torch.cuda.empty_cache() does nothing about it"
+    )
+    return [WatchVerdict("retained heap", "info", text, remedy, {"retained": kept})]
 
 
 def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
@@ -338,21 +322,16 @@ def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         return []
     stacks = [part for part in newest.parts if part.group == "stacks"]
     resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
-    return [
-        WatchVerdict(
-            name="threads",
-            severity="warning",
-            text=(
-                f"{newest.threads} threads for {newest.cores} cores; they wait for each other. Their stacks take "
-                f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
-            ),
-            remedy="holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory",
-            evidence={
-                "threads": newest.threads, "cores": newest.cores, "torch_threads": newest.torch_threads,
-                "stacks_resident": resident, "stacks_virtual": virtual,
-            },
-        )
-    ]  # fmt: skip
+    text = (
+        f"{newest.threads} threads for {newest.cores} cores; they wait for each other. Their stacks take "
+        f"{format_bytes(resident)}, not the {format_bytes(virtual)} of addresses"
+    )
+    remedy = "holdall.threads.limit(workers=...), or OMP_NUM_THREADS=1 for workers; it saves time, hardly memory"
+    evidence = {
+        "threads": newest.threads, "cores": newest.cores, "torch_threads": newest.torch_threads,
+        "stacks_resident": resident, "stacks_virtual": virtual,
+    }  # fmt: skip
+    return [WatchVerdict("threads", "warning", text, remedy, evidence)]
 
 
 def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
@@ -365,15 +344,9 @@ def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         or filling_buffers(history)
     ):
         return []
-    return [
-        WatchVerdict(
-            name="plateau",
-            severity="info",
-            text=f"steady at {format_bytes(levels[-1])}, within {format_bytes(max(levels) - min(levels))}",
-            remedy="nothing to do",
-            evidence={"low": min(levels), "high": max(levels), "readings": len(levels)},
-        )
-    ]
+    low, high = min(levels), max(levels)
+    text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
+    return [WatchVerdict("plateau", "info", text, "nothing to do", {"low": low, "high": high, "readings": len(levels)})]
 
 
 def sawtooth_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
@@ -389,12 +362,7 @@ def sawtooth_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         return []
     peak = max(recent, key=lambda reading: reading.pss)
     phase = f", highest in phase {peak.phase!r}" if peak.phase else ""
-    return [
-        WatchVerdict(
-            name="sawtooth",
-            severity="info",
-            text=f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit",
-            remedy="a smaller batch or a shorter rollout lowers the peak; it is no leak",
-            evidence={"low": low, "high": high, "crossings": crossings, "phase": peak.phase},
-        )
-    ]
+    text = f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit"
+    remedy = "a smaller batch or a shorter rollout lowers the peak; it is no leak"
+    evidence = {"low": low, "high": high, "crossings": crossings, "phase": peak.phase}
+    return [WatchVerdict("sawtooth", "info", text, remedy, evidence)]
