@@ -184,7 +184,7 @@ def test_a_shard_that_was_restarted_while_it_is_drained_stays_closed(tmp_path: P
         numbered(writer, 300, 1_300)
         writer.flush()  # what it does not take goes to the other
         assert held(memory) == list(range(1_300))
-        assert memory.shards()[1].standing.transitions > 1_000  # type: ignore[union-attr]  # it answers
+        assert memory.shards()[1].counters.transitions > 1_000  # type: ignore[union-attr]  # it answers
 
 
 @pytest.mark.nightly

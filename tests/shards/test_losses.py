@@ -34,8 +34,8 @@ def held(memory: ReplayMemory) -> list[int]:
     """Return which transitions are held, from all shards."""
     memory.flush()
     found: list[int] = []
-    for shard, standing in memory._cluster.refresh().items():
-        rows = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+    for shard, counters in memory._cluster.refresh().items():
+        rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
     return sorted(found)
 
@@ -129,8 +129,8 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
 
         def tell() -> None:
             memory.flush()
-            for shard, standing in memory._cluster.refresh().items():
-                ids = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+            for shard, counters in memory._cluster.refresh().items():
+                ids = np.arange(counters.first_row, counters.next_row) + (shard << 48)
                 if prioritized and len(ids):
                     memory.update_priorities(ids, priorities[memory.gather(ids).reward.astype(int)])
             memory.sample(transitions)  # so that every shard has said how it stands now

@@ -175,8 +175,8 @@ def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
 def ends_of(memory: ReplayMemory) -> list[int]:
     """Return the next id of every shard."""
     memory.flush()
-    standings = memory._cluster.refresh()
-    return [(shard << 48) + standings[shard].next_row for shard in sorted(standings)]
+    counters_by_shard = memory._cluster.refresh()
+    return [(shard << 48) + counters_by_shard[shard].next_row for shard in sorted(counters_by_shard)]
 
 
 def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> None:
@@ -206,7 +206,7 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
     assert [status.number for status in statuses] == [0, 1, 2, 3]
     assert len({status.pid for status in statuses}) == 4
     assert all(status.answers and status.node and status.uss_bytes > 2**20 for status in statuses)
-    assert sum(status.standing.transitions for status in statuses if status.standing is not None) == len(four)
+    assert sum(status.counters.transitions for status in statuses if status.counters is not None) == len(four)
 
 
 def test_a_closed_memory_says_so() -> None:

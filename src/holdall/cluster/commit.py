@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from holdall.cluster.block import Block, unpack_block
 from holdall.cluster.checkpoint import Kept
-from holdall.cluster.journal import BlockMove, Entry, Journal
+from holdall.cluster.journal import SegmentMove, Entry, Journal
 from holdall.cluster.protocol import TravelLayout
 from holdall.cluster.shelf import ShardStore
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
@@ -79,24 +79,24 @@ class Committer:
         """What is written to, to be looked at."""
         return self._journal
 
-    def hide(self, row: int, move: BlockMove | None) -> None:
+    def hide(self, row: int, move: SegmentMove | None) -> None:
         """Have the rows before a number left out when the journal is read; nothing may be staged."""
-        _insistently(lambda: self._journal.hide(row, move))
+        _write_until_taken(lambda: self._journal.hide(row, move))
 
     def end_drain(self) -> None:
         """Have it remembered that all is elsewhere; nothing may be staged."""
-        _insistently(self._journal.end_drain)
+        _write_until_taken(self._journal.end_drain)
 
     def close_to_writers(self, memory: str) -> None:
         """Have it remembered that nothing more is taken; nothing may be staged."""
-        _insistently(lambda: self._journal.close_to_writers(memory))
+        _write_until_taken(lambda: self._journal.close_to_writers(memory))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._staged)
-            if self._journal.lingers_s:
-                time.sleep(self._journal.lingers_s)
+            if self._journal.batching_s:
+                time.sleep(self._journal.batching_s)
             batch = self._taken()
             try:
                 self._write(batch)
@@ -125,7 +125,7 @@ class Committer:
                 if sliced.coded.codec.dictionary is not None:
                     dictionaries[id(sliced.coded.codec.dictionary)] = sliced.coded.codec.dictionary
         entries = [each.entry for each in batch]
-        _insistently(lambda: self._journal.append(entries, self._next_row, list(dictionaries.values())))
+        _write_until_taken(lambda: self._journal.append(entries, self._next_row, list(dictionaries.values())))
         self._next_row += sum(each.block.rows for each in batch)
         needed = self._apply(batch)
         self._commits += 1
@@ -133,7 +133,7 @@ class Committer:
             self._journal.trim(needed)
 
 
-def _insistently(write: Callable[[], None]) -> None:
+def _write_until_taken(write: Callable[[], None]) -> None:
     """Write until the disk takes it; FencedError if somebody else has the journal."""
     while True:
         try:

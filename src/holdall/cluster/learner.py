@@ -58,7 +58,7 @@ def weights_of(
     chance = np.empty(count, np.float64)
     for answer, rows, mass in zip(answers, where, masses, strict=True):
         # Of one shard alone its mass says nothing; of several, what was believed over what was true.
-        belief = 1.0 if len(answers) == 1 else mass / answer.standing.mass
+        belief = 1.0 if len(answers) == 1 else mass / answer.counters.mass
         chance[rows] = belief * answer.scaled
     shares = (chance.min(initial=np.inf) / chance).astype(np.float32)
     return np.asarray(shares ** np.float32(beta), np.float32)
@@ -154,7 +154,7 @@ class Drawing:
     def answer(self, shard: int, payload: bytes) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
         answer = self._reader.read(payload, lambda name: self.learn(shard, name))
-        self._cluster.note(shard, answer.standing)
+        self._cluster.note(shard, answer.counters)
         return answer
 
     def learn(self, shard: int, name: str) -> Dictionary:

@@ -6,6 +6,8 @@ loss is noticed when calls fail, two seconds later.
 
 from __future__ import annotations
 
+from holdall.cluster.status import actor_state
+
 import secrets
 import threading
 import time
@@ -15,27 +17,21 @@ from typing import Any, Literal
 
 import ray
 
-from holdall.cluster.protocol import CallOrder, OutOfTurnError, ShardCounters, is_newer
+from holdall.cluster.protocol import CallOrder, CallOrderError, ShardCounters, is_newer
 from holdall.cluster.writer import Address
 from holdall.errors import ShardError
 from holdall.report import FieldReport
 
-Whereabouts = Literal["up", "starting", "restarting", "gone"]
-
-_STATES: dict[Any, Whereabouts] = {0: "starting", 1: "starting", 3: "restarting", 4: "gone"}
-"""By the numbers of Ray's ActorTableData; 2 is an actor that runs."""
 
 
-def whereabouts(handle: Any) -> Whereabouts:
-    """Return where the actor of a handle is."""
-    return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
+
 
 
 POLICIES = ("degrade", "block", "raise")
 _LOOK_AGAIN_S = 2.0
 _PROBE_AGAIN_S = 0.25
 
-LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, OutOfTurnError)
+LOSSES = (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError, CallOrderError)
 """What a call fails with when its shard does not answer, or not in time."""
 
 
@@ -44,18 +40,18 @@ class _Member:
     """One shard, as far as is known."""
 
     handle: Any
-    standing: ShardCounters | None = None
+    counters: ShardCounters | None = None
     client: bytes = field(default_factory=lambda: secrets.token_bytes(16))
-    turn: int = 0
+    calls: int = 0
     lost: bool = False
     probe: Any = None  # a question to a shard that was lost, or not heard of for a while
     probed_at: float = 0.0
 
-    def keep(self, standing: ShardCounters) -> None:
+    def keep(self, counters: ShardCounters) -> None:
         """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
-        if self.standing is not None and standing.epoch != self.standing.epoch:
+        if self.counters is not None and counters.epoch != self.counters.epoch:
             self.begin_anew()
-        self.standing = standing
+        self.counters = counters
 
     @property
     def is_away(self) -> bool:
@@ -63,11 +59,11 @@ class _Member:
 
         A call that is made meanwhile fails after two seconds, though the shard be back after one.
         """
-        return whereabouts(self.handle) in {"restarting", "gone"}
+        return actor_state(self.handle) in {"restarting", "gone"}
 
     def begin_anew(self) -> None:
         """Number calls from 0 on, under another name."""
-        self.client, self.turn = secrets.token_bytes(16), 0
+        self.client, self.calls = secrets.token_bytes(16), 0
 
 
 class Cluster:
@@ -87,10 +83,10 @@ class Cluster:
         """Call a shard in this client's order; return what to wait for."""
         with self._lock:
             member = self._members[shard]
-            epoch = -1 if member.standing is None else member.standing.epoch
-            turn = CallOrder(member.client, epoch, member.turn)
-            member.turn += 1
-            return getattr(member.handle, method).remote(turn.packed(), *arguments)
+            epoch = -1 if member.counters is None else member.counters.epoch
+            calls = CallOrder(member.client, epoch, member.calls)
+            member.calls += 1
+            return getattr(member.handle, method).remote(calls.packed(), *arguments)
 
     def ask_roster(self, method: str, *arguments: Any) -> Any:
         """Ask the roster something; None while it is being restarted."""
@@ -123,7 +119,7 @@ class Cluster:
             for member in self._members.values():
                 self._hear(member)
             return {
-                number: 0.0 if member.standing is None else member.standing.mass
+                number: 0.0 if member.counters is None else member.counters.mass
                 for number, member in self._members.items()
                 if not member.lost
             }
@@ -132,15 +128,15 @@ class Cluster:
     def transitions(self) -> int:
         """Transitions that can be drawn from the shards that answer, as far as is known."""
         with self._lock:
-            known = [m.standing for m in self._members.values() if not m.lost and m.standing is not None]
-        return sum(standing.transitions for standing in known)
+            known = [m.counters for m in self._members.values() if not m.lost and m.counters is not None]
+        return sum(counters.transitions for counters in known)
 
-    def note(self, shard: int, standing: ShardCounters) -> None:
+    def note(self, shard: int, counters: ShardCounters) -> None:
         """Keep what a shard said of itself."""
         with self._lock:
             member = self._members.get(shard)
-            if member is not None and is_newer(standing, member.standing):
-                member.keep(standing)
+            if member is not None and is_newer(counters, member.counters):
+                member.keep(counters)
 
     def ask_again(self, shards: list[int]) -> None:
         """Have shards say how they stand, without waiting for it; those that are not drawn from would not."""
@@ -148,13 +144,13 @@ class Cluster:
             for number in shards:
                 member = self._members.get(number)
                 if member is not None and member.probe is None:
-                    member.probe, member.probed_at = member.handle.standing.remote(), time.monotonic()
+                    member.probe, member.probed_at = member.handle.counters.remote(), time.monotonic()
 
     def refresh(self) -> dict[int, ShardCounters]:
-        """Ask every shard how it stands, and wait; return the standings of those that answered."""
+        """Ask every shard how it stands, and wait; return the counters_by_shard of those that answered."""
         self._look_around(now=True)
         with self._lock:
-            asked = {number: member.handle.standing.remote() for number, member in self._members.items()}
+            asked = {number: member.handle.counters.remote() for number, member in self._members.items()}
         found = {}
         for number, call in asked.items():
             try:
@@ -218,14 +214,14 @@ class Cluster:
                 try:
                     told = ShardCounters.of(ray.get(probe))
                     member.lost = False
-                    if is_newer(told, member.standing):
+                    if is_newer(told, member.counters):
                         member.keep(told)
                 except LOSSES:
                     member.lost = True
         if member.lost and member.probe is None:
             pause = _LOOK_AGAIN_S if member.is_away else _PROBE_AGAIN_S
             if now - member.probed_at > pause:
-                member.probe, member.probed_at = member.handle.standing.remote(), now
+                member.probe, member.probed_at = member.handle.counters.remote(), now
 
     def _look_around(self, now: bool = False) -> None:
         """Ask the roster for shards that came or went, from time to time."""
@@ -248,7 +244,7 @@ class Cluster:
             for number, (handle, _) in shards.items():
                 if number not in self._members:
                     self._members[number] = _Member(handle)
-                    self._members[number].probe = handle.standing.remote()
+                    self._members[number].probe = handle.counters.remote()
             for number in set(self._members) - set(shards):
                 del self._members[number]
 

@@ -41,7 +41,8 @@ from holdall.cluster.learner import (
 )
 from holdall.cluster.members import Cluster, added_up
 from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.roster import LearnerMetrics, RateLimit
+from holdall.cluster.roster import RateLimit
+from holdall.cluster.status import LearnerMetrics
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
@@ -233,8 +234,8 @@ class ReplayMemory:
             self._open()
             if self._own_writer is not None:
                 self._own_writer.flush()
-                for shard, standing in self._own_writer.standings.items():
-                    self._cluster.note(shard, standing)
+                for shard, counters in self._own_writer.counters_by_shard.items():
+                    self._cluster.note(shard, counters)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
@@ -280,7 +281,7 @@ class ReplayMemory:
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()
-        return sum(standing.transitions for standing in self._cluster.refresh().values())
+        return sum(counters.transitions for counters in self._cluster.refresh().values())
 
     @property
     def capacity(self) -> int:
@@ -310,12 +311,12 @@ class ReplayMemory:
     @property
     def first_id(self) -> int:
         """Lowest transition id that is still held; of a memory of one shard."""
-        return self._only_standing().first_row
+        return self._only_counters().first_row
 
     @property
     def next_id(self) -> int:
         """Id of the next transition; of a memory of one shard."""
-        return self._only_standing().next_row
+        return self._only_counters().next_row
 
     def shards(self) -> list[ShardStatus]:
         """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
@@ -325,12 +326,12 @@ class ReplayMemory:
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
-        standings = self._cluster.refresh()
+        counters_by_shard = self._cluster.refresh()
         reports = ray.get(
-            [self._cluster.handle(shard).report.remote() for shard in standings], timeout=self._address.patience_s
+            [self._cluster.handle(shard).report.remote() for shard in counters_by_shard], timeout=self._address.patience_s
         )
-        transitions = sum(standing.transitions for standing in standings.values())
-        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(standings))
+        transitions = sum(counters.transitions for counters in counters_by_shard.values())
+        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(counters_by_shard))
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
@@ -417,15 +418,15 @@ class ReplayMemory:
         if self._closed:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
 
-    def _only_standing(self) -> ShardCounters:
+    def _only_counters(self) -> ShardCounters:
         self.flush()
-        standings = self._cluster.refresh()
-        if list(standings) != [0]:
+        counters_by_shard = self._cluster.refresh()
+        if list(counters_by_shard) != [0]:
             raise ArgumentError(
                 "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
                 "the ids of a batch"
             )
-        return standings[0]
+        return counters_by_shard[0]
 
     def _start(self, count: int, batches: int = 1) -> list[Request]:
         """Ask for some batches, once what this process added and told has reached the shards."""

@@ -33,20 +33,21 @@ from holdall.cluster.commit import (
     shelf_of_journal,
     write_loaded,
 )
-from holdall.cluster.journal import BlockMove, Entry, Journal, journal_of, journals_in_use
+from holdall.cluster.journal import SegmentMove, Entry, Journal, journal_of, journals_in_use
 from holdall.cluster.protocol import (
     Ack,
     AckKind,
     CallOrder,
     CallQueue,
-    Envelope,
-    OutOfTurnError,
+    SegmentHeader,
+    CallOrderError,
     ShardCounters,
     TravelLayout,
     first_row_of,
     life_of,
 )
-from holdall.cluster.roster import NAMESPACE, ShardMetrics
+from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.status import ShardMetrics
 from holdall.cluster.shelf import ShardStore
 from holdall.cluster.status import Process
 from holdall.errors import ArgumentError, DamageError, ShardError
@@ -96,7 +97,7 @@ class Shard:
         self._layout = TravelLayout.of(schema_of(words))
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._turns = CallQueue()
+        self._call_queue = CallQueue()
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._dictionaries: dict[str, Dictionary] = {}
@@ -137,12 +138,12 @@ class Shard:
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
 
     @ray.method(concurrency_group="insert")
-    def insert(self, envelope: bytes, payload: bytes) -> bytes:
+    def insert(self, header: bytes, payload: bytes) -> bytes:
         """Take a block over, if it is the next one of its writer."""
         with self._metrics.timed("insert"):
-            return self._insert(Envelope.of(envelope), payload)
+            return self._insert(SegmentHeader.of(header), payload)
 
-    def _insert(self, sent: Envelope, payload: bytes) -> bytes:
+    def _insert(self, sent: SegmentHeader, payload: bytes) -> bytes:
         try:
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
@@ -201,11 +202,11 @@ class Shard:
         return pack_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, turn: bytes, counts: list[int]) -> bytes:
+    def sample(self, order: bytes, counts: list[int]) -> bytes:
         """Draw rows of some batches, those of each for itself; of an empty shard, return how it stands."""
-        with self._turns.taken(self._required(turn)), self._metrics.timed("sample"), self._lock:
+        with self._call_queue.taken(self._required(order)), self._metrics.timed("sample"), self._lock:
             if self._shelf.transitions == 0:
-                return self._standing().packed()
+                return self._counters().packed()
             drawn = [self._sampler.draw(self._held(), count, self._generator).ids for count in counts]
             return self._answer(drawn[0] if len(drawn) == 1 else np.concatenate(drawn))
 
@@ -218,16 +219,16 @@ class Shard:
             return self._answer(wanted)
 
     @ray.method(concurrency_group="sample")
-    def update_priorities(self, turn: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
+    def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
         wanted, told = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         if not isinstance(self._sampler, Prioritized):
             raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
-        with self._turns.taken(self._required(turn)), self._lock:
+        with self._call_queue.taken(self._required(order)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
             self._sampler.update_priorities(self._held(), wanted, told)
             self._changes += 1
-            return self._standing().packed()
+            return self._counters().packed()
 
     @ray.method(concurrency_group="control")
     def close_to_writers(self) -> None:
@@ -263,7 +264,7 @@ class Shard:
             self._shelf.hide_before(end)
             self._changes += 1
         if self._committer is not None:
-            self._committer.hide(end, BlockMove(self._memory, to, writer.hex(), sequence, first_row))
+            self._committer.hide(end, SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
 
     @ray.method(concurrency_group="control")
     def move(self) -> tuple[int, bytes, int] | None:
@@ -315,10 +316,10 @@ class Shard:
         return words | {"transitions": transitions, "bytes_written": saver.bytes_written}
 
     @ray.method(concurrency_group="control")
-    def standing(self) -> bytes:
+    def counters(self) -> bytes:
         """Say what is held."""
         with self._lock:
-            return self._standing().packed()
+            return self._counters().packed()
 
     @ray.method(concurrency_group="control")
     def process(self) -> dict[str, Any]:
@@ -329,7 +330,7 @@ class Shard:
         with self._lock:
             fields = self._shelf.report()
             return {
-                "standing": self._standing().packed(),
+                "counters": self._counters().packed(),
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
                 "capacity": self._shelf.capacity,
@@ -349,15 +350,15 @@ class Shard:
             return None if self._shelf.reward_dtype is None else self._shelf.reward_dtype.str
 
     def _required(self, sent: bytes) -> CallOrder:
-        """Return a call's turn; refuse one that counts on what was said to this shard before it was restarted."""
-        turn = CallOrder.of(sent)
-        if turn.epoch != self._epoch:
-            raise OutOfTurnError(
-                f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {turn.epoch}"
+        """Return a call's order; refuse one that counts on what was said to this shard before it was restarted."""
+        order = CallOrder.of(sent)
+        if order.epoch != self._epoch:
+            raise CallOrderError(
+                f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {order.epoch}"
             )
-        return turn
+        return order
 
-    def _is_due(self, sent: Envelope) -> bool:
+    def _is_due(self, sent: SegmentHeader) -> bool:
         return sent.sequence <= self._expected.get(sent.writer, 0)
 
     def _take_over(self, journal: Journal, capacity: int) -> None:
@@ -410,8 +411,8 @@ class Shard:
         self._changes += 1
         staged.done.set()
 
-    def _ack(self, writer: bytes, verdict: AckKind, reason: str = "") -> bytes:
-        return Ack(verdict, self._expected.get(writer, 0), self._credits(), self._standing(), reason).packed()
+    def _ack(self, writer: bytes, kind: AckKind, reason: str = "") -> bytes:
+        return Ack(kind, self._expected.get(writer, 0), self._credits(), self._counters(), reason).packed()
 
     def _credits(self) -> int:
         """Blocks that a writer may have under way: fewer when much waits to be made durable."""
@@ -421,9 +422,9 @@ class Shard:
     def _answer(self, rows: Ids) -> bytes:
         held = self._held()
         scaled = self._sampler.scaled(held, rows) if isinstance(self._sampler, Prioritized) else np.ones(len(rows))
-        return pack_answer(Answer(self._standing(), rows, scaled, self._shelf.find(rows)))
+        return pack_answer(Answer(self._counters(), rows, scaled, self._shelf.find(rows)))
 
-    def _standing(self) -> ShardCounters:
+    def _counters(self) -> ShardCounters:
         shelf = self._shelf
         mass = float(shelf.transitions)
         if isinstance(self._sampler, Prioritized):

@@ -20,7 +20,7 @@ from holdall.cluster.block import dictionaries_of, pack_block, pack_dictionary
 from holdall.cluster.encode import Encoder, SharedCodecs
 from holdall.cluster.protocol import ShardCounters, TravelLayout
 from holdall.cluster.roster import NAMESPACE, RateLimit
-from holdall.cluster.stream import BlockStream, GoneError, ShardClosedError
+from holdall.cluster.stream import SegmentStream, GoneError, ShardClosedError
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native.kernels import chosen_kernels
@@ -77,12 +77,12 @@ class Writer:
         self._kernels = chosen_kernels()
         ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
         self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
-        self._habits = SharedCodecs(
+        self._shared_codecs = SharedCodecs(
             self._roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
-        self._streams: dict[int, BlockStream] = {}
+        self._streams: dict[int, SegmentStream] = {}
         self._open_to: list[int] = []  # shards that take new blocks
         self._version = -1
         self._looked_at = 0.0
@@ -115,9 +115,9 @@ class Writer:
         return sum(stream.unacknowledged_bytes for stream in self._streams.values())
 
     @property
-    def standings(self) -> dict[int, ShardCounters]:
+    def counters_by_shard(self) -> dict[int, ShardCounters]:
         """What shards said of themselves last."""
-        return {n: stream.standing for n, stream in self._streams.items() if stream.standing is not None}
+        return {n: stream.counters for n, stream in self._streams.items() if stream.counters is not None}
 
     @property
     def waited_s(self) -> float:
@@ -196,8 +196,8 @@ class Writer:
         self._wait_for_grant(self._encoder.rows)
         stream = self._stream()
         for i, field in enumerate(self._encoder.fields):
-            self._habits.look(i, field.window, field.raw)
-        codecs = self._habits.codecs([field.window for field in self._encoder.fields])
+            self._shared_codecs.look(i, field.window, field.raw)
+        codecs = self._shared_codecs.codecs([field.window for field in self._encoder.fields])
         for codec in codecs.values():
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
@@ -228,7 +228,7 @@ class Writer:
             return None
         return lease
 
-    def _through(self, stream: BlockStream, payload: bytes | None, rows: int = 0) -> None:
+    def _through(self, stream: SegmentStream, payload: bytes | None, rows: int = 0) -> None:
         """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
         try:
             if payload is None:
@@ -266,13 +266,13 @@ class Writer:
         _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
         return shards is None or shard in shards
 
-    def _end_grants(self, stream: BlockStream) -> None:
+    def _end_grants(self, stream: SegmentStream) -> None:
         """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
         for lease in self._grants:
             stream.grant(lease, self._roster)
         self._grants.clear()
 
-    def _stream(self, excluded: int = -1) -> BlockStream:
+    def _stream(self, excluded: int = -1) -> SegmentStream:
         """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
         self._look_around()
         choices = [number for number in self._open_to if number != excluded]
@@ -298,7 +298,7 @@ class Writer:
         self._version = version
         for number, (handle, _) in shards.items():
             if number not in self._streams:
-                self._streams[number] = BlockStream(
+                self._streams[number] = SegmentStream(
                     handle, number, self._name, self._needed, self._address.survives, self._address.patience_s
                 )
         taking = sorted(number for number, (_, takes) in shards.items() if takes)

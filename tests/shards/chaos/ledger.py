@@ -80,8 +80,8 @@ def acknowledged(ledger: Path) -> dict[int, int]:
 def held(memory: ReplayMemory) -> dict[int, Numbers]:
     """Read everything that the shards hold, check its bits, and return the numbers, shard by shard."""
     found = {}
-    for shard, standing in memory._cluster.refresh().items():
-        rows = np.arange(standing.first_row, standing.next_row)
+    for shard, counters in memory._cluster.refresh().items():
+        rows = np.arange(counters.first_row, counters.next_row)
         parts = [memory.gather(ids_of(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
         found[shard] = np.concatenate([checked(part) for part in parts])
     return found

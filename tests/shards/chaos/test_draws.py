@@ -61,14 +61,14 @@ class BareShard:
         return self.sampler.scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
 
     @property
-    def standing(self) -> ShardCounters:
+    def counters(self) -> ShardCounters:
         shelf, mass = self.shelf, float(self.chances.sum())
         rows = (shelf.first_row, shelf.next_row, shelf.transitions)
         return ShardCounters(0, *rows, inserted=shelf.next_row, changes=0, backlog=0, mass=mass)
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.standing, rows, self.chances[rows - self.shelf.first_row], FoundRows({}, ()))
+        return Answer(self.counters, rows, self.chances[rows - self.shelf.first_row], FoundRows({}, ()))
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
@@ -95,7 +95,7 @@ def by_shard(
 
 
 def masses_of(shards: dict[int, BareShard]) -> dict[int, float]:
-    return {number: shard.standing.mass for number, shard in shards.items()}
+    return {number: shard.counters.mass for number, shard in shards.items()}
 
 
 @pytest.mark.parametrize("prioritized", [False, True])

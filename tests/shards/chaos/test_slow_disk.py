@@ -15,7 +15,7 @@ from holdall.cluster import shard as shard_module
 from holdall.cluster.block import pack_block
 from holdall.cluster.encode import Encoder
 from holdall.cluster.journal import LocalSlots
-from holdall.cluster.protocol import Ack, AckKind, Envelope, TravelLayout
+from holdall.cluster.protocol import Ack, AckKind, SegmentHeader, TravelLayout
 from holdall.cluster.shard import Shard
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
@@ -51,7 +51,7 @@ def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
     monkeypatch.setattr(LocalSlots, "create", create_slowly)
     monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
     told: list[Ack] = []
-    sent = (Envelope(WRITER, 0, 0).packed(), block(range(50)))
+    sent = (SegmentHeader(WRITER, 0, 0).packed(), block(range(50)))
     inserting = threading.Thread(target=lambda: told.append(Ack.of(shard.insert(*sent))))
     inserting.start()
     while shard._expected.get(WRITER, 0) == 0:
@@ -60,5 +60,5 @@ def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
         shard.expect(WRITER)
     disk.set()
     inserting.join()
-    assert told[0].verdict is AckKind.ACCEPTED
+    assert told[0].kind is AckKind.ACCEPTED
     assert Ack.of(shard.expect(WRITER)).expected == 1
