@@ -265,11 +265,11 @@ def assert_counted(segments: Segments) -> None:
     tiers = segments._tiers
     assert tiers is not None
     shelves = (tiers._raw, tiers._sealed)
-    known = [frozen.block for shelf in shelves for frozen in shelf.blocks]
+    known = [frozen.block for shelf in shelves for frozen in shelf.blocks.values()]
     assert {id(block) for block in known} == {id(block) for block in closed if not block.is_on_disk}
     for shelf in shelves:
-        assert shelf.nbytes == sum(frozen.block.used_bytes for frozen in shelf.blocks)
-        assert shelf.whole_bytes == sum(f.block.used * f.block.slice_bytes for f in shelf.blocks)
+        assert shelf.nbytes == sum(frozen.block.used_bytes for frozen in shelf.blocks.values())
+        assert shelf.whole_bytes == sum(f.block.used * f.block.slice_bytes for f in shelf.blocks.values())
     assert not tiers._sealing
     assert not tiers._spilling
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -224,6 +224,14 @@ class Coded:
                 "is returned"
             )
 
+    def in_memory(self) -> Coded:
+        """Return the same with its units in memory; they are read from their file and checked if they lie in one."""
+        if not isinstance(self.data, Extent):
+            return self
+        self.data.bring()
+        units = b"".join(self.unit(number) for number in range(len(self.offsets) - 1))
+        return replace(self, data=np.frombuffer(units, np.uint8))
+
     def unit(self, number: int) -> bytes:
         """Return the compressed bytes of one unit."""
         start, end = int(self.offsets[number]), int(self.offsets[number + 1])
@@ -244,13 +252,8 @@ class SealedSlices(ABC):
         self.coded = coded
 
     def __reduce__(self) -> tuple[Any, ...]:
-        coded = self.coded
-        data = coded.data
-        if isinstance(data, Extent):
-            data.bring()
-            units = b"".join(coded.unit(number) for number in range(len(coded.offsets) - 1))
-            data = np.frombuffer(units, np.uint8)
-        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, data)
+        coded = self.coded.in_memory()
+        return _carry, (coded.codec, coded.count, coded.offsets, coded.palette, coded.data)
 
     @property
     @abstractmethod

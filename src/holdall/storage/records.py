@@ -13,8 +13,8 @@ from __future__ import annotations
 import json
 import struct
 import zlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from math import prod
 from typing import Any
 
@@ -24,11 +24,11 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.json_state import decode_state, dtype_name, dtype_of, encode_state
-from holdall.schema import Array, Leaf
-from holdall.storage.blocks import Coded, Extent, SegmentFile
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coded, Coder, Extent, KeptBlock, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart
+from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart
 from holdall.storage.snapshot import RowChunk
 
 MAGIC = b"holdall\x01"
@@ -193,16 +193,40 @@ def unpack_slices(
     record: Record, file: SegmentFile, dictionaries: Mapping[str, Dictionary], read: Read | None = None
 ) -> Coded:
     """Read all of a block but its units; `read` may know some of the file's bytes already."""
+    read = read or file.read
+    units, checks = _units_of(record, read)
+    return _coded_of(record, read, dictionaries, Extent(file, units.start, units.nbytes, checks, record.start))
+
+
+def unpack_slices_whole(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], coder: Coder) -> Coded:
+    """Read a block with its units, and hold each of them against its checksum."""
+    units, checks = _units_of(record, read)
+    data = np.frombuffer(read(units.start, units.nbytes), np.uint8)
+    coded = _coded_of(record, read, dictionaries, data)
+    offsets = coded.offsets.astype(np.int64)
+    if offsets[0] != 0 or offsets[-1] != data.size or (np.diff(offsets) < 0).any() or len(checks) != len(offsets) - 1:
+        raise DamageError(f"the units of the block at byte {record.start} lie outside of it; nothing of it is used")
+    if not np.array_equal(coder.checksums(data, coded.offsets), checks):
+        raise DamageError(f"a unit of the block at byte {record.start} is damaged; nothing of it is used")
+    return coded
+
+
+def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32]]:
+    units = record.parts.get("units")
+    if record.kind != SLICES or units is None:
+        raise DamageError(f"the {record.kind} record at byte {record.start} is no block of slices, or has no units")
+    return units, numbers(record.part("checks", read), "u4")
+
+
+def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
     try:
         codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
     except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(f"the block at byte {record.start} of {file.path} makes no sense ({error})") from error
-    palette, offsets, checks = (record.part(name, read or file.read) for name in ("palette", "offsets", "checks"))
-    units = record.parts.get("units")
-    if units is None:
-        raise DamageError(f"the block at byte {record.start} of {file.path} has no units")
-    extent = Extent(file, units.start, units.nbytes, numbers(checks, "u4"), record.start)
-    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), extent)
+        raise DamageError(
+            f"the block at byte {record.start} makes no sense ({error}); nothing of it is used"
+        ) from error
+    palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
+    return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
 
 
 def codec_words(codec: Codec) -> dict[str, Any]:
@@ -245,9 +269,10 @@ Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
 
 class _Parts:
-    """The parts of a record to be written, each compressed if that pays."""
+    """The parts of a record to be written, each compressed if that pays and there is time for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, compresses: bool = True) -> None:
+        self._compresses = compresses
         self.content: dict[str, Buffer] = {}
         self.coded: list[str] = []
 
@@ -255,8 +280,9 @@ class _Parts:
         """Add an array, in little-endian order."""
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         raw = little.reshape(-1).view(np.uint8).data
-        small = zstandard.ZstdCompressor(level=1).compress(raw) if raw.nbytes else b""
-        if len(small) < _WORTH_IT * raw.nbytes:
+        is_tried = self._compresses and raw.nbytes > 0
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if is_tried else b""
+        if is_tried and len(small) < _WORTH_IT * raw.nbytes:
             self.content[name] = small
             self.coded.append(name)
         else:
@@ -299,9 +325,9 @@ def _require_kind(record: Record, kind: str) -> None:
         raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
 
 
-def pack_rows(chunk: RowChunk) -> list[Buffer]:
+def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
     """Return a chunk of rows as a record."""
-    parts = _Parts()
+    parts = _Parts(compresses=compresses)
     for name, column in chunk.columns.items():
         parts.put(name, column)
     for name, (ids, rows) in chunk.apart.items():
@@ -334,9 +360,9 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     return RowChunk(first_tick, ticks, found, apart)
 
 
-def pack_logs(parts: Sequence[ClosedPart]) -> list[Buffer]:
+def pack_logs(parts: Sequence[ClosedPart], *, compresses: bool = True) -> list[Buffer]:
     """Return the logs of a segment as a record."""
-    written = _Parts()
+    written = _Parts(compresses=compresses)
     fields = []
     for number, part in enumerate(parts):
         if part.log is not None:
@@ -452,3 +478,159 @@ def _count(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 2**40:
         raise DamageError(f"a record counts {value!r}, which is no count")
     return value
+
+
+MOST_SEGMENT_ROWS = 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class SealedSegment:
+    """A run of ticks that can be moved: to another machine, to a journal, to another store.
+
+    It refers to nothing outside of itself but the dictionaries of its codecs. `Store.segment_at` and writers make it,
+    `pack_segment` and `unpack_segment` turn it into bytes and back, `Store.adopt` takes it over.
+
+    The columns of `rows` are named as a store names its own, each (ticks, lanes, ...): `action.0`, `extras.0`,
+    `reward.0`, `terminated.0`, `truncated.0`; `invalid.0` only if a lane made no transition; `cursors.3` for an
+    observation leaf that lies in slices, `obs.0` and `next.0` for one that does not. Nothing is kept apart.
+    """
+
+    rows: RowChunk
+    parts: tuple[ClosedPart, ...]  # by large leaf, in the order of the leaves: window, log (entries, lanes), block
+
+    @property
+    def lanes(self) -> int:
+        """Lanes that advanced together."""
+        return int(self.rows.columns["terminated.0"].shape[1])
+
+    @property
+    def large(self) -> tuple[int, ...]:
+        """The observation leaves that lie in slices."""
+        return _large_leaves(self.rows.columns)
+
+    def in_one_lane(self) -> SealedSegment:
+        """Return the same transitions one after another: row r was tick r // lanes in lane r % lanes."""
+        rows, lanes = self.rows.ticks * self.lanes, self.lanes
+        columns = {name: column.reshape(rows, 1, *column.shape[2:]) for name, column in self.rows.columns.items()}
+        parts = []
+        for i, part in zip(self.large, self.parts, strict=True):
+            log: Any = part.log
+            entries = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
+            columns[f"cursors.{i}"] = (self.rows.columns[f"cursors.{i}"] + entries).reshape(rows, 1)
+            parts.append(replace(part, log=np.ascontiguousarray(log.T).reshape(-1, 1), log_rows=log.size))
+        return SealedSegment(RowChunk(self.rows.first_tick * lanes, rows, columns, {}), tuple(parts))
+
+
+def travelling(part: ClosedPart, coder: Coder) -> ClosedPart:
+    """Return a part with a log and with sealed slices in memory, whatever it has."""
+    block, log = part.block, part.log
+    if log is None:
+        lanes = part.slice_count // max(part.log_rows, 1)
+        log = np.arange(part.slice_count, dtype=np.uint32).reshape(part.log_rows, lanes)
+    sealed = block.sealed
+    if sealed is None:
+        raw = block.arena[: part.slice_count * block.slice_bytes].reshape(part.slice_count, block.slice_bytes)
+        sealed = coder.seal(raw, Codec(Method.STORED, 0, Transform(block.slice_bytes)))
+    if sealed is None:
+        raise DamageError("slices could not be stored as they are; report this")
+    carried = CarriedSlices(sealed.coded.in_memory())
+    return replace(part, log=log, block=KeptBlock(block.slice_bytes, carried.count, carried))
+
+
+def pack_segment(segment: SealedSegment, coder: Coder) -> bytes:
+    """Return a segment as bytes: the records that a checkpoint has of it, one after another.
+
+    These are its rows, its logs, and the slices of every large leaf. Dictionaries are records of their own, by name.
+    """
+    records = [pack_rows(segment.rows, compresses=False), pack_logs(segment.parts, compresses=False)]
+    for part in segment.parts:
+        if part.block.sealed is None:
+            raise TypeError("the slices of a segment that travels are sealed")
+        coded = part.block.sealed.coded
+        records.append(pack_slices(coded, coder.checksums(np.asarray(coded.data), coded.offsets)))
+    return b"".join(buffer for record in records for buffer in record)
+
+
+def unpack_segment(
+    payload: bytes, schema: Schema, dictionaries: Mapping[str, Dictionary], coder: Coder
+) -> SealedSegment:
+    """Read a segment that was received; DamageError if anything in it does not make sense.
+
+    Every checksum is computed and every number held against the others, so whatever was sent, reading the result
+    stays within it. Its lanes may be any number, whatever the schema says of its own.
+    """
+
+    def read(start: int, nbytes: int) -> bytes:
+        return payload[start : start + nbytes]
+
+    try:
+        rows, logs, *slices = records_in(payload)
+        _require_kind(rows, ROWS)
+        like = _columns_like(rows.head["columns"], schema)
+        ticks, first_tick = rows.head["ticks"], _count(rows.head["first_tick"])
+        lanes = like["terminated.0"][0][0]
+        if type(ticks) is not int or not 1 <= ticks * lanes <= MOST_SEGMENT_ROWS:
+            raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
+        chunk = unpack_rows(rows, read, first_tick, ticks, like)
+        leaves = [schema.observation.leaves[i] for i in _large_leaves(like)]
+        coded = [unpack_slices_whole(record, read, dictionaries, coder) for record in slices]
+        blocks = [KeptBlock(each.codec.transform.slice_bytes, each.count, CarriedSlices(each)) for each in coded]
+        segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
+        for i, part in zip(segment.large, segment.parts, strict=True):
+            _require_within(part, chunk.columns[f"cursors.{i}"])
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise DamageError(
+            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
+        ) from error
+    return segment
+
+
+def segment_needs(payload: bytes) -> tuple[int, set[str]]:
+    """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
+    rows, _, *slices = records_in(payload)
+    try:
+        lanes = {_count(shape[0]) for _, _, shape in rows.head["columns"]}
+        (count,) = {_count(rows.head["ticks"]) * of for of in lanes}
+        names = {record.head["dictionary"] for record in slices} - {None}
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise DamageError(
+            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
+        ) from error
+    return count, {str(name) for name in names}
+
+
+def records_in(payload: bytes) -> Iterator[Record]:
+    """Read the heads of records that stand one after another."""
+    start = 0
+    while start < len(payload):
+        record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
+        yield record
+        start += record.nbytes
+
+
+def _columns_like(described: Any, schema: Schema) -> Like:
+    """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
+    found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
+    (lanes,) = {_count(shape[0]) for _, shape in found.values()}
+    large = _large_leaves(found)
+    flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
+    leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
+    leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
+    leaves |= {"reward.0": Leaf("", (), found["reward.0"][0]), "terminated.0": flag, "truncated.0": flag}
+    leaves |= {"invalid.0": flag} if "invalid.0" in found else {}
+    for i, leaf in enumerate(schema.observation.leaves):
+        leaves |= {f"cursors.{i}": cursor} if i in large else {f"obs.{i}": leaf, f"next.{i}": leaf}
+    return {name: ((lanes, *leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
+
+
+def _large_leaves(columns: Mapping[str, Any]) -> tuple[int, ...]:
+    return tuple(sorted(int(name.removeprefix("cursors.")) for name in columns if name.startswith("cursors.")))
+
+
+def _require_within(part: ClosedPart, cursors: NDArray[np.uint32]) -> None:
+    """Refuse cursors that point outside the log, and a log that points outside the block."""
+    window, log = part.window, part.log
+    start = (cursors & ~NEXT_IS_WHOLE).astype(np.int64)
+    end = start + window.count + np.where(cursors & NEXT_IS_WHOLE, window.count, window.shift)
+    if log is None or log.size >= NEXT_IS_WHOLE or end.max() > len(log) or int(log.max()) >= part.slice_count:
+        raise DamageError("a segment points outside itself; nothing of it is used")

@@ -134,6 +134,11 @@ class ObservationRing:
             self._rows[next_tick % self._ring_ticks] = newest
             self._expected = newest.tobytes()
 
+    def pair(self, first_tick: int, next_tick: int) -> None:
+        """Give next observations a ring of their own, with those of the ticks held in it."""
+        if self._paired is None:
+            self._pair(first_tick, next_tick)
+
     def put(
         self, first_tick: int, rows: Array, following: Array | None, apart: tuple[NDArray[np.int64], Array] | None
     ) -> None:
@@ -157,13 +162,12 @@ class ObservationRing:
         self._apart.append(tick * self._lanes + differs, self._rows[slot][differs])
         kept_ticks = min(tick + 1, self._ring_ticks - 1)
         if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
-            self._pair(tick)
+            self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
-    def _pair(self, tick: int) -> None:
-        """Go over to two full rings, the second for next observations, up to `tick`."""
+    def _pair(self, first_tick: int, next_tick: int) -> None:
+        """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-        first = max(0, tick + 2 - self._ring_ticks)
-        ticks = np.arange(first, tick + 1)
+        ticks = np.arange(first_tick, next_tick)
         ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
         next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(-1, *self.leaf.shape)
         self._apart.replace(next_obs, ids.reshape(-1))

@@ -6,17 +6,19 @@ Invariant: a table that was handed out never changes. A change makes a new one, 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import (
     ArenaPool,
     CarriedSlices,
+    KeptBlock,
     SealedSlices,
     SegmentFile,
     SliceBlock,
@@ -34,7 +36,7 @@ from holdall.storage.slices import (
     Places,
     lies_direct,
 )
-from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, StoreContent
+from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, StoreContent, put_rows
 from holdall.storage.tiers import NO_LIMIT, Allowance, Budget, Tiers
 from holdall.threads import ThreadPool
 
@@ -136,6 +138,7 @@ class Segments:
         capacity_ticks: int,
         tiers: Tiers | None = None,
         budget: Budget | None = None,
+        first_tick: int = 0,
     ) -> None:
         self._kernels = kernels
         self._lanes = lanes
@@ -157,7 +160,8 @@ class Segments:
         self._limit_bytes = SEGMENT_BYTES
         self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
         self._closed: list[Segment[ClosedPart]] = []
-        self._open: Segment[OpenPart] = Segment(0, 0, [])
+        self._naming: dict[int, list[Segment[ClosedPart]]] = {}  # closed segments that name a block, by its identity
+        self._open: Segment[OpenPart] = Segment(first_tick, 0, [])
         for field, leaf in enumerate(leaves):
             self._admit(leaf, Window.whole(leaf))
             self._searches.begin(field, leaf)
@@ -213,9 +217,15 @@ class Segments:
         leaving = [part for segment in self._closed[:stale] for part in segment.parts]
         del self._closed[:stale]
         self._index.drop(stale)
-        kept = {id(part.block) for segment in self._closed for part in segment.parts}
-        kept |= {id(part.block) for part in self._open.parts}
-        gone = {id(part.block): part.block for part in leaving if id(part.block) not in kept}
+        gone: dict[int, SliceBlock] = {}
+        for part in leaving:
+            naming = self._naming[id(part.block)]
+            del naming[0]
+            if not naming:
+                del self._naming[id(part.block)]
+                gone[id(part.block)] = part.block
+        for open_part in self._open.parts:
+            gone.pop(id(open_part.block), None)
         self._overhead_bytes -= sum(part.overhead_bytes for part in leaving)
         disk_bytes = 0
         for block in gone.values():
@@ -248,11 +258,40 @@ class Segments:
             self._awaited = [file for file in self._awaited if file.is_awaited]
         return bool(self._awaited)
 
-    def can_adopt(self, ticks: int) -> bool:
+    def adopt(self, tick: int, ticks: int, parts: Sequence[ClosedPart], cursors: list[Cursors]) -> None:
+        """Take over a segment that was sealed elsewhere as the newest, from `tick` on; its blocks are its own.
+
+        Args:
+            cursors: Of its last ticks, field by field: as many as are still needed.
+        """
+        if self._open.ticks:
+            self._roll(tick)
+        coder, end = self._kernels.coder, tick + ticks
+        adopted = []
+        for field, (part, rows) in enumerate(zip(parts, cursors, strict=True)):
+            if part.block.sealed is None:
+                raise DamageError("a segment came whose slices are not sealed; report this")
+            block = KeptBlock(part.block.slice_bytes, part.block.used, coder.adopt(part.block.sealed.coded))
+            adopted.append(replace(part, block=block))
+            put_rows(self._cursors[field], end - len(rows), rows)
+        self._open.first_tick = end
+        self._close(Segment(tick, ticks, adopted), self._open.parts, end)
+        for field, part in enumerate(adopted):
+            self._keep(field, part.window, part.block)
+        self._settle(self.evict_oldest)
+
+    def segment_at(self, tick: int) -> Segment[ClosedPart]:
+        """Return the segment that holds a tick, as it stands."""
+        number = int(np.searchsorted(self._index.first_ticks, tick, side="right")) - 1
+        if number < len(self._closed):
+            return self._closed[number]
+        return Segment(self._open.first_tick, self._open.ticks, [part.closed() for part in self._open.parts])
+
+    def can_admit(self, ticks: int) -> bool:
         """Whether the open segment still reaches back to the first of `ticks` ticks."""
         return not self._closed and ticks <= _REPLAYED_TICKS
 
-    def adopt(self, leaf: Leaf, window: Window, ticks: int) -> int:
+    def admit(self, leaf: Leaf, window: Window, ticks: int) -> int:
         """Take a field on that was kept elsewhere so far; the caller then replays its ticks."""
         self._open.ticks = ticks
         self._admit(leaf, window)
@@ -323,7 +362,8 @@ class Segments:
         return f"{found}; {len(sealed)} of {len(self._closed)} segments sealed by {', '.join(kinds)}"
 
     def _describe_window(self, field: int) -> str:
-        window = self._windows[field]
+        newest = [self._open] if self._open.ticks or not self._closed else self._closed[-1:]
+        window = newest[0].parts[field].window
         fitting = [part for part in self._parts(field) if part.window == window]
         steps = sum(part.steps for part in fitting)
         if window.count == 1 or steps == 0:
@@ -378,6 +418,9 @@ class Segments:
         """Take over what `state` returned elsewhere; the next tick opens a new segment."""
         self._leaves, self._windows, self._cursors = [], [], []
         self._closed = list(state["segments"])
+        self._naming = {}
+        for segment in self._closed:
+            self._name(segment)
         end = self._closed[-1].first_tick + self._closed[-1].ticks if self._closed else 0
         self._open = Segment(end, 0, [])
         for field, leaf in enumerate(leaves):
@@ -465,13 +508,21 @@ class Segments:
             if not fits:
                 self._searches.consider(field, self._leaves[field])
             following.append(self._next_part(field, part))
-        closed = [part.closed() for part in full.parts]
-        self._closed.append(Segment(full.first_tick, full.ticks, closed))
         self._open = Segment(tick, 0, following)
-        self._sure_ticks = 0
-        self._overhead_bytes += sum(part.overhead_bytes for part in closed)
-        self._index.open_next(tick, closed, following)
+        self._close(Segment(full.first_tick, full.ticks, [part.closed() for part in full.parts]), following, tick)
         self._settle(self.evict_oldest)
+
+    def _close(self, closed: Segment[ClosedPart], following: list[OpenPart], tick: int) -> None:
+        """Append a closed segment; the open one, which consists of `following`, begins at `tick`."""
+        self._sure_ticks = 0
+        self._closed.append(closed)
+        self._name(closed)
+        self._overhead_bytes += sum(part.overhead_bytes for part in closed.parts)
+        self._index.open_next(tick, closed.parts, following)
+
+    def _name(self, closed: Segment[ClosedPart]) -> None:
+        for part in closed.parts:
+            self._naming.setdefault(id(part.block), []).append(closed)
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
@@ -489,19 +540,22 @@ class Segments:
     def _freeze(self, field: int, window: Window, block: SliceBlock) -> None:
         """Close a block: it may be sealed from now on."""
         block.freeze()
+        self._keep(field, window, block)
+
+    def _keep(self, field: int, window: Window, block: SliceBlock) -> None:
         if self._tiers is not None:
             self._tiers.keep(FrozenBlock(field, self._leaves[field], window, block, self._lanes))
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
         block.replace_by(sealed)
-        is_held = False
-        for i, segment in enumerate(self._closed):
+        naming = self._naming.get(id(block), [])
+        for segment in naming:
+            number = int(np.searchsorted(self._index.first_ticks, segment.first_tick))
             for field, part in enumerate(segment.parts):
                 if part.block is block:
-                    self._index.update(field, i, part)
-                    is_held = True
-        if is_held and block.is_on_disk:  # it may have been evicted while it was written
+                    self._index.update(field, number, part)
+        if naming and block.is_on_disk:  # it may have been evicted while it was written
             self._blocks_on_disk += 1
             self._overhead_bytes += block.used_bytes
 

@@ -151,9 +151,11 @@ class FrozenRows:
         """Whether rows are still to be read from rings that go on being written to."""
         return bool(self._pending)
 
-    def before_tick(self, tick: int) -> None:
-        """Copy what the rows of a new tick are about to be written over."""
-        self._rescue((tick + 1 - len(next(iter(self._columns.values())))) // self.chunk_ticks)
+    def before_ticks(self, first: int, end: int) -> None:
+        """Copy what the rows of new ticks are about to be written over."""
+        ring_ticks = len(next(iter(self._columns.values())))
+        for number in range((first + 1 - ring_ticks) // self.chunk_ticks, (end - ring_ticks) // self.chunk_ticks + 1):
+            self._rescue(number)
 
     def before_flags(self, ticks: NDArray[np.int64]) -> None:
         """Copy what new flags are about to be written over."""

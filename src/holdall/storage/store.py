@@ -11,17 +11,19 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema, as_bytes
 from holdall.storage.blocks import SealedSlices, SliceBlock
 from holdall.storage.layout import WindowScout
+from holdall.storage.records import SealedSegment, travelling
 from holdall.storage.rings import FastDictTick, FastRows, FastTick, ObservationRing, new_ring
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -36,6 +38,7 @@ from holdall.storage.snapshot import (
     chunk_ticks_of,
     is_settled,
     put_rows,
+    rows_of,
 )
 from holdall.storage.spill import SpillFolder
 from holdall.storage.tiers import Budget, Tiers
@@ -68,7 +71,15 @@ class Rows(NamedTuple):
 
 
 class Store:
-    """All fields of a memory. Not locked: the memory that owns it is."""
+    """All fields of a memory. Not locked: the memory that owns it is.
+
+    `write(tick)`, `read(ids)`, `freeze()`, `adopt(segment)`. A shard is a store of one lane that only adopts, in which
+    a transition's id is the number of its row.
+
+    Args:
+        first_tick: Number of the first tick that will be held.
+        large: Observation leaves that lie in segments, and always will; None: by their size and what is found.
+    """
 
     def __init__(
         self,
@@ -78,8 +89,11 @@ class Store:
         lock: threading.Lock,
         budget: Budget,
         folder: SpillFolder | None = None,
+        *,
+        first_tick: int = 0,
+        large: Collection[int] | None = None,
     ) -> None:
-        self.next_tick = 0
+        self.next_tick = self._begun_at = self._not_before = first_tick
         self.reward_dtype: np.dtype[Any] | None = None
         self.quick: FastTick | FastDictTick | None = None
         self._schema = schema
@@ -90,21 +104,24 @@ class Store:
         self._small = {
             i: ObservationRing(leaf, self._lanes, self._ring_ticks)
             for i, leaf in observed.items()
-            if leaf.nbytes <= (_SMALL_BYTES if self._fits_a_ring(leaf, budget) else _TINY_BYTES)
+            if (self._begins_small(leaf, budget) if large is None else i not in large)
         }
         self._scouts = {
-            i: WindowScout(leaf) for i, leaf in observed.items() if i in self._small and leaf.nbytes > _TINY_BYTES
+            i: WindowScout(leaf)
+            for i, leaf in observed.items()
+            if i in self._small and leaf.nbytes > _TINY_BYTES and large is None
         }
         self._large = [i for i in observed if i not in self._small]
+        self._coder = kernels.coder
         self._lock = lock
         self._folder = folder
         self._is_fit_known = budget.limit is None or folder is not None
         self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.hands, self._take_back, folder)
         tiers = Tiers(self.sealer, spills=folder is not None, measures_early=not self._is_fit_known)
-        large = [observed[i] for i in self._large]
-        self._segments = Segments(kernels, large, self._lanes, capacity_ticks, tiers, budget)
+        leaves = [observed[i] for i in self._large]
+        self._segments = Segments(kernels, leaves, self._lanes, capacity_ticks, tiers, budget, first_tick)
         self._segments.fixed_bytes = self._ring_bytes()
-        tick_bytes = 2 * self._lanes * sum(leaf.nbytes for leaf in large)
+        tick_bytes = 2 * self._lanes * sum(leaf.nbytes for leaf in leaves)
         budget.require(self._segments.fixed_bytes, _FEWEST_TICKS * tick_bytes)
         self._action = [self._ring(leaf) for leaf in schema.action.leaves]
         self._extras = [self._ring(leaf) for leaf in schema.extras.leaves]
@@ -113,16 +130,15 @@ class Store:
         self._truncated = self._ring(_FLAG)
         self._invalid: Array | None = None
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
-        self._counted_from = 0
+        self._counted_from = first_tick
         self.flags_changed = 0
-        self._loaded_from = 0  # oldest tick of a store that was saved, and may have been smaller
         self._frozen: list[FrozenRows] = []  # snapshots whose rows are still to be read
         self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were set anew
 
     @property
     def first_tick(self) -> int:
         """Oldest tick held: by capacity, or by what fits the budget."""
-        by_capacity = max(self._loaded_from, self.next_tick - self._capacity_ticks)
+        by_capacity = max(self._not_before, self.next_tick - self._capacity_ticks)
         return max(by_capacity, self._segments.first_tick) if self._large else by_capacity
 
     @property
@@ -135,7 +151,7 @@ class Store:
         now = self.next_tick
         slot = now % self._ring_ticks
         for frozen in self._frozen:
-            frozen.before_tick(now)
+            frozen.before_ticks(now, now + 1)
         for i, ring in self._small.items():
             ring.write(now, tick.obs[i], tick.next_obs[i])
         if self._large:
@@ -145,10 +161,7 @@ class Store:
             row[slot] = value
         for row, value in zip(self._extras, tick.extras, strict=True):
             row[slot] = value
-        if self._reward is None:
-            self.reward_dtype = tick.reward.dtype
-            self._reward = self._ring(Leaf("", (), tick.reward.dtype))
-        self._reward[slot] = tick.reward
+        self._reward_ring(tick.reward.dtype)[slot] = tick.reward
         self._terminated[slot] = tick.terminated
         self._truncated[slot] = tick.truncated
         if tick.valid is not None or self._invalid is not None:
@@ -157,6 +170,79 @@ class Store:
         if self._scouts:
             self._scout(tick)
         self.quick = self._quick_tick()
+
+    def require(self, segment: SealedSegment) -> None:
+        """Refuse a segment that `adopt` would refuse."""
+        dtype = segment.rows.columns["reward.0"].dtype
+        if self.reward_dtype is not None and self.reward_dtype != dtype:
+            raise ArgumentError(
+                f"reward has dtype {dtype}, the first add had {self.reward_dtype}; holdall never casts, so have every "
+                f"writer pass np.asarray(reward, dtype=np.{self.reward_dtype.name})"
+            )
+        if segment.large != tuple(self._large) or self._lanes not in (1, segment.lanes):
+            raise ArgumentError(
+                f"a segment of {segment.lanes} lanes whose leaves {segment.large} are large came to a store of "
+                f"{self._lanes} lanes whose leaves {tuple(self._large)} are; make both of the same schema"
+            )
+
+    def adopt(self, segment: SealedSegment) -> int:
+        """Take over a segment that was sealed elsewhere as the newest ticks; return the number of its first one.
+
+        A store of one lane takes over the lanes of a segment one after another, tick by tick: row r of it becomes tick
+        first + r. Its slices stay as they came. The oldest ticks leave if the store is full.
+        """
+        self.require(segment)
+        if segment.lanes != self._lanes:
+            segment = segment.in_one_lane()
+        first, ticks = self.next_tick, segment.rows.ticks
+        for frozen in self._frozen:
+            frozen.before_ticks(first, first + ticks)
+        for ring in self._small.values():
+            ring.pair(max(self.first_tick, first + 2 - self._ring_ticks), first)
+        self._count_invalid(first + ticks - self._capacity_ticks)  # while the ticks that leave are still there
+        held = min(ticks, self._capacity_ticks)
+        columns = {name: column[ticks - held :] for name, column in segment.rows.columns.items()}
+        self._reward_ring(columns["reward.0"].dtype)
+        if "invalid.0" in columns and self._invalid is None:
+            self._invalid = self._ring(_FLAG)
+        if self._invalid is not None:
+            valid = np.zeros((held, self._lanes), np.bool_)
+            self._invalid_count += int(np.count_nonzero(columns.setdefault("invalid.0", valid)))
+        for name, row in self._columns().items():
+            if not name.startswith("cursors."):
+                put_rows(row, first + ticks - held, columns[name])
+        if self._large:
+            cursors = [columns[f"cursors.{i}"] for i in self._large]
+            self._segments.adopt(first, ticks, segment.parts, cursors)
+        self.next_tick = first + ticks
+        self._segments.evict_before(self.next_tick - self._capacity_ticks)
+        return first
+
+    def segment_at(self, tick: int) -> SealedSegment:
+        """Return the segment that holds a tick, from its first tick that is held on, as one that another can adopt.
+
+        Walk over all of them by asking for `first_tick`, and then for the tick behind the last of each.
+        """
+        if self._large:
+            found = self._segments.segment_at(tick)
+            first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
+            parts = tuple(travelling(part, self._coder) for part in found.parts)
+        else:
+            first, end, parts = tick, min(self.next_tick, tick + self.chunk_ticks), ()
+        ids = np.arange(first * self._lanes, end * self._lanes)
+        columns = {name: rows_of(ring, first, end) for name, ring in self._columns().items() if name != "invalid.0"}
+        for i, ring in self._small.items():
+            _, following = ring.read(ids, self._slots(ids), self._slots(ids, 1))
+            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
+        if not (valid := self.are_valid(ids)).all():
+            columns["invalid.0"] = ~valid.reshape(end - first, self._lanes)
+        order = sorted(range(len(parts)), key=lambda field: self._large[field])
+        return SealedSegment(RowChunk(first, end - first, columns, {}), tuple(parts[field] for field in order))
+
+    def forget_before(self, tick: int) -> None:
+        """Drop the ticks before one."""
+        self._not_before = max(self._not_before, min(tick, self.next_tick))
+        self._segments.evict_before(self._not_before)
 
     def read(self, ids: NDArray[np.int64]) -> Rows:
         """Copy the small fields of `ids`, all of them held, and find the large ones."""
@@ -233,7 +319,7 @@ class Store:
     def report(self) -> list[FieldReport]:
         """Account for every field."""
         held = (self.next_tick - self.first_tick) * self._lanes
-        touched = min(self.next_tick, self._ring_ticks) * self._lanes
+        touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
         schema = self._schema
         observed = [
             self._report_observation(i, leaf, held, touched) for i, leaf in enumerate(schema.observation.leaves)
@@ -308,8 +394,7 @@ class Store:
             ring.restore(state["small"][i])
         self._segments.restore(state["segments"], [leaves[i] for i in self._large])
         if state["rings"]["reward"]:
-            self.reward_dtype = state["rings"]["reward"][0].dtype
-            self._reward = self._ring(Leaf("", (), self.reward_dtype))
+            self._reward_ring(state["rings"]["reward"][0].dtype)
         if state["rings"]["invalid"]:
             self._invalid = self._ring(_FLAG)
         for name, rings in self._rings().items():
@@ -373,7 +458,7 @@ class Store:
     def thaw(self, content: StoreContent) -> None:
         """Take over what was saved, in a store as it was made; its rows follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
-        self._loaded_from, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
+        self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._small = {i: ring for i, ring in self._small.items() if i not in self._large}
         for i, ring in self._small.items():
             ring.refill(self.next_tick, content.newest.get(i), is_paired=i in content.paired)
@@ -382,8 +467,7 @@ class Store:
             scout.restore(content.scouts[str(i)])
         self._segments.thaw(content, [leaves[i] for i in self._large])
         if content.reward_dtype is not None:
-            self.reward_dtype = content.reward_dtype
-            self._reward = self._ring(Leaf("", (), content.reward_dtype))
+            self._reward_ring(content.reward_dtype)
         if content.has_invalid:
             self._invalid = self._ring(_FLAG)
         self._counted_from = self.first_tick
@@ -464,10 +548,18 @@ class Store:
                 self._capacity_ticks * self._lanes,
             )
 
-    def _fits_a_ring(self, leaf: Leaf, budget: Budget) -> bool:
-        """Whether a field may lie raw in memory for the whole capacity."""
+    def _begins_small(self, leaf: Leaf, budget: Budget) -> bool:
+        """Whether a field lies in a ring, raw for the whole capacity, as long as no window is found."""
         ring_bytes = self._ring_ticks * self._lanes * leaf.nbytes
-        return budget.limit is None or ring_bytes * _RINGS_OF_A_BUDGET <= budget.limit
+        fits = budget.limit is None or ring_bytes * _RINGS_OF_A_BUDGET <= budget.limit
+        return leaf.nbytes <= (_SMALL_BYTES if fits else _TINY_BYTES)
+
+    def _reward_ring(self, dtype: np.dtype[Any]) -> Array:
+        """Return the ring of rewards, which the first one makes."""
+        if self._reward is None:
+            self.reward_dtype = dtype
+            self._reward = self._ring(Leaf("", (), dtype))
+        return self._reward
 
     def _ring_bytes(self) -> int:
         """What rings and cursors take once all of their rows were written."""
@@ -523,11 +615,11 @@ class Store:
         self._invalid[slot] = False if valid is None else ~valid
         self._invalid_count += int(np.count_nonzero(self._invalid[slot]))
 
-    def _count_invalid(self) -> int:
-        """Count the lanes of all ticks held that made no transition."""
-        first = self.first_tick
+    def _count_invalid(self, from_tick: int = 0) -> int:
+        """Count the lanes of all ticks held, from one on, that made no transition."""
+        first = max(self.first_tick, from_tick)
         if self._invalid is not None and first > self._counted_from:
-            left = np.arange(self._counted_from, first) % self._ring_ticks
+            left = np.arange(self._counted_from, min(first, self.next_tick)) % self._ring_ticks
             self._invalid_count -= int(np.count_nonzero(self._invalid[left]))
         self._counted_from = max(first, self._counted_from)
         return self._invalid_count
@@ -536,7 +628,7 @@ class Store:
         """Look for windows in rings; where one is found, move the field to the segments."""
         for i, scout in tuple(self._scouts.items()):
             scout.look(as_bytes(tick.obs[i], self._lanes), as_bytes(tick.next_obs[i], self._lanes))
-            movable = self._segments.can_adopt(self.next_tick)
+            movable = self._segments.can_admit(self.next_tick)
             if scout.done or not movable:
                 del self._scouts[i]
                 if scout.finding is not None and movable:
@@ -546,7 +638,7 @@ class Store:
         if scout.finding is None:
             return
         ring = self._small.pop(i)
-        field = self._segments.adopt(ring.leaf, scout.finding, self.next_tick)
+        field = self._segments.admit(ring.leaf, scout.finding, self.next_tick)
         self._large.append(i)
         self._segments.fixed_bytes = self._ring_bytes()
         for tick in range(self.next_tick):

@@ -7,7 +7,7 @@ aside first: rings, the open segment, those being sealed and spilled, staging.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -193,7 +193,7 @@ class Tiers:
     @property
     def shrinks_to(self) -> float | None:
         """What became of sealed blocks, over what they were; None before one of every field was sealed."""
-        known = {frozen.field for frozen in self._sealed.blocks}
+        known = {frozen.field for frozen in self._sealed.blocks.values()}
         return self._sealed.nbytes / self._sealed.whole_bytes if self._fields and known == self._fields else None
 
     def forget(self, evicted: Iterable[SliceBlock]) -> None:
@@ -201,9 +201,12 @@ class Tiers:
         gone = {id(block) for block in evicted}
         self._raw.drop(gone)
         self._sealed.drop(gone)
-        self._sealing = {key: frozen for key, frozen in self._sealing.items() if key not in gone}
-        self._spilling = {key: frozen for key, frozen in self._spilling.items() if key not in gone}
-        self._sealer.withdraw(gone)
+        on_their_way = gone & (self._sealing.keys() | self._spilling.keys())
+        if on_their_way:
+            for key in on_their_way:
+                self._sealing.pop(key, None)
+                self._spilling.pop(key, None)
+            self._sealer.withdraw(on_their_way)
 
     @property
     def spills(self) -> bool:
@@ -241,28 +244,26 @@ class _Shelf:
     """Blocks in the order in which they came, and what they take."""
 
     def __init__(self) -> None:
-        self.blocks: deque[FrozenBlock] = deque()
+        self.blocks: OrderedDict[int, FrozenBlock] = OrderedDict()  # by identity of the block
         self.nbytes = 0
         self.whole_bytes = 0  # if none of them was sealed
 
     def put(self, frozen: FrozenBlock) -> None:
-        self.blocks.append(frozen)
+        self.blocks[id(frozen.block)] = frozen
         self._count(frozen, 1)
 
     def put_back(self, frozen: FrozenBlock) -> None:
-        self.blocks.appendleft(frozen)
-        self._count(frozen, 1)
+        self.put(frozen)
+        self.blocks.move_to_end(id(frozen.block), last=False)
 
     def take_oldest(self) -> FrozenBlock:
-        oldest = self.blocks.popleft()
+        _, oldest = self.blocks.popitem(last=False)
         self._count(oldest, -1)
         return oldest
 
     def drop(self, gone: set[int]) -> None:
-        for frozen in self.blocks:
-            if id(frozen.block) in gone:
-                self._count(frozen, -1)
-        self.blocks = deque(frozen for frozen in self.blocks if id(frozen.block) not in gone)
+        for frozen in [self.blocks.pop(key) for key in gone if key in self.blocks]:
+            self._count(frozen, -1)
 
     def _count(self, frozen: FrozenBlock, sign: int) -> None:
         self.nbytes += sign * frozen.block.used_bytes

@@ -350,7 +350,7 @@ class Counting(Tiers):
 
     @property
     def known(self) -> set[int]:
-        return {id(frozen.block) for frozen in self._raw.blocks}
+        return {id(frozen.block) for frozen in self._raw.blocks.values()}
 
 
 def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPatch) -> None:
