@@ -16,10 +16,10 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from holdall.cluster.checkpoint import newest_manifest
 
 from holdall import ArgumentError, ShardError
 from holdall.cluster import commit as loading
-from holdall.cluster.checkpoint import newest_manifest
 from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import SegmentMove, Entry, Journal, LocalSlots
+from holdall.cluster.journal import Entry, Journal, LocalSlots, SegmentMove
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage.codec import Dictionary
 

@@ -23,11 +23,9 @@ from rich.console import Console
 from holdall import ArgumentError, ShardError
 from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.security import require_head
+from holdall.cluster.security import require_head, use_token
 from holdall.cluster.status import ShardStatus
-from holdall.cluster.watch import SeenMemory, SeenShard, State
-from holdall.cluster.token import use_token
-from holdall.cluster.watch import ClusterPass, ShardForecast
+from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
 from holdall.ray import RateLimit, ReplayMemory
 from holdall.tools.report import read_report
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory
@@ -188,7 +186,9 @@ def test_a_machine_that_runs_out_before_its_shards_are_full_is_told_with_when() 
     assert two.evidence["seconds"] == pytest.approx(left / 100)
     assert outlook.rate(memory_of(shard(0, 65_000, 1), shard(1, 65_000, 1))[0], 1_100.0) == 100
     assert not ShardForecast().verdicts(memory_of(shard(0, 90_000, 90_000_000)), 0.0)  # 10 MB to come
-    assert not ShardForecast().verdicts(memory_of(shard(0, 100_000, 100_000_000), shard(1, 0, MIB)), 0.0)  # full, and empty
+    assert not ShardForecast().verdicts(
+        memory_of(shard(0, 100_000, 100_000_000), shard(1, 0, MIB)), 0.0
+    )  # full, and empty
 
 
 def test_shards_that_are_away_restarted_or_slow_are_told() -> None:

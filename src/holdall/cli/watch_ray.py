@@ -14,14 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.watch import curve_of, open_outputs, verdict_line
-from holdall.cluster.token import use_token
+from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.watch.reading import ReadingHistory
 from holdall.units import format_bytes
 
 if TYPE_CHECKING:
-    from holdall.cluster.watch import SeenMemory, SeenShard
-    from holdall.cluster.watch import ClusterPass
+    from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard
 
 
 _QUIET_RAY_SETTINGS = {
@@ -50,8 +49,7 @@ def watch_ray(
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
-        from holdall.cluster.watch import ClusterMonitor
-        from holdall.cluster.watch import ClusterWatch  # noqa: PLC0415
+        from holdall.cluster.watch import ClusterMonitor, ClusterWatch  # noqa: PLC0415  an extra
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

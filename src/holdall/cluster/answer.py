@@ -89,7 +89,9 @@ class Answer:
             return self
         rows = slice(first, end)
         columns = {name: column[rows] for name, column in self.columns.items()}
-        fields = {i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()}
+        fields = {
+            i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()
+        }
         return Answer(self.counters, self.rows[rows], self.scaled[rows], columns, fields)
 
 
@@ -115,7 +117,8 @@ class RowFinder:
         """Find the slices of the large fields; no lock is needed."""
         places = rows.places
         if places is None or not len(places.segment):
-            return {}
+            nothing = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
+            return dict.fromkeys(rows.large, nothing)
         found = {}
         for field, i in enumerate(rows.large):
             leaf = self._leaves[i]
@@ -183,7 +186,9 @@ class RowFinder:
             if key not in keys:
                 keys[key] = len(forms)
                 outer, run_bytes, count, shift = cut
-                forms.append(SliceForm(Window(0, 1, count, outer, run_bytes, shift), each, self._described(each.codec, cut)))
+                forms.append(
+                    SliceForm(Window(0, 1, count, outer, run_bytes, shift), each, self._described(each.codec, cut))
+                )
             numbers[place] = keys[key]
         return numbers, forms
 
@@ -295,7 +300,9 @@ class AnswerReader:
             counters = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
             rows, scaled = body.take(_I8, count), body.take(_F8, count)
             columns = self._columns(head, count, body)
-            fields = {whole(each["leaf"], 2**16): self._field(each, count, body, beside, find) for each in head["fields"]}
+            fields = {
+                whole(each["leaf"], 2**16): self._field(each, count, body, beside, find) for each in head["fields"]
+            }
             body.require_end()
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error

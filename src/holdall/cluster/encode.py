@@ -80,7 +80,7 @@ class Encoder:
         self._kernels = kernels
         self._coder = kernels.coder.keeping()
         observed = schema.observation.leaves
-        self._sliced = [i for i, leaf in enumerate(observed) if leaf.nbytes > ROW_BYTES]
+        self._sliced = sliced_leaves(schema)
         self._columns = {
             name: np.empty((ticks, lanes, *leaf.shape), leaf.dtype)
             for name, leaf in column_leaves(schema, self._sliced).items()
@@ -239,6 +239,11 @@ def plain_codec(window: Window) -> Codec:
     """Return the codec of slices that nothing was measured on yet."""
     together = max(1, min(8, 2**18 // window.slice_bytes))
     return Codec(Method.ZSTD, 1, Transform(window.slice_bytes), None, together)
+
+
+def sliced_leaves(schema: Schema) -> list[int]:
+    """Return the observation leaves that are cut into slices."""
+    return [i for i, leaf in enumerate(schema.observation.leaves) if leaf.nbytes > ROW_BYTES]
 
 
 def column_leaves(schema: Schema, sliced: Sequence[int]) -> dict[str, Leaf]:

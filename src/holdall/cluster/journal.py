@@ -2,9 +2,9 @@
 
 In:  segments in the order in which they were accepted.  Out: files, called slots; and the segments again after a crash.
 Invariant: a number that was created is never written again. Of several that create the same number at once, on a disk
-or in an object store, one succeeds, so that a shard that was taken for dead writes nothing more. A segment can be drawn,
-and its writer hears of it, only after it was written. A disk that fails is tried again until it does not; writers wait
-meanwhile, and nothing is lost.
+or in an object store, one succeeds, so that a shard that was taken for dead writes nothing more. A segment can be
+drawn, and its writer hears of it, only after it was written. A disk that fails is tried again until it does not;
+writers wait meanwhile, and nothing is lost.
 """
 
 from __future__ import annotations

@@ -20,15 +20,18 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer
-from holdall.cluster.block import unpack_dictionary
-from holdall.cluster.members import LOSSES, Cluster
-from holdall.cluster.protocol import ShardCounters, TravelLayout, ids_of, rows_of, shards_of
+from holdall.cluster.answer import Answer, AnswerReader, FoundField, Payload, SliceForm
+from holdall.cluster.fleet import LOSSES, Cluster
+from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
+from holdall.delivery.host import Delivery, ObservationAssembler
 from holdall.errors import ArgumentError, HoldallError, ShardError, TransitionIdError
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Array, as_array
+from holdall.schema import Array, Schema, as_array
+from holdall.storage.blocks import Coded, KeptBlock
 from holdall.storage.codec import Dictionary
+from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Kernels, Places
+from holdall.threads import ThreadPool
 
 Ids = NDArray[np.int64]
 
@@ -107,7 +110,7 @@ class Drawing:
     def __init__(
         self,
         cluster: Cluster,
-        layout: TravelLayout,
+        schema: Schema,
         deliverer: Deliverer,
         sampler: Sampler,
         generator: np.random.Generator,
@@ -115,7 +118,7 @@ class Drawing:
         patience_s: float,
     ) -> None:
         self._cluster = cluster
-        self._reader = AnswerReader(layout)
+        self._reader = AnswerReader(schema)
         self._deliverer = deliverer
         self._sampler = sampler
         self.generator = generator
@@ -151,7 +154,7 @@ class Drawing:
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
         return self._deliverer.batch(answers, where, ids, weights)
 
-    def answer(self, shard: int, payload: bytes) -> Answer:
+    def answer(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
         answer = self._reader.read(payload, lambda name: self.learn(shard, name))
         self._cluster.note(shard, answer.counters)
@@ -161,7 +164,7 @@ class Drawing:
         """Return a dictionary that a shard's blocks name."""
         if name not in self._dictionaries:
             record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
-            self._dictionaries[name] = unpack_dictionary(record)
+            self._dictionaries[name] = dictionary_of(record)
         return self._dictionaries[name]
 
     def _heard(self, asked: Asked) -> Answer | None:
@@ -175,7 +178,7 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if len(payload) == ShardCounters.NBYTES:
+            if isinstance(payload, bytes) and len(payload) == ShardCounters.NBYTES:
                 self._cluster.note(shard, ShardCounters.of(payload))
                 return None
             return self.answer(shard, payload)
@@ -189,7 +192,7 @@ class Drawing:
                 ) from error
             return None
 
-    def _payload(self, shard: int, call: Call) -> bytes:
+    def _payload(self, shard: int, call: Call) -> Payload:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
         until = time.monotonic() + self._patience_s
         while True:
@@ -240,16 +243,15 @@ class Drawing:
         return self._cluster.masses()
 
 
-def received(call: Any, patience_s: float) -> bytes:
+def received(call: Any, patience_s: float) -> Any:
     """Wait for a call's result; an error of holdall's own is raised as it was there."""
     try:
-        result: bytes = ray.get(call, timeout=patience_s)
+        return ray.get(call, timeout=patience_s)
     except ray.exceptions.RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, HoldallError):
             raise cause from None
         raise
-    return result
 
 
 def gathered(
@@ -382,3 +384,99 @@ def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
     if told.size and not (np.isfinite(told).all() and told.min() >= 0):
         raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
     return wanted, told
+
+
+class Deliverer:
+    """Decodes and assembles."""
+
+    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
+        self._schema = schema
+        self._kernels = kernels
+        self._threads = ThreadPool()
+        self._assembler = ObservationAssembler(kernels, self._threads, 1 << 62)
+        self._delivery = Delivery(device, schema.leaves)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes kept for the next batches."""
+        return self._assembler.staging.nbytes
+
+    def keep(self, batches: int) -> None:
+        """Have memory for so many batches in use at the same time."""
+        self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
+
+    def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
+        """Make a batch.
+
+        Args:
+            where: For every answer, the positions of its rows in the batch.
+        """
+        schema, hand_over = self._schema, self._delivery.hand_over
+        count = len(ids)
+
+        def column(name: str) -> Array:
+            if len(answers) == 1:
+                return _own(answers[0].columns[name])
+            first = answers[0].columns[name]
+            merged = np.empty((count, *first.shape[1:]), first.dtype)
+            for answer, rows in zip(answers, where, strict=True):
+                merged[rows] = answer.columns[name]
+            return merged
+
+        pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
+        actions = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
+        extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
+        return Batch(
+            obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
+            action=schema.action.build([hand_over(array) for array in actions]),
+            reward=hand_over(column("reward.0")),
+            next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
+            terminated=hand_over(column("terminated.0")),
+            truncated=hand_over(column("truncated.0")),
+            extras=schema.extras.build([hand_over(array) for array in extras]),
+            ids=ids,
+            weights=hand_over(_own(weights)),
+        )
+
+    def dismiss(self) -> None:
+        """End the threads."""
+        self._threads.dismiss()
+
+    def _pair(
+        self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
+    ) -> tuple[Array, Array]:
+        if leaf not in answers[0].fields:
+            return column(f"obs.{leaf}"), column(f"next.{leaf}")
+        found = [answer.fields[leaf] for answer in answers]
+        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
+
+    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
+        """Describe where the slices lie, to the loops that decode them."""
+        segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+        parts: list[ClosedPart] = []
+        for each, rows in zip(found, where, strict=True):
+            segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
+            log = each.log.reshape(-1, 1)
+            for form in each.forms:
+                block = self._block(form)
+                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
+        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
+        return Places(
+            records=[records],
+            segment=segment,
+            cursors=[cursors],
+            lane=np.zeros(count, np.int32),
+            lanes=1,
+            held=(tuple(part.held for part in parts),),
+        )
+
+    def _block(self, form: SliceForm) -> KeptBlock:
+        slice_bytes, slices = form.window.slice_bytes, form.slices
+        if isinstance(slices, Coded):
+            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
+        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
+
+
+def _own(array: Array) -> Array:
+    """Return an array that may be written to: a batch belongs to the caller."""
+    return array if array.flags.writeable and array.flags.owndata else array.copy()

@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
@@ -27,11 +27,10 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint.background import SaveHandle
 from holdall.checkpoint.source import place_of
-from holdall.cluster.answer import Deliverer
-from holdall.cluster.checkpoint import newest_manifest, save
-from holdall.cluster.fleet import ClusterSettings, Fleet, single
+from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
 from holdall.cluster.learner import (
     BatchesAhead,
+    Deliverer,
     Drawing,
     Priorities,
     Request,
@@ -39,12 +38,10 @@ from holdall.cluster.learner import (
     gathered,
     together,
 )
-from holdall.cluster.members import Cluster, added_up
-from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
-from holdall.cluster.status import LearnerMetrics
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.status import ShardStatus, status_of
+from holdall.cluster.status import LearnerMetrics, ShardStatus, status_of
 from holdall.cluster.writer import Address, Writer
 from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError, ClosedError
@@ -56,7 +53,7 @@ from holdall.json_state import (
     schema_words,
 )
 from holdall.native.kernels import chosen_kernels
-from holdall.report import MemoryReport
+from holdall.report import FieldReport, MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
@@ -136,8 +133,8 @@ class ReplayMemory:
     ) -> None:
         require_safe_cluster()
         self._lanes = schema.num_envs
-        self._layout = TravelLayout.of(schema)
-        self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
+        self._schema = schema
+        self._deliverer = Deliverer(schema, chosen_kernels(), settings.device)
         self._words = schema_words(schema)
         self._lock = threading.RLock()
         self._own_writer: Writer | None = None
@@ -152,7 +149,7 @@ class ReplayMemory:
         self._cluster = Cluster(self._address)
         self._drawing = Drawing(
             self._cluster,
-            self._layout,
+            schema,
             self._deliverer,
             self._sampler,
             generator,
@@ -178,7 +175,7 @@ class ReplayMemory:
         """
         self.flush()
         with self._lock:
-            self._fleet.drain(number, self._own(), self._drawing, self._cluster)
+            self._fleet.drain(number, self._own(), self._cluster)
 
     def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
         """Return a handle that feeds the memory from any process; it can be pickled.
@@ -306,7 +303,7 @@ class ReplayMemory:
     @property
     def schema(self) -> Schema:
         """What a transition consists of."""
-        return self._layout.schema
+        return self._schema
 
     @property
     def first_id(self) -> int:
@@ -328,7 +325,8 @@ class ReplayMemory:
         self.flush()
         counters_by_shard = self._cluster.refresh()
         reports = ray.get(
-            [self._cluster.handle(shard).report.remote() for shard in counters_by_shard], timeout=self._address.patience_s
+            [self._cluster.handle(shard).report.remote() for shard in counters_by_shard],
+            timeout=self._address.patience_s,
         )
         transitions = sum(counters.transitions for counters in counters_by_shard.values())
         return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(counters_by_shard))
@@ -457,3 +455,23 @@ class ReplayMemory:
         limit.require("batch", count)
         while not self._cluster.ask_roster("take_samples", count):
             time.sleep(_ASK_AGAIN_S)
+
+
+def added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
+    """Add up the fields of the same name; a shard that is still empty may not know of all."""
+    fields = [[FieldReport(**field) for field in of_shard] for of_shard in reports]
+    longest = max(fields, key=len, default=[])
+    return tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
+
+
+def _sum_of(fields: list[FieldReport]) -> FieldReport:
+    return FieldReport(
+        fields[0].name,
+        sum(field.slice_bytes for field in fields),
+        sum(field.log_bytes for field in fields),
+        sum(field.row_bytes for field in fields),
+        sum(field.plain_bytes for field in fields),
+        fields[0].finding,
+        sum(field.sealed_bytes for field in fields),
+        sum(field.disk_bytes for field in fields),
+    )

@@ -8,21 +8,17 @@ lower as if it never would be. Grants end by themselves, so nobody waits for the
 
 from __future__ import annotations
 
-from holdall.cluster.status import LimiterMetrics
-
 import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util import metrics
 
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.cluster.status import LimiterMetrics
 from holdall.errors import ArgumentError
 from holdall.sampling.draw import require_count, require_number
 
@@ -120,18 +116,6 @@ class Limiter:
         self.inserted = inserted
         behind = max(0, inserted - self.limit.min_size)
         self.sampled = int(behind * self.limit.samples_per_insert)
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 NAMESPACE = "holdall"

@@ -1,61 +1,64 @@
-"""Shards: the actors that hold transitions.
+"""Shards: the actors that hold transitions, each in an ordinary store of one lane whose ticks are row numbers.
 
-In:  blocks of many writers; counts to draw; priorities.  Out: acknowledgements; answers, still compressed.
-Invariant: a writer's blocks are accepted in order and each once. What was acknowledged can be drawn, and, where there
-is a journal, was written to it first. Nothing is decoded here.
+In:  segments that writers sealed; counts to draw; priorities.  Out: acknowledgements; answers.
+Invariant: a writer's segments are accepted in order and each once. What was acknowledged can be drawn, and, where there
+is a journal, was written to it first.
 """
 
 from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.cluster.answer import Answer, pack_answer
-from holdall.cluster.block import (
-    dictionaries_of,
-    pack_block,
-    pack_dictionary,
-    unpack_block,
-    unpack_dictionary,
-)
-from holdall.cluster.checkpoint import Kept, ShardSaver, saved_blocks, saved_state, shard_slots
-from holdall.cluster.commit import (
+from holdall.checkpoint.load import Restored, restored
+from holdall.checkpoint.save import Snapshot, store_words
+from holdall.checkpoint.saver import Savers
+from holdall.checkpoint.source import library_at
+from holdall.cluster.answer import Answer, Payload, RowFinder, pack_answer
+from holdall.cluster.encode import sliced_leaves
+from holdall.cluster.journal import (
+    SLOT_BYTES,
     Committer,
+    Entry,
+    Journal,
+    SegmentMove,
     Staged,
-    begins_with,
-    shelf_of_journal,
-    write_loaded,
+    dictionaries_of,
+    journal_of,
+    journals_in_use,
 )
-from holdall.cluster.journal import SegmentMove, Entry, Journal, journal_of, journals_in_use
 from holdall.cluster.protocol import (
     Ack,
     AckKind,
     CallOrder,
+    CallOrderError,
     CallQueue,
     SegmentHeader,
-    CallOrderError,
     ShardCounters,
-    TravelLayout,
+    dictionary_of,
     first_row_of,
     life_of,
+    packed_dictionary,
 )
 from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.status import ShardMetrics
-from holdall.cluster.shelf import ShardStore
-from holdall.cluster.status import Process
-from holdall.errors import ArgumentError, DamageError, ShardError
+from holdall.cluster.status import Process, ShardMetrics
+from holdall.delivery.loader import Prefetched
+from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of
+from holdall.native.kernels import chosen_kernels
 from holdall.sampling.draw import Held, Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
-from holdall.storage.codec import Dictionary
-from holdall.storage.records import dictionary_name
+from holdall.storage.blocks import CarriedSlices
+from holdall.storage.codec import Codec, Dictionary
+from holdall.storage.records import SealedSegment, dictionary_name, pack_segment, segment_needs, unpack_segment
+from holdall.storage.store import Rows, Store
+from holdall.storage.tiers import Budget
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""
@@ -63,7 +66,11 @@ _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
 _SETTLED_S = 5.0
 _OVERTAKEN_S = 2.0
-"""How long a block waits for those before it, which Ray may deliver later, before the writer is asked for them."""
+"""How long a segment waits for those before it, which Ray may deliver later, before the writer is asked for them."""
+_ALL = 2**31
+"""Checkpoints that a shard keeps by itself: the memory removes those that none of its manifests names."""
+_LOADED = bytes(16)
+"""Stands for the writer of segments that a checkpoint brought."""
 
 Ids = NDArray[np.int64]
 
@@ -73,11 +80,11 @@ class Shard:
 
     Args:
         number: Which one.
-        words: The memory's schema, see checkpoint/schema_words.py.
+        words: The memory's schema, see `holdall.json_state.schema_words`.
         capacity: Most rows held.
-        memory: The name of the memory's roster. A handle in its place could not be had again after a restart.
+        memory: The name of the memory's roster. A handle in its place could not be found again after a restart.
         url: Where the journal is kept; None: nowhere, and what the shard held is lost with it.
-        saved: Where a checkpoint lies that the shard begins with, and what its manifest says of this shard.
+        saved: The place and number of a checkpoint of this shard that it begins with.
     """
 
     def __init__(
@@ -89,52 +96,55 @@ class Shard:
         seed: int | None,
         memory: str,
         url: str | None = None,
-        saved: tuple[str, dict[str, Any]] | None = None,
+        saved: tuple[str, int] | None = None,
     ) -> None:
         self._number = number
         self._memory = memory
         self._url = url
-        self._layout = TravelLayout.of(schema_of(words))
+        self._capacity = capacity
+        self._words = words | {"num_envs": 1}
+        self._schema = schema_of(self._words)
+        self._kernels = chosen_kernels()
+        self._finder = RowFinder(self._schema, self._kernels)
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._call_queue = CallQueue()
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
+        self._savers = Savers(self._kernels.coder)
         self._dictionaries: dict[str, Dictionary] = {}
-        self._expected: dict[bytes, int] = {}  # the number of every writer's next block, staged ones counted
-        self._staged: Counter[bytes] = Counter()  # blocks of every writer that are not durable yet
+        self._codecs: dict[Codec, Codec] = {}
+        self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
+        self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
         self._inserted = 0
         self._changes = 0
         self._sampler = sampler
-        self._shelf: ShardStore = ShardStore(self._layout, capacity)
         self._committer: Committer | None = None
-        self._savers: dict[str, ShardSaver] = {}
-        state = None if saved is None else saved_state(shard_slots(saved[0], number), saved[1]["state"])
-        first_life = 0 if state is None else life_of(state["next_row"])
+        checkpoint = None if saved is None else _checkpoint_of(*saved)
+        first_life = 0 if checkpoint is None else life_of(checkpoint.manifest.next_tick)
         if url is None:
             roster: Any = ray.get_actor(memory, NAMESPACE)
             self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
-            self._shelf = ShardStore(self._layout, capacity, first_row_of(self._epoch))
+            self._store = self._new_store(first_row_of(self._epoch))
         else:
             journal = journal_of(url, number)
-            self._take_over(journal, capacity)
+            self._store = self._replayed(journal)
+            self._take_over(journal)
         # A checkpoint is what a shard begins with, and not what one that was restarted goes back to.
-        checkpoint = "" if saved is None else f"{saved[0]}:{saved[1]['state']}"
-        written = self._shelf.next_row
-        is_new = self._epoch == first_life if url is None else begins_with(journal, written, checkpoint)
+        name = "" if saved is None else f"{saved[0]}:{saved[1]}"
+        written = self._store.next_tick
+        is_new = self._epoch == first_life if url is None else _begins_with(journal, written, name)
         # The first life of the only shard draws as a local memory with the same seed does.
         first = number == 0 and self._epoch == 0
         own_seed = seed if seed is None or first else [seed, number, self._epoch]
         self._generator: np.random.Generator = generator_of(own_seed)
-        if saved is not None and state is not None and is_new:
-            self._load(*saved, state, capacity)
+        if checkpoint is not None and is_new:
+            self._load(checkpoint)
             if url is not None:
-                blocks = self._saved(*saved, state)
-                dictionaries = list(self._dictionaries.values())
-                write_loaded(journal, checkpoint, blocks, written, self._shelf.first_row, dictionaries)
+                self._write_loaded(journal, name, written)
         if url is not None:
-            self._committer = Committer(journal, self._shelf.next_row, self._apply)
+            self._committer = Committer(journal, self._store.next_tick, self._apply)
         self._metrics.follow(lambda: self._figures() | {"anonymous_bytes": self._process.anonymous_bytes()})
 
     @ray.method(concurrency_group="insert")
@@ -150,18 +160,18 @@ class Shard:
                     return self._ack(sent.writer, AckKind.EXPECTED_ANOTHER)
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, AckKind.CLOSED)
-                if any(name not in self._dictionaries for name in dictionaries_of(payload)):
+                if not segment_needs(payload)[1] <= self._dictionaries.keys():
                     return self._ack(sent.writer, AckKind.NEEDS_DICTIONARY)
                 dictionaries = dict(self._dictionaries)
-            block = unpack_block(payload, self._layout, dictionaries)
-            staged = Staged(Entry(sent.writer, sent.sequence, payload), block)
+            segment = self._unpacked(payload, dictionaries)
+            staged = Staged(Entry(sent.writer, sent.sequence, payload), segment)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
                 if self._is_closed.is_set():
                     return self._ack(sent.writer, AckKind.CLOSED)
                 if sent.sequence != self._expected.get(sent.writer, 0):
                     return self._ack(sent.writer, AckKind.EXPECTED_ANOTHER)
-                self._shelf.require(block)
+                self._store.require(segment)
                 self._expected[sent.writer] = sent.sequence + 1
                 if self._committer is None:
                     self._take(staged)
@@ -188,7 +198,7 @@ class Shard:
     @ray.method(concurrency_group="control")
     def learn(self, record: bytes) -> None:
         """Keep a dictionary that blocks will name."""
-        dictionary = unpack_dictionary(record)
+        dictionary = dictionary_of(record)
         with self._lock:
             self._dictionaries[dictionary_name(dictionary)] = dictionary
 
@@ -199,24 +209,27 @@ class Shard:
             found = self._dictionaries.get(name)
         if found is None:
             raise DamageError(f"shard {self._number} has no dictionary {name}; report this")
-        return pack_dictionary(found)
+        return packed_dictionary(found)
 
     @ray.method(concurrency_group="sample")
-    def sample(self, order: bytes, counts: list[int]) -> bytes:
-        """Draw rows of some batches, those of each for itself; of an empty shard, return how it stands."""
-        with self._call_queue.taken(self._required(order)), self._metrics.timed("sample"), self._lock:
-            if self._shelf.transitions == 0:
-                return self._counters().packed()
-            drawn = [self._sampler.draw(self._held(), count, self._generator).ids for count in counts]
-            return self._answer(drawn[0] if len(drawn) == 1 else np.concatenate(drawn))
+    def sample(self, order: bytes, counts: list[int]) -> Payload:
+        """Draw rows of some batches, those of each for itself; of an empty shard, return the counters alone."""
+        with self._metrics.timed("sample"):
+            with self._call_queue.taken(self._required(order)), self._lock:
+                if self._store.transitions == 0:
+                    return self._counters().packed()
+                drawn = [self._sampler.draw(self._held(), count, self._generator).ids for count in counts]
+                found = self._found(drawn[0] if len(drawn) == 1 else np.concatenate(drawn))
+            return self._answer(*found)
 
     @ray.method(concurrency_group="sample")
-    def gather(self, rows: bytes) -> bytes:
+    def gather(self, rows: bytes) -> Payload:
         """Return rows by their numbers."""
         wanted = np.frombuffer(rows, np.int64)
         with self._lock:
             self._held().require(wanted)
-            return self._answer(wanted)
+            found = self._found(wanted)
+        return self._answer(*found)
 
     @ray.method(concurrency_group="sample")
     def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
@@ -243,14 +256,14 @@ class Shard:
 
     @ray.method(concurrency_group="control")
     def oldest(self) -> tuple[bytes, int, int, int]:
-        """Return the oldest block, its rows, the first of them held, and the row behind it; none: no bytes."""
+        """Return the oldest segment, its rows, the first of them, and the row behind it; none: no bytes."""
         with self._lock:
-            shelf = self._shelf
-            if shelf.transitions == 0:
-                return b"", 0, shelf.next_row, shelf.next_row
-            start, block = shelf.block(shelf.block_numbers[0])
-            block.columns["valid"][: max(0, shelf.first_row - start)] = False  # they had left already
-            return pack_block(block), block.rows, max(start, shelf.first_row), start + block.rows
+            store = self._store
+            if store.transitions == 0:
+                return b"", 0, store.next_tick, store.next_tick
+            first, segment = self._segment_at(store.first_tick)
+        end = first + segment.rows.ticks
+        return pack_segment(segment, self._kernels.coder), segment.rows.ticks, first, end
 
     @ray.method(concurrency_group="control")
     def give_up(self, first_row: int, end: int, to: int, writer: bytes, sequence: int) -> None:
@@ -261,7 +274,7 @@ class Shard:
             writer: Under whose name they are sent there, and as which of its blocks.
         """
         with self._lock:
-            self._shelf.hide_before(end)
+            self._store.forget_before(end)
             self._changes += 1
         if self._committer is not None:
             self._committer.hide(end, SegmentMove(self._memory, to, writer.hex(), sequence, first_row))
@@ -282,8 +295,8 @@ class Shard:
                 return
             journal = self._committer.journal
             if arrived:
-                self._shelf.hide_before(min(journal.hidden_before, self._shelf.next_row))
-            self._committer.hide(self._shelf.first_row, None)
+                self._store.forget_before(journal.hidden_before)
+            self._committer.hide(self._store.first_tick, None)
             self._changes += 1
 
     @ray.method(concurrency_group="control")
@@ -298,22 +311,21 @@ class Shard:
         return [] if self._url is None else journals_in_use(self._url)
 
     @ray.method(concurrency_group="control")
-    def save(self, url: str) -> dict[str, Any]:
-        """Write what is held now to a place; return what the manifest has to say of it."""
-        saver = self._savers.setdefault(url, ShardSaver(shard_slots(url, self._number)))
+    def save(self, place: str) -> dict[str, int]:
+        """Write a checkpoint of what is held now to a place of this shard's own; return its number and sizes."""
+        saver = self._savers.to(place)
         with self._lock:
-            shelf = self._shelf
-            numbers = list(shelf.block_numbers)
+            frozen = self._store.freeze(saver.rows_saved())
             state = {
-                "first_row": shelf.first_row,
-                "next_row": shelf.next_row,
-                "inserted": self._inserted,
+                "store": store_words(frozen),
                 "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
                 "generator": generator_state(self._generator),
+                "prefetched": Prefetched().state(),
+                "inserted": self._inserted,
             }
-            transitions = shelf.transitions
-        words = saver.save(shelf, self._lock, state, numbers)
-        return words | {"transitions": transitions, "bytes_written": saver.bytes_written}
+        snapshot = Snapshot(frozen, self._words, self._capacity, state, {}, self._lock, self._store.release)
+        written = saver.save(snapshot, frozen.transitions, _ALL, None, None).result()
+        return {name: getattr(written, name) for name in ("number", "transitions", "bytes_written", "bytes_total")}
 
     @ray.method(concurrency_group="control")
     def counters(self) -> bytes:
@@ -328,12 +340,12 @@ class Shard:
 
     def _figures(self) -> dict[str, Any]:
         with self._lock:
-            fields = self._shelf.report()
+            fields = self._store.report()
             return {
                 "counters": self._counters().packed(),
                 "held_bytes": sum(field.total_bytes for field in fields),
                 "plain_bytes": sum(field.plain_bytes for field in fields),
-                "capacity": self._shelf.capacity,
+                "capacity": self._capacity,
                 "is_durable": self._committer is not None,
             }
 
@@ -341,13 +353,13 @@ class Shard:
     def report(self) -> list[dict[str, Any]]:
         """Account for every field, as plain numbers and text."""
         with self._lock:
-            return [asdict(field) for field in self._shelf.report()]
+            return [asdict(field) for field in self._store.report()]
 
     @ray.method(concurrency_group="control")
     def reward_dtype(self) -> str | None:
         """Name the dtype of the rewards held."""
         with self._lock:
-            return None if self._shelf.reward_dtype is None else self._shelf.reward_dtype.str
+            return None if self._store.reward_dtype is None else self._store.reward_dtype.str
 
     def _required(self, sent: bytes) -> CallOrder:
         """Return a call's order; refuse one that counts on what was said to this shard before it was restarted."""
@@ -361,38 +373,89 @@ class Shard:
     def _is_due(self, sent: SegmentHeader) -> bool:
         return sent.sequence <= self._expected.get(sent.writer, 0)
 
-    def _take_over(self, journal: Journal, capacity: int) -> None:
-        """Go on with all that the journal holds."""
-        self._shelf = shelf_of_journal(journal, self._layout, capacity, self._memory)
+    def _new_store(self, first_row: int) -> Store:
+        budget = Budget.of(None, "balanced", 1)
+        large = sliced_leaves(self._schema)
+        return Store(
+            self._schema, self._capacity, self._kernels, self._lock, budget, first_tick=first_row, large=large
+        )  # fmt: skip
+
+    def _unpacked(self, payload: bytes, dictionaries: dict[str, Dictionary]) -> SealedSegment:
+        """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
+        segment = unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
+        for part in segment.parts:
+            if part.block.sealed is not None:
+                coded = part.block.sealed.coded
+                part.block.sealed = CarriedSlices(
+                    replace(coded, codec=self._codecs.setdefault(coded.codec, coded.codec))
+                )
+        return segment
+
+    def _segment_at(self, row: int) -> tuple[int, SealedSegment]:
+        """Return the first row of a segment that is held, and the segment as one that another shard can adopt."""
+        segment = self._store.segment_at(row)
+        return segment.rows.first_tick, replace(segment, rows=replace(segment.rows, first_tick=0))
+
+    def _replayed(self, journal: Journal) -> Store:
+        """Take a journal over, and return a store with all that it holds and shows."""
+        store = self._new_store(0)
+        for page in journal.open():
+            if page.begins:
+                store = self._new_store(page.first_row)
+            elif page.first_row != store.next_tick:
+                raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
+            for entry in page.entries:
+                store.adopt(self._unpacked(entry.payload, journal.dictionaries))
+        move = journal.move
+        # What another memory was moving when it ended may not have arrived; this one's will.
+        is_own = move is None or move.memory == self._memory
+        store.forget_before(journal.hidden_before if is_own or move is None else move.first_row)
+        return store
+
+    def _take_over(self, journal: Journal) -> None:
+        """Go on with all that the journal says."""
         if journal.closed_by == self._memory:
             self._is_closed.set()
         self._epoch = journal.epoch
         self._expected = dict(journal.expected)
         self._dictionaries = dict(journal.dictionaries)
-        self._inserted = self._shelf.next_row
+        self._inserted = self._store.next_tick
 
-    def _saved(self, url: str, words: dict[str, Any], state: dict[str, Any]) -> Iterator[Kept]:
-        """Read the blocks of a checkpoint, without those that were written after its state was taken."""
-        for kept in saved_blocks(shard_slots(url, self._number), words["blocks"], self._dictionaries):
-            if kept.first_row < state["next_row"]:
-                yield kept
-
-    def _load(self, url: str, words: dict[str, Any], state: dict[str, Any], capacity: int) -> None:
+    def _load(self, checkpoint: Restored) -> None:
         """Begin with what was saved."""
-        shelf: ShardStore | None = None
-        for kept in self._saved(url, words, state):
-            shelf = shelf or ShardStore(self._layout, capacity, kept.first_row)
-            shelf.append(unpack_block(kept.payload, self._layout, self._dictionaries))
-        self._shelf = shelf or ShardStore(self._layout, capacity, state["next_row"])
-        self._shelf.hide_before(state["first_row"])
-        if self._shelf.next_row != state["next_row"]:
-            raise DamageError(f"the checkpoint at {url} lacks blocks of shard {self._number}; load an older one")
+        self._store = self._new_store(checkpoint.manifest.first_tick)
+        self._store.thaw(checkpoint.content)
+        for chunk in checkpoint.rows(self._store.columns_like()):
+            self._store.take_rows(chunk)
+        state = checkpoint.state
         self._inserted = int(state["inserted"])
         self._generator = restored_generator(state["generator"])
         if state["sampler"]["kind"] == type(self._sampler).__name__:
             self._sampler.restore(state["sampler"]["state"])
         if isinstance(self._sampler, Prioritized):
-            self._sampler.resize(capacity, self._shelf.first_row)
+            self._sampler.resize(self._capacity, self._store.first_tick)
+
+    def _write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
+        """Write the segments of a checkpoint that a journal does not have yet.
+
+        Args:
+            written: The row behind the last that the journal holds.
+        """
+        journal.loading = checkpoint
+        waiting: list[bytes] = []
+        dictionaries: dict[str, Dictionary] = {}
+        begin = row = max(self._store.first_tick, written)
+        while row < self._store.next_tick:
+            first, segment = self._segment_at(row)
+            dictionaries |= {dictionary_name(each): each for each in dictionaries_of(segment)}
+            waiting.append(pack_segment(segment, self._kernels.coder))
+            row = first + segment.rows.ticks
+            if sum(map(len, waiting)) >= SLOT_BYTES or row == self._store.next_tick:
+                entries = [Entry(_LOADED, 0, payload) for payload in waiting]
+                journal.append(entries, begin, list(dictionaries.values()))
+                begin, waiting = row, []
+        self._dictionaries |= dictionaries
+        journal.end_loading(self._store.first_tick)
 
     def _apply(self, staged: list[Staged]) -> int:
         """Show what is durable now; return the first row that is still needed."""
@@ -402,12 +465,11 @@ class Shard:
                 self._staged[each.entry.writer] -= 1
             self._staged = +self._staged
             self._changed.notify_all()
-            return self._shelf.first_row
+            return self._store.first_tick
 
     def _take(self, staged: Staged) -> None:
-        before = self._shelf.next_row
-        self._shelf.append(staged.block)
-        self._inserted += self._shelf.next_row - before
+        first = self._store.adopt(staged.segment)
+        self._inserted += self._store.next_tick - first
         self._changes += 1
         staged.done.set()
 
@@ -419,20 +481,47 @@ class Shard:
         waiting = 0 if self._committer is None else self._committer.backlog
         return _MOST_CREDITS if waiting < _CROWDED_BYTES else 1
 
-    def _answer(self, rows: Ids) -> bytes:
+    def _found(self, rows: Ids) -> tuple[ShardCounters, Ids, NDArray[np.float64], Rows]:
+        """Look rows up, under the lock."""
         held = self._held()
         scaled = self._sampler.scaled(held, rows) if isinstance(self._sampler, Prioritized) else np.ones(len(rows))
-        return pack_answer(Answer(self._counters(), rows, scaled, self._shelf.find(rows)))
+        return self._counters(), rows, scaled, self._store.read(rows)
+
+    def _answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: Rows) -> Payload:
+        """Make an answer of what was looked up; that takes no lock."""
+        columns, fields = self._finder.columns(found), self._finder.fields(found)
+        return pack_answer(Answer(counters, rows, scaled, columns, fields))
 
     def _counters(self) -> ShardCounters:
-        shelf = self._shelf
-        mass = float(shelf.transitions)
+        store = self._store
+        mass = float(store.transitions)
         if isinstance(self._sampler, Prioritized):
-            mass = self._sampler.mass(self._held()) if shelf.next_row > shelf.first_row else 0.0
+            mass = self._sampler.mass(self._held()) if store.next_tick > store.first_tick else 0.0
         backlog = 0 if self._committer is None else self._committer.backlog
-        rows = (shelf.first_row, shelf.next_row, shelf.transitions)
+        rows = (store.first_tick, store.next_tick, store.transitions)
         return ShardCounters(self._epoch, *rows, self._inserted, self._changes, backlog, mass)
 
     def _held(self) -> Held:
-        shelf = self._shelf
-        return Held(shelf.first_row, shelf.next_row, 1, shelf.capacity, shelf)
+        store = self._store
+        return Held(store.first_tick, store.next_tick, 1, self._capacity, store)
+
+
+def _checkpoint_of(place: str, number: int) -> Restored:
+    """Read a checkpoint of one shard: all but its rows, which follow, and its full blocks, which stay."""
+    reader = library_at(place)
+    return restored(reader.manifest(number), reader, None)
+
+
+def _begins_with(journal: Journal, next_row: int, checkpoint: str) -> bool:
+    """Whether a shard still has to load its checkpoint, or the rest of it.
+
+    Args:
+        next_row: The row behind the last that the journal holds; 0: it holds none.
+        checkpoint: Which one; nothing if there is none to load.
+    """
+    if journal.loading not in {"", checkpoint}:
+        raise CheckpointError(
+            f"{journal.url} holds a part of the checkpoint {journal.loading}: a memory that loaded it was ended before "
+            "it had all; load that one again with this journal_url, or name another"
+        )
+    return bool(checkpoint) and (journal.loading == checkpoint or next_row == 0)

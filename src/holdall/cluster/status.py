@@ -6,25 +6,19 @@ Invariant: reading what a process takes costs it a fiftieth of a core at most, h
 
 from __future__ import annotations
 
-
-import threading
-from collections.abc import Callable
-from collections.abc import Iterator
-from collections.abc import Mapping
-from contextlib import contextmanager
-from ray.util import metrics
-
 import os
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import ray
+from ray.util import metrics
 
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.security import join_cluster, require_head
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
 
 _SHARE_OF_A_CORE = 0.02
@@ -95,20 +89,6 @@ def status_of(number: int, actor: Any, patience_s: float) -> ShardStatus:
         return ShardStatus.of(number, ray.get(actor.process.remote(), timeout=patience_s))
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return ShardStatus(number, answers=False)
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 _SHARD = {

@@ -7,22 +7,19 @@ it has, by what it holds. What is left on a machine is shared by all the shards 
 
 from __future__ import annotations
 
-from typing import Literal
-import ray
-from holdall.cluster.status import actor_state
-from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.security import join_cluster
-from holdall.cluster.security import require_head
-
 import os
 import platform
 import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from holdall.cluster.status import ShardStatus
+import ray
+
+from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.security import join_cluster, require_head
+from holdall.cluster.status import ShardStatus, actor_state
 from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, in_time

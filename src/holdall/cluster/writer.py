@@ -16,20 +16,18 @@ from typing import Any
 import numpy as np
 import ray
 
-from holdall.cluster.block import dictionaries_of, pack_block, pack_dictionary
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, packed_dictionary
 from holdall.cluster.roster import NAMESPACE, RateLimit
-from holdall.cluster.stream import SegmentStream, GoneError, ShardClosedError
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native.kernels import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Dictionary
-from holdall.storage.records import dictionary_name
+from holdall.storage.records import dictionary_name, pack_segment, segment_needs
 from holdall.storage.snapshot import Tick
 
-_ROWS_OF_A_BLOCK = 128
+_SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
@@ -71,14 +69,13 @@ class Writer:
     def _begin(self) -> None:
         schema = schema_of(self._address.words)
         self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
-        self._layout = TravelLayout.of(self._schema)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
         self._kernels = chosen_kernels()
-        ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
-        self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
-        self._shared_codecs = SharedCodecs(
-            self._roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
+        ticks = max(1, _SEGMENT_ROWS // self._lanes)
+        self._encoder = Encoder(self._schema, self._lanes, ticks, self._kernels)
+        self._codecs = SharedCodecs(
+            self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
@@ -196,13 +193,14 @@ class Writer:
         self._wait_for_grant(self._encoder.rows)
         stream = self._stream()
         for i, field in enumerate(self._encoder.fields):
-            self._shared_codecs.look(i, field.window, field.raw)
-        codecs = self._shared_codecs.codecs([field.window for field in self._encoder.fields])
+            self._codecs.look(i, field.window, field.raw)
+        codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
         for codec in codecs.values():
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
-        block = self._encoder.close(codecs)
-        self._through(stream, pack_block(block), block.rows)
+        rows = self._encoder.rows
+        payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
+        self._through(stream, payload, rows)
 
     def _wait_for_grant(self, rows: int) -> None:
         """Wait until the memory's limiter grants an insert, if there is one."""
@@ -327,4 +325,4 @@ class Writer:
             time.sleep(_ASK_AGAIN_S)
 
     def _needed(self, payload: bytes) -> list[bytes]:
-        return [pack_dictionary(self._dictionaries[name]) for name in dictionaries_of(payload)]
+        return [packed_dictionary(self._dictionaries[name]) for name in segment_needs(payload)[1]]

@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from holdall.cluster.block import unpack_block
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.block import unpack_block
 from holdall.cluster.journal import Journal, slots_at
 from holdall.cluster.protocol import TravelLayout, ids_of
 from holdall.ray import ReplayMemory, Writer

@@ -9,13 +9,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from gymnasium import spaces
+from holdall.cluster.shelf import FoundRows, ShardStore
 from numpy.typing import NDArray
 
 from holdall.cluster.answer import Answer
 from holdall.cluster.encode import Encoder
 from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.shelf import FoundRows, ShardStore
 from holdall.native.kernels import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized

@@ -11,8 +11,9 @@ import pytest
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
-from holdall.cluster import shard as shard_module
 from holdall.cluster.block import pack_block
+
+from holdall.cluster import shard as shard_module
 from holdall.cluster.encode import Encoder
 from holdall.cluster.journal import LocalSlots
 from holdall.cluster.protocol import Ack, AckKind, SegmentHeader, TravelLayout
