@@ -89,6 +89,7 @@ class Encoder:
         self._searches = WindowSearches(lanes)
         self._segments_since_search: dict[int, int] = {}
         self._used = 0
+        self._next_tick = 0  # counted from this writer's first one
         self.leaves = [observed[i] for i in self._sliced]
         self.fields: list[_OpenField] = []
         for i, leaf in enumerate(self.leaves):
@@ -200,7 +201,8 @@ class Encoder:
             else:
                 field.part.clear()
         self._changed_windows = {}
-        return SealedSegment(RowChunk(0, used, columns, {}), parts)
+        first, self._next_tick = self._next_tick, self._next_tick + used
+        return SealedSegment(RowChunk(first, used, columns, {}), parts)
 
     def _close_field(self, i: int, field: _OpenField, codec: Codec | None) -> ClosedPart:
         closed = field.part.closed()

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdall.checkpoint.directory import FileSystem
 from holdall.checkpoint.object_store import Objects, is_remote
@@ -32,30 +32,7 @@ _NAME = re.compile(r"[0-9a-f]{16}\.slot")
 MOST_SLOT_BYTES = 2**30
 
 
-class Slots(Protocol):
-    """Numbered files."""
-
-    url: str
-    batching_s: float
-    """How long to wait for more segments before the next one is created: a request costs time and money."""
-
-    def require_fencing(self) -> None:
-        """Refuse a place where a number could be created twice."""
-
-    def numbers(self) -> list[int]:
-        """Return the numbers that are there, in order."""
-
-    def create(self, number: int, content: bytes) -> bool:
-        """Create a slot; False if another stands there."""
-
-    def read(self, number: int) -> bytes | None:
-        """Return the bytes of a slot; None if it is not there: who removes slots may do so at any time."""
-
-    def delete(self, numbers: list[int]) -> None:
-        """Remove slots."""
-
-
-def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
+def slots_at(url: str | os.PathLike[str], *folders: str) -> LocalSlots | RemoteSlots:
     """Return the slots in a folder below a url or path."""
     if is_remote(url):
         return RemoteSlots("/".join((os.fspath(url).rstrip("/"), *folders)))
@@ -71,9 +48,10 @@ def folders_at(url: str | os.PathLike[str], folder: str) -> list[str]:
 
 
 class LocalSlots:
-    """Slots in a directory."""
+    """Numbered files in a directory."""
 
     batching_s = 0.0
+    """How long to wait for more segments before the next one is created: a request to a store costs time and money."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)
@@ -87,14 +65,14 @@ class LocalSlots:
             raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
 
     def require_fencing(self) -> None:
-        """See `Slots`; a link is made once on every file system that has them."""
+        """Refuse a place where a number could be created twice; every file system makes a link once."""
 
     def numbers(self) -> list[int]:
-        """See `Slots`."""
+        """Return the numbers that are there, in order."""
         return sorted(int(name[:16], 16) for name in self._disk.names(self._root) if _NAME.fullmatch(name))
 
     def create(self, number: int, content: bytes) -> bool:
-        """See `Slots`."""
+        """Create a slot; False if another stands there."""
         temporary = self._root / f"{secrets.token_hex(8)}.tmp"
         try:
             file = self._disk.create(temporary)
@@ -115,7 +93,7 @@ class LocalSlots:
         return True
 
     def read(self, number: int) -> bytes | None:
-        """See `Slots`."""
+        """Return the bytes of a slot; None if it is not there: whoever removes slots may do so at any time."""
         try:
             return (self._root / _name(number)).read_bytes()
         except FileNotFoundError:
@@ -124,13 +102,13 @@ class LocalSlots:
             raise CheckpointError(f"{self.url}/{_name(number)} cannot be read ({error})") from error
 
     def delete(self, numbers: list[int]) -> None:
-        """See `Slots`."""
+        """Remove slots."""
         for number in numbers:
             (self._root / _name(number)).unlink(missing_ok=True)
 
 
 class RemoteSlots:
-    """Slots in an object store."""
+    """The same in an object store."""
 
     batching_s = 0.2
 
@@ -139,7 +117,7 @@ class RemoteSlots:
         self._objects = Objects(url)
 
     def require_fencing(self) -> None:
-        """See `Slots`; some stores take conditions, and do not keep to them."""
+        """See `LocalSlots`; some stores take conditions, and do not keep to them."""
         if not self._objects.honours_conditions():
             raise CheckpointError(
                 f"{self.url} ignores conditions, so a shard that was taken for dead could not be told from its "
@@ -147,19 +125,19 @@ class RemoteSlots:
             )
 
     def numbers(self) -> list[int]:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         return sorted(int(name[:16], 16) for name in self._objects.sizes("") if _NAME.fullmatch(name))
 
     def create(self, number: int, content: bytes) -> bool:
-        """See `Slots`; whether a put succeeded whose answer was lost is found out by reading it back."""
+        """See `LocalSlots`; whether a put succeeded whose answer was lost is found out by reading it back."""
         return self._objects.create(_name(number), content) or self.read(number) == content
 
     def read(self, number: int) -> bytes | None:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         return self._objects.get(_name(number), MOST_SLOT_BYTES)
 
     def delete(self, numbers: list[int]) -> None:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         self._objects.delete([_name(number) for number in numbers])
 
 
@@ -208,7 +186,7 @@ class _RemovedError(Exception):
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: LocalSlots | RemoteSlots) -> None:
         self._slots = slots
         self._next = 0
         self._since_full = 0
@@ -423,11 +401,11 @@ class Committer:
     """Writes what is staged, in a thread of its own.
 
     Args:
-        apply: Shows blocks that are durable, and returns the number of the first row that is still needed.
+        apply: Shows segments that are durable, and returns the number of the first row that is still needed.
     """
 
     def __init__(self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int]) -> None:
-        self._journal = journal
+        self.journal = journal
         self._apply = apply
         self._next_row = next_row
         self._staged: list[Staged] = []
@@ -437,7 +415,7 @@ class Committer:
         threading.Thread(target=self._run, name="holdall-journal", daemon=True).start()
 
     def stage(self, staged: Staged) -> None:
-        """Have a block written; the shard's lock keeps blocks in order."""
+        """Have a segment written; the shard's lock keeps them in order."""
         with self._changed:
             self._staged.append(staged)
             self.backlog += len(staged.entry.payload)
@@ -448,29 +426,16 @@ class Committer:
         while self.backlog:
             time.sleep(_LOOK_AGAIN_S)
 
-    @property
-    def journal(self) -> Journal:
-        """What is written to, to be looked at."""
-        return self._journal
-
-    def hide(self, row: int, move: SegmentMove | None) -> None:
-        """Have the rows before a number left out when the journal is read; nothing may be staged."""
-        _write_until_taken(lambda: self._journal.hide(row, move))
-
-    def end_drain(self) -> None:
-        """Have it remembered that all is elsewhere; nothing may be staged."""
-        _write_until_taken(self._journal.end_drain)
-
-    def close_to_writers(self, memory: str) -> None:
-        """Have it remembered that nothing more is taken; nothing may be staged."""
-        _write_until_taken(lambda: self._journal.close_to_writers(memory))
+    def record(self, write: Callable[[Journal], None]) -> None:
+        """Have something else written to the journal; nothing may be staged."""
+        _write_until_taken(lambda: write(self.journal))
 
     def _run(self) -> None:
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._staged)
-            if self._journal.batching_s:
-                time.sleep(self._journal.batching_s)
+            if self.journal.batching_s:
+                time.sleep(self.journal.batching_s)
             batch = self._taken()
             try:
                 self._write(batch)
@@ -497,12 +462,12 @@ class Committer:
         for each in batch:
             dictionaries |= {dictionary_name(named): named for named in dictionaries_of(each.segment)}
         entries = [each.entry for each in batch]
-        _write_until_taken(lambda: self._journal.append(entries, self._next_row, list(dictionaries.values())))
+        _write_until_taken(lambda: self.journal.append(entries, self._next_row, list(dictionaries.values())))
         self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
         needed = self._apply(batch)
         self._commits += 1
         if self._commits % _TRIM_EVERY == 0:
-            self._journal.trim(needed)
+            self.journal.trim(needed)
 
 
 def _write_until_taken(write: Callable[[], None]) -> None:
