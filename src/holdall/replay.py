@@ -15,7 +15,6 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,13 +24,10 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.checkpoint.background import Arrival, Autosave, Progress, SaveHandle, SaveInterval
-from holdall.checkpoint.ledger import RecordFiles
-from holdall.checkpoint.load import Attached, Restored, restored, sensible
-from holdall.checkpoint.manifest import Manifest
-from holdall.checkpoint.recover import LaneChange, Losses, steps_of
-from holdall.checkpoint.save import Snapshot, store_words
+from holdall.checkpoint.load import Attached, Restored
+from holdall.checkpoint.save import Snapshot
 from holdall.checkpoint.saver import Savers, checked_attachments
-from holdall.checkpoint.source import library_at, newest, place_of
+from holdall.checkpoint.source import Loading, normalized_url, open_reader
 from holdall.delivery.batches import Batches
 from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
 from holdall.delivery.loader import Loader, Prefetched
@@ -40,7 +36,6 @@ from holdall.json_state import (
     generator_of,
     generator_state,
     restored_generator,
-    schema_of,
     schema_words,
 )
 from holdall.native.kernels import chosen_kernels
@@ -435,22 +430,18 @@ class ReplayMemory:
         """
         require_count("keep", keep, 1)
         files = checked_attachments(attach)
-        saver = self._savers.to(place_of(url))
+        saver = self._savers.to(normalized_url(url))
         with self._lock:
             store = self._open()
             frozen = store.freeze(saver.rows_saved())
-            sampled, generator = self._sampler.state(), generator_state(self._generator)
-            prefetched = self._prefetched.state()
-        kind = type(self._sampler).__name__
-        state = {
-            "store": store_words(frozen),
-            "sampler": {"kind": kind, "state": sampled},
-            "generator": generator,
-            "prefetched": prefetched,
-        }
+            state = {
+                "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
+                "generator": generator_state(self._generator),
+                "prefetched": self._prefetched.state(),
+            }
         words = schema_words(self._schema)
         snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
-        return saver.save(snapshot, frozen.transitions, int(keep), progress, mirror)
+        return saver.save(snapshot, int(keep), progress, mirror)
 
     def save_every(
         self,
@@ -479,7 +470,7 @@ class ReplayMemory:
         self._open()
         if self._autosave is not None:
             self._autosave.stop()
-        place, kept = place_of(url), int(keep)
+        place, kept = normalized_url(url), int(keep)
 
         def save(memory: Any) -> SaveHandle:
             handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
@@ -530,65 +521,14 @@ class ReplayMemory:
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
-        library = library_at(url, spill_dir)
 
-        def build(manifest: Manifest) -> Self:  # type: ignore[type-var]  # it is the class's own
-            with sensible(f"checkpoint {manifest.number} of {library.url}"):
-                lanes = schema_of(manifest.schema).num_envs
-            if capacity is not None:
-                require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
-            ticks = None if capacity is None else int(capacity) // lanes
-            losses = Losses() if recover else None
-            found = restored(manifest, library, ticks, losses)
+        def make(schema: Schema, ticks: int, is_final: bool) -> Self:  # type: ignore[type-var]  # it is the class's own
             memory = cls.__new__(cls)
-            memory._set_up(found.schema, ticks or manifest.capacity_ticks, device, budget, prefer, spill_dir, None)
-            try:
-                with sensible(f"checkpoint {manifest.number} of {library.url}"):
-                    memory._take_over(found, sampler)
-            except BaseException:
-                memory.close()
-                raise
-            if losses is None:
-                found.ledger.adopt_rows(manifest.rows, *memory._open().row_layout, manifest.next_tick)
-                memory._savers.to(place_of(url), found.ledger)
-            else:
-                losses.tell(library.url, manifest.number)
-            memory._arrival = Arrival(found.blocks, library.interrupt)
-            memory._attached = Attached(
-                RecordFiles(library_at(url, spill_dir)), manifest.attached
-            )  # also once it is closed
+            memory._set_up(schema, ticks, device if is_final else None, budget, prefer, spill_dir, None)
             return memory
 
-        memory: Self = newest(library, build)
-        if num_envs is None or num_envs == memory.num_envs:
-            return memory
-        with memory:
-            return memory._with_lanes(int(num_envs), None if capacity is None else int(capacity), sampler)
-
-    def _with_lanes(self, lanes: int, capacity: int | None, sampler: Sampler | None) -> Self:
-        """Return a memory of the same transitions in another number of lanes."""
-        plan = LaneChange(self.first_id // self._lanes, self.next_id // self._lanes, self._lanes, lanes)
-        if capacity is not None:
-            require_count("capacity", capacity, lanes, " (num_envs: it counts transitions over all lanes)")
-        # As many as before: lanes that get less than others must not push out what others got.
-        ticks = max(self.capacity // lanes, plan.ticks, 1) if capacity is None else capacity // lanes
-        memory = type(self).__new__(type(self))
-        schema = replace(self._schema, num_envs=lanes)
-        memory._set_up(schema, ticks, self._device, self._budget, self._prefer, self._spill_dir, None)
-        memory._generator, memory._attached = self._generator, self._attached
-        memory._sampler = Uniform() if sampler is None else sampler
-        gathered = self._batches.elsewhere(Delivery(None, self._schema.leaves))
-        try:
-            for part in plan:
-                draw = of_ids(part.ids.reshape(-1))
-                with self._lock:
-                    reading = gathered.look_up(draw, self._open())
-                batch, valid = gathered.make(draw, reading), self.are_valid(draw.ids)
-                memory.extend(*steps_of(batch, part, valid, schema))
-        except BaseException:
-            memory.close()
-            raise
-        return memory
+        loading: Loading[Self] = Loading(make, cls._take_over, sampler, capacity, num_envs, recover)
+        return loading.load(open_reader(url, spill_dir))
 
     @property
     def schema(self) -> Schema:
@@ -696,23 +636,25 @@ class ReplayMemory:
         """Become what was saved."""
         with self._lock:
             store = self._open()
-            store.thaw(found.content)
-            for chunk in found.rows(store.columns_like()):
-                store.take_rows(chunk)
+            found.fill(store)
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
         self._sampler = Uniform() if sampler is None else sampler
-        if type(self._sampler).__name__ == saved["kind"]:
+        if sampler is None and saved["kind"] != type(self._sampler).__name__:
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
+                f"sampler={saved['kind']}(...) with its settings, or another one to start anew"
+            )
+        if found.content is not None and type(self._sampler).__name__ == saved["kind"]:
             self._sampler.restore(saved["state"])
             self._prefetched.restore(found.state.get("prefetched", []), getattr(self._sampler, "_reward_fn", None))
             for one in (self._sampler, getattr(self._sampler, "by", None)):
                 if isinstance(one, Prioritized):
                     one.resize(self.capacity, store.first_tick * self._lanes)
-        elif sampler is None:
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
-                f"sampler={saved['kind']}(...) with its settings, or another one to start anew"
-            )
+        if found.ledger is not None:
+            self._savers.to(found.url, found.ledger)
+        self._arrival = Arrival(found.blocks, found.interrupt)
+        self._attached = found.attached
 
     def _open(self) -> Store:
         if self._store is None:

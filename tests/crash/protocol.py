@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from holdall.checkpoint.directory import LocalLibrary, LocalPlace
+from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref, require_files
 from holdall.checkpoint.source import newest
 from holdall.errors import CheckpointError, DamageError
@@ -18,22 +18,22 @@ RUN = ROOT / "runs" / "one"
 SPILL = ROOT / "spill"
 KEEP = 2
 
-OpenPlace = Callable[[Path, SimulatedDisk], LocalPlace]
+OpenPlace = Callable[[Path, SimulatedDisk], DirectoryWriter]
 
 
 class Run:
     """A trainer that saves: every checkpoint brings four files, and goes on naming some of those before."""
 
-    def __init__(self, disk: SimulatedDisk, open_place: OpenPlace = LocalPlace, seed: int = 0) -> None:
+    def __init__(self, disk: SimulatedDisk, open_writer: OpenPlace = DirectoryWriter, seed: int = 0) -> None:
         self.disk = disk
-        self.place = open_place(RUN, disk)
+        self.place = open_writer(RUN, disk)
         self._seed = seed
         self._files: dict[str, int] = {}
         self._refs: list[Ref] = []
-        numbers = self.place.library.numbers()
+        numbers = self.place.reader.numbers()
         self._number = numbers[0] if numbers else 0
         if numbers:
-            last = newest(self.place.library, lambda manifest: manifest)
+            last = newest(self.place.reader, lambda manifest: manifest)
             self._files, self._refs = dict(last.files), [chunk.ref for chunk in last.rows]
 
     def save(self) -> None:
@@ -108,19 +108,19 @@ def violation(disk: SimulatedDisk, promised: list[int]) -> str:
     The newest whole checkpoint is at least the last that was acknowledged; the last `KEEP` acknowledged ones are all
     whole; and every manifest that can be read has all its bytes.
     """
-    library = LocalLibrary(RUN, disk)
+    reader = DirectoryReader(RUN, disk)
     if promised:
         try:
-            found = newest(library, lambda manifest: manifest)
+            found = newest(reader, lambda manifest: manifest)
         except (CheckpointError, DamageError) as error:
             return f"checkpoint {promised[-1]} was acknowledged, and nothing is left: {error}"
         if found.number < promised[-1]:
             return f"checkpoint {promised[-1]} was acknowledged, and {found.number} is the newest"
-    sizes = library.file_sizes()
+    sizes = reader.file_sizes()
     whole = set()
-    for number in library.numbers():
+    for number in reader.numbers():
         try:
-            manifest = library.manifest(number)
+            manifest = reader.manifest(number)
         except DamageError as error:
             if number in promised[-KEEP:]:
                 return str(error)

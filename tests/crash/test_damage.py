@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import HoldallError, ReplayMemory
-from holdall.checkpoint.directory import LocalLibrary
+from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.ledger import RecordFiles
 from holdall.checkpoint.manifest import Ref
 from holdall.storage import segment
@@ -37,8 +37,8 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def regions(run: Path) -> Iterator[tuple[Path, int, str]]:
     """Name a file, a byte in it and what stands there: both ends and the middle of every part of every record."""
-    manifest = LocalLibrary(run).manifest(1)
-    shelf = RecordFiles(LocalLibrary(run))
+    manifest = DirectoryReader(run).manifest(1)
+    shelf = RecordFiles(DirectoryReader(run))
     for ref in dict.fromkeys(manifest.refs):
         record, file = shelf.record(ref)
         for place, what in _bytes_of(ref, record.nbytes - sum(p.nbytes for p in record.parts.values())):

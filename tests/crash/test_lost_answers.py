@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.checkpoint.object_store import RemotePlace
+from holdall.checkpoint.object_store import ObjectStoreWriter
 
 from .nursery import LANES, SPACE, add, require_right
 from .proxy import HARMS, Proxy, proxy
@@ -33,10 +33,10 @@ def grow(memory: ReplayMemory, ticks: int) -> None:
 
 def require_whole(url: str, number: int, next_id: int) -> None:
     """The newest checkpoint has this number and is right; nothing is there that none of them names."""
-    library = RemotePlace(url).library
-    assert library.numbers()[0] == number
-    named = {name for each in library.numbers() for name in library.manifest(each).files}
-    assert set(library.file_sizes()) == named
+    reader = ObjectStoreWriter(url).reader
+    assert reader.numbers()[0] == number
+    named = {name for each in reader.numbers() for name in reader.manifest(each).files}
+    assert set(reader.file_sizes()) == named
     with ReplayMemory.load(url) as loaded:
         assert loaded.next_id == next_id
         require_right(loaded)
@@ -113,7 +113,7 @@ def test_a_place_is_opened_through_every_answer_that_is_lost(harming: Proxy, har
     """What it is, and whether the store keeps to conditions, is found out all the same."""
     for at in range(MOST_CALLS):
         harming.arm(harm, at)
-        place = RemotePlace(f"s3://runs/{secrets.token_hex(4)}")
+        place = ObjectStoreWriter(f"s3://runs/{secrets.token_hex(4)}")
         assert place.is_fenced
         if not harming.harmed:
             break

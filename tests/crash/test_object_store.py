@@ -14,7 +14,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint.manifest import Manifest, Ref
-from holdall.checkpoint.object_store import Objects, RemotePlace
+from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Forgetful, MissingServerError, Weed, azurite, google
@@ -29,7 +29,7 @@ def grow(memory: ReplayMemory, ticks: int) -> None:
         add(memory, memory.next_id // LANES)
 
 
-def manifest_of(place: RemotePlace, number: int, commit: str) -> Manifest:
+def manifest_of(place: ObjectStoreWriter, number: int, commit: str) -> Manifest:
     file = place.new_file()
     file.write(b"record")
     file.finish()
@@ -50,10 +50,10 @@ def test_a_memory_is_saved_and_loaded(url: str) -> None:
             assert loaded.sample(20).ids.tolist() == memory.sample(20).ids.tolist()
             grow(loaded, 5)
             assert loaded.save(url).result().number == 6
-    place = RemotePlace(url)
-    library = place.library
-    named = {name for number in library.numbers() for name in library.manifest(number).files}
-    assert set(library.file_sizes()) == named
+    place = ObjectStoreWriter(url)
+    reader = place.reader
+    named = {name for number in reader.numbers() for name in reader.manifest(number).files}
+    assert set(reader.file_sizes()) == named
     assert place.is_fenced
 
 
@@ -74,9 +74,9 @@ def test_a_memory_is_saved_to_azure(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         loaded = stack.enter_context(ReplayMemory.load("az://runs/one"))
         assert loaded.next_id == memory.next_id
         require_right(loaded)
-        place = RemotePlace("az://runs/one")
+        place = ObjectStoreWriter("az://runs/one")
         assert place.is_fenced
-        assert place.library.numbers() == [4, 3]
+        assert place.reader.numbers() == [4, 3]
         with pytest.raises(FencedError):
             place.commit(manifest_of(place, 4, "b" * 32))
 
@@ -100,9 +100,9 @@ def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatc
         assert loaded.next_id == memory.next_id
         require_right(loaded)
         assert loaded.attached["agent"] == large
-        place = RemotePlace("gs://runs/one")
+        place = ObjectStoreWriter("gs://runs/one")
         assert place.is_fenced
-        assert place.library.numbers() == [3, 2]
+        assert place.reader.numbers() == [3, 2]
         with pytest.raises(FencedError):
             place.commit(manifest_of(place, 3, "b" * 32))
 
@@ -131,12 +131,12 @@ def test_a_store_that_ignores_conditions_is_found_out(
 @pytest.mark.nightly
 def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
     """The others are told."""
-    places = [RemotePlace(url) for _ in range(12)]
+    places = [ObjectStoreWriter(url) for _ in range(12)]
     for number in range(1, 6):
         outcomes: list[str] = []
         gate = threading.Barrier(len(places))
 
-        def commit(place: RemotePlace, number: int = number, outcomes: Any = outcomes, gate: Any = gate) -> None:
+        def commit(place: ObjectStoreWriter, number: int = number, outcomes: Any = outcomes, gate: Any = gate) -> None:
             manifest = manifest_of(place, number, place.epoch * 2)
             gate.wait()
             try:
@@ -153,7 +153,7 @@ def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
         winners = [epoch for epoch in outcomes if epoch]
         assert len(outcomes) == 12
         assert len(winners) == 1
-        assert places[0].library.manifest(number).epoch == winners[0]
+        assert places[0].reader.manifest(number).epoch == winners[0]
 
 
 def test_a_writer_that_was_overtaken_stops(url: str) -> None:
@@ -176,16 +176,16 @@ def test_a_writer_that_was_overtaken_stops(url: str) -> None:
 
 def test_collecting_spares_what_another_writer_is_about_to_name(url: str) -> None:
     """And takes what one left that can commit no more."""
-    first, second = RemotePlace(url), RemotePlace(url)
+    first, second = ObjectStoreWriter(url), ObjectStoreWriter(url)
     first.commit(manifest_of(first, 1, "a" * 32))
     late = manifest_of(second, 2, "b" * 32)  # uploaded after the first one's commit, before it collects
     first.collect(1, ())
     second.commit(late)
-    assert set(late.files) <= set(second.library.file_sizes())
+    assert set(late.files) <= set(second.reader.file_sizes())
     stale = manifest_of(first, 3, "c" * 32)
     second.commit(manifest_of(second, 3, "d" * 32))
     second.collect(1, ())
-    assert not set(stale.files) & set(second.library.file_sizes())
+    assert not set(stale.files) & set(second.reader.file_sizes())
     with pytest.raises(FencedError):
         first.commit(stale)
 
@@ -208,17 +208,17 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(
     url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Files that arrived are not sent again, by this process or another."""
-    upload = RemotePlace.upload
+    upload = ObjectStoreWriter.upload
     sent: list[str] = []
     most = 2
 
-    def interrupted(own: RemotePlace, name: str, path: Path) -> None:
+    def interrupted(own: ObjectStoreWriter, name: str, path: Path) -> None:
         if len(sent) == most:
             raise CheckpointError("the line is dead")
         upload(own, name, path)
         sent.append(name)
 
-    monkeypatch.setattr(RemotePlace, "upload", interrupted)
+    monkeypatch.setattr(ObjectStoreWriter, "upload", interrupted)
     with new_memory() as memory:
         grow(memory, 150)
         memory.save(tmp_path).result()
@@ -229,7 +229,7 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(
             handle.mirrored(60)
         first = list(sent)
         assert len(first) == 2
-        assert RemotePlace(url).library.numbers() == []
+        assert ObjectStoreWriter(url).reader.numbers() == []
     with ReplayMemory.load(tmp_path) as memory:
         sent.clear()
         most = 1000
@@ -242,12 +242,12 @@ def test_a_copy_that_was_interrupted_goes_on_where_it_was(
 
 def test_an_answer_that_was_lost_is_found_out(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The manifest stands, the client was told otherwise: it reads it back and knows it for its own."""
-    place = RemotePlace(url)
+    place = ObjectStoreWriter(url)
     create = Objects.create
     monkeypatch.setattr(Objects, "create", lambda own, key, content: create(own, key, content) and False)
     place.commit(manifest_of(place, 1, "a" * 32))
     monkeypatch.undo()
-    assert place.library.numbers() == [1]
+    assert place.reader.numbers() == [1]
     with pytest.raises(FencedError):
         place.commit(manifest_of(place, 1, "b" * 32))
 

@@ -7,16 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from holdall.checkpoint.directory import LocalPlace
+from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.manifest import Manifest, encode, manifest_name
 
 from .protocol import KEEP, RUN, OpenPlace, Run, acknowledged, violation
 from .simulated import SimulatedDisk, after_power_cuts
 
 
-def history(saves: int, ignored: tuple[tuple[str, str], ...] = (), open_place: OpenPlace = LocalPlace) -> SimulatedDisk:
+def history(
+    saves: int, ignored: tuple[tuple[str, str], ...] = (), open_writer: OpenPlace = DirectoryWriter
+) -> SimulatedDisk:
     disk = SimulatedDisk(ignored)
-    run = Run(disk, open_place)
+    run = Run(disk, open_writer)
     for _ in range(saves):
         run.save()
     run.place.close()
@@ -83,7 +85,7 @@ def test_a_writer_that_comes_after_a_crash_may_crash_too(every: int) -> None:
     assert looked_at > 100
 
 
-class CollectsFirst(LocalPlace):
+class CollectsFirst(DirectoryWriter):
     """Removes what it believes stale before the new checkpoint is there."""
 
     def commit(self, manifest: Manifest) -> None:
@@ -91,26 +93,26 @@ class CollectsFirst(LocalPlace):
         super().commit(manifest)
 
 
-class CollectsFilesFirst(LocalPlace):
+class CollectsFilesFirst(DirectoryWriter):
     """Removes files before the manifests that name them."""
 
     def commit(self, manifest: Manifest) -> None:
         super().commit(manifest)
-        for name in self.library.file_sizes():
+        for name in self.reader.file_sizes():
             if name not in manifest.files:
                 self._disk.unlink(self._segments / name)
 
 
-class Replaces(LocalPlace):
+class Replaces(DirectoryWriter):
     """Keeps one manifest, takes it away, and puts the next one in its place."""
 
     def commit(self, manifest: Manifest) -> None:
-        for number in self.library.numbers():
+        for number in self.reader.numbers():
             self._disk.unlink(self._manifests / manifest_name(number))
         super().commit(manifest)
 
 
-class WritesInPlace(LocalPlace):
+class WritesInPlace(DirectoryWriter):
     """Writes the manifest under its final name, and never syncs its bytes."""
 
     def commit(self, manifest: Manifest) -> None:
@@ -122,12 +124,12 @@ class WritesInPlace(LocalPlace):
 
 
 MUTANTS: dict[str, tuple[tuple[tuple[str, str], ...], OpenPlace]] = {
-    "data files are not synced": ((("sync", "/segments/"),), LocalPlace),
-    "the directory of data files is not synced": ((("sync_directory", "/segments"),), LocalPlace),
-    "files that were taken over are not synced": ((("sync", "/spill/"),), LocalPlace),
-    "manifests are not synced": ((("sync", "/manifests/"),), LocalPlace),
-    "the directory of manifests is not synced": ((("sync_directory", "/manifests"),), LocalPlace),
-    "new directories are not synced": ((("sync_directory", "/one"), ("sync_directory", "/runs")), LocalPlace),
+    "data files are not synced": ((("sync", "/segments/"),), DirectoryWriter),
+    "the directory of data files is not synced": ((("sync_directory", "/segments"),), DirectoryWriter),
+    "files that were taken over are not synced": ((("sync", "/spill/"),), DirectoryWriter),
+    "manifests are not synced": ((("sync", "/manifests/"),), DirectoryWriter),
+    "the directory of manifests is not synced": ((("sync_directory", "/manifests"),), DirectoryWriter),
+    "new directories are not synced": ((("sync_directory", "/one"), ("sync_directory", "/runs")), DirectoryWriter),
     "collected before the commit": ((), CollectsFirst),
     "files are collected before manifests": ((), CollectsFilesFirst),
     "the last manifest is taken away first": ((), Replaces),
@@ -138,8 +140,8 @@ MUTANTS: dict[str, tuple[tuple[tuple[str, str], ...], OpenPlace]] = {
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_protocol_that_leaves_a_step_out_is_caught(mutant: str) -> None:
     """The simulation finds each of these: it would find the same in the real one."""
-    ignored, open_place = MUTANTS[mutant]
-    _, found = violations(history(4, ignored, open_place), most_at_a_cut=64, enough=1)
+    ignored, open_writer = MUTANTS[mutant]
+    _, found = violations(history(4, ignored, open_writer), most_at_a_cut=64, enough=1)
     assert found
 
 

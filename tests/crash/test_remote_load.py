@@ -15,7 +15,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import background as arrival
-from holdall.checkpoint.object_store import Objects, RemotePlace
+from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
 from holdall.native.kernels import chosen_kernels
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.storage import segment
@@ -70,7 +70,7 @@ def test_a_batch_is_drawn_before_all_was_read(
     """What it needs is fetched, and no more than pages around it."""
     chosen: Kernels = PortableKernels() if kernels == "portable" else chosen_kernels()
     monkeypatch.setattr("holdall.replay.chosen_kernels", lambda: chosen)
-    total = sum(RemotePlace(saved).library.file_sizes().values())
+    total = sum(ObjectStoreWriter(saved).reader.file_sizes().values())
     with ReplayMemory.load(saved, spill_dir=tmp_path / "spill") as memory:
         at_load = sum(fetched)
         ids = np.arange(200, 220)
@@ -112,8 +112,8 @@ def test_a_file_that_another_writer_removed_is_told(saved: str, url: str) -> Non
     with ReplayMemory.load(saved) as memory:
         memory.save(url).result()
     with ReplayMemory.load(url) as memory:
-        place = RemotePlace(url)
-        place._objects.delete([f"segments/{name}" for name in place.library.file_sizes()])
+        place = ObjectStoreWriter(url)
+        place._objects.delete([f"segments/{name}" for name in place.reader.file_sizes()])
         with pytest.raises(CheckpointError, match="is gone"):
             require_right(memory)
 

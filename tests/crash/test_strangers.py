@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from holdall import HoldallError, ReplayMemory
-from holdall.checkpoint.directory import LocalLibrary
+from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.manifest import Ref, signed, signed_text
 from holdall.storage.records import MAGIC, PREAMBLE
 
@@ -93,7 +93,7 @@ def forge(run: Path, generator: random.Random) -> str:
     if generator.random() < 0.3:
         name.write_bytes(signed(json.dumps(mutated(words, generator)).encode()))
         return "manifest"
-    refs: list[Ref] = LocalLibrary(run).manifest(1).refs
+    refs: list[Ref] = DirectoryReader(run).manifest(1).refs
     ref = generator.choice(refs)
     with (run / "segments" / ref.file).open("rb") as file:
         file.seek(ref.start)

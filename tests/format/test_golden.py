@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from holdall import ReplayMemory
-from holdall.checkpoint.directory import LocalLibrary
+from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.ledger import RecordFiles
 from holdall.testing import OracleMemory, assert_same_bits
 
@@ -54,7 +54,7 @@ def test_a_golden_checkpoint_is_read_bit_for_bit(version: str, tmp_path: Path) -
 
 def test_the_golden_checkpoint_has_every_kind_of_record() -> None:
     """So that none of them changes unnoticed."""
-    library = LocalLibrary(HERE / "v1")
-    shelf = RecordFiles(library)
-    kinds = {shelf.record(ref)[0].kind for ref in library.manifest(1).refs}
+    reader = DirectoryReader(HERE / "v1")
+    shelf = RecordFiles(reader)
+    kinds = {shelf.record(ref)[0].kind for ref in reader.manifest(1).refs}
     assert kinds >= {"rows", "logs", "slices", "piece", "state", "file"}

@@ -15,7 +15,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from holdall.checkpoint.manifest import Manifest, next_number
-from holdall.checkpoint.object_store import Objects, RemotePlace
+from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.storage.blocks import Extent, SegmentFile
 
@@ -195,7 +195,7 @@ class CheckpointMirror:
         self._url = url
         self._segments = segments
         self._objects = Objects(url)
-        self._place: RemotePlace | None = None
+        self._place: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_MirrorJob] = deque()
         self._at_work: _MirrorJob | None = None
@@ -261,13 +261,13 @@ class CheckpointMirror:
 
     def _copy(self, job: _MirrorJob) -> None:
         if self._place is None:
-            self._place = RemotePlace(self._url, self._objects)
-            self._last = max(self._place.library.numbers(), default=0)
+            self._place = ObjectStoreWriter(self._url, self._objects)
+            self._last = max(self._place.reader.numbers(), default=0)
         place, manifest = self._place, job.manifest
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
-        number = max(manifest.number, next_number(place.library, self._last, manifest.epoch))
+        number = max(manifest.number, next_number(place.reader, self._last, manifest.epoch))
         manifest = replace(manifest, number=number)
-        there = place.library.file_sizes()
+        there = place.reader.file_sizes()
         for name, nbytes in manifest.files.items():
             if there.get(name) != nbytes:
                 place.upload(name, self._segments / name)

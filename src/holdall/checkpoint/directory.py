@@ -19,11 +19,13 @@ from holdall.checkpoint.manifest import (
     MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
     new_epoch,
     require_format,
@@ -161,7 +163,7 @@ _TEMPORARY = ".tmp"
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
-class LocalLibrary:
+class DirectoryReader:
     """Checkpoints in a directory, to be read."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
@@ -209,6 +211,20 @@ class LocalLibrary:
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
 
+    def reopened(self) -> DirectoryReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return self
+
+    def below(self, folder: str) -> DirectoryReader:
+        """Return the checkpoints of one shard."""
+        return DirectoryReader(self.root / folder, self._disk)
+
+    def above(self) -> DirectoryReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        top = self.root.parent.parent
+        is_below = SHARD_FOLDER.fullmatch(f"{self.root.parent.name}/{self.root.name}") is not None
+        return DirectoryReader(top, self._disk) if is_below and "FORMAT" in self._disk.names(top) else None
+
     def interrupt(self) -> None:
         """Nothing is waited for."""
 
@@ -230,7 +246,7 @@ class LocalLibrary:
         return raw
 
 
-class LocalFile:
+class DirectoryFile:
     """A file of records under a temporary name."""
 
     def __init__(self, disk: FileSystem, path: Path) -> None:
@@ -273,7 +289,7 @@ class LocalFile:
             self._disk.close(file)
 
 
-class LocalPlace:
+class DirectoryWriter:
     """A directory that this writer holds.
 
     Args:
@@ -289,7 +305,7 @@ class LocalPlace:
         self._root = root
         self._segments, self._manifests = root / "segments", root / "manifests"
         self._sequence = 0
-        self.library = LocalLibrary(root, self._disk)
+        self.reader = DirectoryReader(root, self._disk)
         with told(self.url, "opened for writing"):
             for parent in reversed(root.parents):
                 self._make_directory(parent)
@@ -303,10 +319,10 @@ class LocalPlace:
                 self.close()
                 raise
 
-    def new_file(self) -> LocalFile:
+    def new_file(self) -> DirectoryFile:
         """Begin a file of records."""
         self._sequence += 1
-        return LocalFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
+        return DirectoryFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
 
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
@@ -348,24 +364,15 @@ class LocalPlace:
                 self._disk.unlink(temporary)
         self._disk.sync_directory(self._manifests)
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names."""
-        numbers, kept, named = self.library.numbers(), 0, set(in_use)
-        stale = []
-        for number in numbers:
-            if kept >= keep:
-                stale.append(number)
-                continue
-            try:
-                named.update(self.library.manifest(number).files)
-                kept += 1
-            except DamageError:
-                stale.append(number)
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
         for number in stale:
             self._disk.unlink(self._manifests / manifest_name(number))
         self._disk.sync_directory(self._manifests)
         freed = 0
-        for name, nbytes in self.library.file_sizes().items():
+        for name, nbytes in self.reader.file_sizes().items():
             if name not in named:
                 self._disk.unlink(self._segments / name)
                 freed += nbytes
@@ -395,7 +402,7 @@ class LocalPlace:
 
     def _require_format(self) -> None:
         if "FORMAT" in self._disk.names(self._root):
-            self.library.require()
+            self.reader.require()
             return
         temporary = self._root / f"FORMAT.{self.epoch}{_TEMPORARY}"
         file = self._disk.create(temporary)

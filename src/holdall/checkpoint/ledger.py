@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from holdall.checkpoint.manifest import CheckpointLibrary, CheckpointPlace, Chunk, NewFile, Ref
+from holdall.checkpoint.manifest import CheckpointReader, CheckpointWriter, Chunk, NewFile, Ref
 from holdall.errors import DamageError
 from holdall.storage.blocks import Extent, SegmentFile, SliceBlock
 from holdall.storage.records import Buffer, Record, unpack
@@ -34,7 +34,7 @@ class RecordWriter:
         wrote: Is told of every record's bytes.
     """
 
-    def __init__(self, place: CheckpointPlace, wrote: Callable[[int], None]) -> None:
+    def __init__(self, place: CheckpointWriter, wrote: Callable[[int], None]) -> None:
         self.files: dict[str, int] = {}
         self._place = place
         self._wrote = wrote
@@ -199,7 +199,7 @@ MOST_FILES = 192
 _FILES_LEFT = 96
 
 
-def merge(ledger: Ledger, library: CheckpointLibrary, writer: RecordWriter) -> Ledger:
+def merge(ledger: Ledger, reader: CheckpointReader, writer: RecordWriter) -> Ledger:
     """Copy the records of the smallest files to `writer` if there are too many; return where all of them lie then."""
     used: Counter[str] = Counter()
     for ref in set(_refs(ledger)):
@@ -207,7 +207,7 @@ def merge(ledger: Ledger, library: CheckpointLibrary, writer: RecordWriter) -> L
     if len(used) <= MOST_FILES:
         return ledger
     smallest = {name for name, _ in used.most_common()[_FILES_LEFT:]}
-    shelf = RecordFiles(library)
+    shelf = RecordFiles(reader)
     moved = {ref: _copied(shelf, ref, writer) for ref in dict.fromkeys(_refs(ledger)) if ref.file in smallest}
 
     def now(ref: Ref) -> Ref:
@@ -264,8 +264,8 @@ class ReadAhead:
 class RecordFiles:
     """The files of a checkpoint, opened as they are needed and read by position."""
 
-    def __init__(self, library: CheckpointLibrary) -> None:
-        self._library = library
+    def __init__(self, reader: CheckpointReader) -> None:
+        self._library = reader
         self._files: dict[str, tuple[SegmentFile, int]] = {}
 
     def open(self, name: str) -> tuple[SegmentFile, int]:

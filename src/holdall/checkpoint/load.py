@@ -17,13 +17,13 @@ from typing import Any
 from holdall.checkpoint.ledger import Ledger, RecordFiles
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointLibrary,
+    CheckpointReader,
     Chunk,
     Manifest,
     Ref,
     SegmentEntry,
 )
-from holdall.checkpoint.recover import Losses, blank_parts, blank_rows
+from holdall.checkpoint.recover import LostTicks, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError, HoldallError
 from holdall.json_state import dtype_of, schema_of
 from holdall.schema import Leaf, Schema
@@ -45,6 +45,7 @@ from holdall.storage.records import (
 from holdall.storage.segment import Segment
 from holdall.storage.slices import ClosedPart
 from holdall.storage.snapshot import RowChunk, StoreContent
+from holdall.storage.store import Store
 
 _HEAD_BYTES = 2**11
 _MOST_BLOCK_BYTES = 2**34
@@ -54,13 +55,26 @@ _MOST_BLOCK_BYTES = 2**34
 class Restored:
     """What a memory is made of again."""
 
+    url: str
     manifest: Manifest
     schema: Schema
-    content: StoreContent
+    content: StoreContent | None  # None: the transitions were added to the memory already
     state: dict[str, Any]
-    ledger: Ledger
-    rows: Callable[[Like], Iterator[RowChunk]]
-    blocks: list[Extent]  # of full blocks, newest first
+    attached: Attached
+    ledger: Ledger | None = None  # None: the next save begins from nothing
+    rows: Callable[[Like], Iterator[RowChunk]] = lambda _like: iter(())
+    blocks: list[Extent] = field(default_factory=list)  # of full blocks, newest first
+    interrupt: Callable[[], None] = lambda: None  # ends all waiting for an object store
+
+    def fill(self, store: Store) -> None:
+        """Put the content into a store as it was made."""
+        if self.content is None:
+            return
+        store.thaw(self.content)
+        for chunk in self.rows(store.columns_like()):
+            store.take_rows(chunk)
+        if self.ledger is not None:
+            self.ledger.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
 
 
 @dataclass(slots=True)
@@ -159,18 +173,18 @@ def sensible(what: str) -> Iterator[None]:
 
 
 def restored(
-    manifest: Manifest, library: CheckpointLibrary, capacity_ticks: int | None, losses: Losses | None = None
+    manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, losses: LostTicks | None = None
 ) -> Restored:
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
-        library: Where its files lie.
+        reader: Where its files lie.
         capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
-    with sensible(f"checkpoint {manifest.number} of {library.url}"):
+    with sensible(f"checkpoint {manifest.number} of {reader.url}"):
         schema = schema_of(manifest.schema)
-        shelf = RecordFiles(library)
+        shelf = RecordFiles(reader)
         held = capacity_ticks or manifest.capacity_ticks
         first_tick = max(manifest.first_tick, manifest.next_tick - held)
         _expect(manifest, shelf, first_tick)
@@ -183,14 +197,24 @@ def restored(
         blocks = _LoadedBlocks(shelf, manifest, dictionaries)
         content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
         return Restored(
+            url=reader.url,
             manifest=manifest,
             schema=schema,
             content=content,
             state=state,
-            ledger=_ledger(manifest, blocks, first_tick),
+            attached=Attached(RecordFiles(reader.reopened()), manifest.attached),
+            ledger=None if losses is not None else _ledger(manifest, blocks, first_tick),
             rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
             blocks=_extents(content.segments),
+            interrupt=reader.interrupt,
         )
+
+
+def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
+    """Read only what was saved besides the transitions."""
+    with sensible(f"checkpoint {manifest.number} of {reader.url}"):
+        record, file = RecordFiles(reader).record(manifest.state)
+        return unpack_state(record, file.read)
 
 
 def _expect(manifest: Manifest, shelf: RecordFiles, first_tick: int) -> None:
@@ -210,7 +234,7 @@ def _index_bytes(block: BlockEntry) -> int:
 
 
 def _content(
-    manifest: Manifest, schema: Schema, words: Any, blocks: _LoadedBlocks, first_tick: int, losses: Losses | None
+    manifest: Manifest, schema: Schema, words: Any, blocks: _LoadedBlocks, first_tick: int, losses: LostTicks | None
 ) -> StoreContent:
     observed = schema.observation.leaves
     large = [int(i) for i in words["large"]]
@@ -239,7 +263,7 @@ def _content(
 
 
 def _segments(
-    manifest: Manifest, blocks: _LoadedBlocks, leaves: list[Leaf], lanes: int, first_tick: int, losses: Losses | None
+    manifest: Manifest, blocks: _LoadedBlocks, leaves: list[Leaf], lanes: int, first_tick: int, losses: LostTicks | None
 ) -> list[Segment[ClosedPart]]:
     segments = []
     for entry in manifest.segments:
@@ -284,7 +308,7 @@ def _parts(
 
 
 def _rows(
-    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: Losses | None
+    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: LostTicks | None
 ) -> Iterator[RowChunk]:
     done = first_tick
     for chunk in manifest.rows:
@@ -310,7 +334,7 @@ def _chunk(shelf: RecordFiles, chunk: Chunk, like: Like) -> RowChunk:
 
 
 def _rows_left(
-    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: Losses
+    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: LostTicks
 ) -> Iterator[RowChunk]:
     """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
     entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]

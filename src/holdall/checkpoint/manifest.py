@@ -7,6 +7,7 @@ A manifest that does not pass is no checkpoint.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -21,11 +22,13 @@ from holdall.storage.blocks import SegmentFile
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
-KNOWN_FEATURES: frozenset[str] = frozenset()
+SHARDS = "shards"
+KNOWN_FEATURES = frozenset([SHARDS])
 """What a reader must understand beyond version 1; a manifest that asks for more is refused."""
 
 MOST_MANIFEST_BYTES = 64 * 2**20
 DATA_NAME = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}\.seg")
+SHARD_FOLDER = re.compile(r"shards/[0-9]{5}")
 MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
@@ -74,8 +77,19 @@ class BlockEntry:
 
 
 @dataclass(frozen=True, slots=True)
+class ShardEntry:
+    """The checkpoint of one shard, which lies in a folder of its own below the manifest that names it."""
+
+    folder: str  # shards/00003
+    number: int
+    commit: str
+    transitions: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
-    """A checkpoint."""
+    """A checkpoint: of one memory, or of the shards that it names."""
 
     number: int
     commit: str  # names this very attempt to write it
@@ -92,6 +106,7 @@ class Manifest:
     blocks: tuple[BlockEntry, ...] = ()
     dictionaries: dict[str, Ref] = field(default_factory=dict)  # by the sha256 of their content
     attached: dict[str, tuple[Ref, ...]] = field(default_factory=dict)  # a trainer's own files, in pieces
+    shards: tuple[ShardEntry, ...] = ()
 
     @property
     def refs(self) -> list[Ref]:
@@ -100,6 +115,11 @@ class Manifest:
         found += [ref for refs in self.attached.values() for ref in refs]
         found += [chunk.ref for chunk in self.rows] + [segment.ref for segment in self.segments]
         return found + [ref for block in self.blocks for ref in block.refs]
+
+
+def shard_folder(shard: int) -> str:
+    """Name the folder of a shard's own checkpoints."""
+    return f"shards/{shard:05d}"
 
 
 def manifest_name(number: int) -> str:
@@ -117,7 +137,7 @@ def encode(manifest: Manifest) -> bytes:
     words = {
         "format": FORMAT,
         "version": VERSION,
-        "features": sorted(KNOWN_FEATURES),
+        "features": [SHARDS] if manifest.shards else [],
         "number": manifest.number,
         "commit": manifest.commit,
         "epoch": manifest.epoch,
@@ -134,6 +154,8 @@ def encode(manifest: Manifest) -> bytes:
         "dictionaries": {name: packed(ref) for name, ref in manifest.dictionaries.items()},
         "attached": {name: [packed(ref) for ref in refs] for name, refs in manifest.attached.items()},
     }
+    if manifest.shards:
+        words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
     return signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
 
 
@@ -212,6 +234,13 @@ def _decoded(words: Any) -> Manifest:
             _match(ATTACHMENT_NAME, name): tuple(unpacked(ref) for ref in refs)
             for name, refs in words["attached"].items()
         },
+        shards=tuple(_shard_of(*shard) for shard in words.get(SHARDS, [])),
+    )
+
+
+def _shard_of(folder: Any, number: Any, commit: Any, transitions: Any, nbytes: Any) -> ShardEntry:
+    return ShardEntry(
+        _match(SHARD_FOLDER, folder), _count(number), _match(_HEX32, commit), _count(transitions), _count(nbytes)
     )
 
 
@@ -265,7 +294,7 @@ class NewFile(Protocol):
         """Throw it away."""
 
 
-class CheckpointLibrary(Protocol):
+class CheckpointReader(Protocol):
     """Checkpoints to be read."""
 
     url: str
@@ -285,11 +314,20 @@ class CheckpointLibrary(Protocol):
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Open a file of records, to be read by position; return it and its bytes."""
 
+    def reopened(self) -> CheckpointReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+
+    def below(self, folder: str) -> CheckpointReader:
+        """Return the checkpoints of one shard."""
+
+    def above(self) -> CheckpointReader | None:
+        """Return the checkpoints whose manifests may name those here; None if these are no shard's."""
+
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
 
 
-class CheckpointPlace(Protocol):
+class CheckpointWriter(Protocol):
     """A place that one writer holds."""
 
     url: str
@@ -298,7 +336,7 @@ class CheckpointPlace(Protocol):
     """Bytes from which on a file that is written behind the memory is finished before the next commit."""
 
     @property
-    def library(self) -> CheckpointLibrary:
+    def reader(self) -> CheckpointReader:
         """What is there, to be read."""
 
     def new_file(self) -> NewFile:
@@ -313,8 +351,11 @@ class CheckpointPlace(Protocol):
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; FencedError if its number is taken."""
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
-        """Remove all but the last `keep` checkpoints, and the files that nothing names; return their bytes."""
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
+        """Remove all but the last `keep` checkpoints, and the files that nothing names; return their bytes.
+
+        None keeps what the manifest of a memory over shards names, or will name: for the shards themselves.
+        """
 
     def close(self) -> None:
         """Let another writer in."""
@@ -323,7 +364,7 @@ class CheckpointPlace(Protocol):
         """Give up waiting for a server that does not answer."""
 
 
-def next_number(library: CheckpointLibrary, last: int, epoch: str) -> int:
+def next_number(reader: CheckpointReader, last: int, epoch: str) -> int:
     """Return the number of a writer's next checkpoint.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
@@ -332,13 +373,37 @@ def next_number(library: CheckpointLibrary, last: int, epoch: str) -> int:
         last: The newest number when the writer came, or its own last one.
         epoch: The writer's name.
     """
-    newest = max(library.numbers(), default=0)
-    if newest > last and library.manifest(newest).epoch != epoch:
+    newest = max(reader.numbers(), default=0)
+    if newest > last and reader.manifest(newest).epoch != epoch:
         raise FencedError(
-            f"{library.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
+            f"{reader.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
             "own, or load what is there"
         )
     return max(newest, last) + 1
+
+
+def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], list[int]]:
+    """Return the checkpoints that stay, the last `keep` that can be read, and the numbers of those that go.
+
+    Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
+    that is named stay too: a save over shards is about to name them.
+
+    Args:
+        keep: None: what a manifest above does not name, or will.
+    """
+    above, numbers = reader.above(), reader.numbers()
+    stays = set(numbers)
+    if above is not None:
+        shards = [shard for number in above.numbers() for shard in above.manifest(number).shards]
+        named = {shard.number for shard in shards if reader.url.endswith(f"/{shard.folder}")}
+        stays = {number for number in numbers if number in named or number > max(named, default=0)}
+        keep = None
+    kept: list[Manifest] = []
+    for number in numbers:
+        if number in stays and (keep is None or len(kept) < keep):
+            with contextlib.suppress(DamageError):
+                kept.append(reader.manifest(number))
+    return kept, sorted(set(numbers) - {manifest.number for manifest in kept})
 
 
 def new_epoch() -> str:
@@ -369,6 +434,22 @@ def require_format(raw: bytes, url: str) -> None:
         raise DamageError(f"{url}: its FORMAT file is damaged, or none of holdall's; choose another place")
     if not readable:
         raise DamageError(f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it")
+
+
+def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:
+    """Refuse a manifest whose files, or whose shards' files, are not all there in full."""
+    require_files(manifest, sizes)
+    for shard in manifest.shards:
+        below = reader.below(shard.folder)
+        require_files(shard_manifest(below, shard), below.file_sizes())
+
+
+def shard_manifest(reader: CheckpointReader, shard: ShardEntry) -> Manifest:
+    """Read the manifest of a shard, which must be the very one that the manifest above names."""
+    manifest = reader.manifest(shard.number)
+    if manifest.commit != shard.commit:
+        raise DamageError(f"{reader.url} holds another checkpoint {shard.number} than the manifest above names")
+    return manifest
 
 
 def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:

@@ -26,11 +26,13 @@ from holdall.checkpoint.manifest import (
     MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
+    SHARD_FOLDER,
     Manifest,
     data_name,
     decode,
     encode,
     format_text,
+    kept_and_stale,
     manifest_name,
     new_epoch,
     require_format,
@@ -79,6 +81,12 @@ class Objects:
             self._store: Any = obstore.store.from_url(self.url, retry_config=_RETRIES)
         except Exception as error:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
+
+    def elsewhere(self, url: str) -> Objects:
+        """Return the objects below another url; whoever stops these stops those."""
+        other = Objects(url)
+        other.stopped = self.stopped
+        return other
 
     def create(self, key: str, content: Buffer) -> bool:
         """Put an object where none is; say whether it was done, as far as the answer tells."""
@@ -181,7 +189,7 @@ class Objects:
             wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
-class RemoteLibrary:
+class ObjectStoreReader:
     """Checkpoints in an object store, to be read."""
 
     def __init__(self, objects: Objects, cache_dir: str | os.PathLike[str] | None = None) -> None:
@@ -236,12 +244,27 @@ class RemoteLibrary:
             ) from error
         return AwaitedFile(Path(f"{self.url}/{key}"), descriptor, nbytes, partial(self._objects.ranges, key)), nbytes
 
+    def reopened(self) -> ObjectStoreReader:
+        """Return the same checkpoints; `interrupt` does not end reading them."""
+        return ObjectStoreReader(Objects(self.url), self._cache_dir)
+
+    def below(self, folder: str) -> ObjectStoreReader:
+        """Return the checkpoints of one shard."""
+        return ObjectStoreReader(self._objects.elsewhere(f"{self.url}/{folder}"), self._cache_dir)
+
+    def above(self) -> ObjectStoreReader | None:
+        """Return the checkpoints whose manifests may name those here."""
+        if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
+            return None
+        top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
+        return None if top.get("FORMAT", MOST_FORMAT_BYTES) is None else ObjectStoreReader(top, self._cache_dir)
+
     def interrupt(self) -> None:
         """Give up waiting for the store."""
         self._objects.stopped.set()
 
 
-class RemoteFile:
+class ObjectStoreFile:
     """A file of records that is spooled to a disk, and put when it is finished."""
 
     def __init__(self, objects: Objects, name: str) -> None:
@@ -280,7 +303,7 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
         objects.put_in_parts(key, descriptor)
 
 
-class RemotePlace:
+class ObjectStoreWriter:
     """A prefix of an object store that this writer holds, as far as the store lets it."""
 
     behind_bytes = 16 * 2**20
@@ -289,11 +312,11 @@ class RemotePlace:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
         self.epoch = new_epoch()
-        self.library = RemoteLibrary(self._objects)
+        self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
         if not self._objects.create("FORMAT", format_text()):
-            self.library.require()
+            self.reader.require()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -301,10 +324,10 @@ class RemotePlace:
                 self.url,
             )
 
-    def new_file(self) -> RemoteFile:
+    def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return RemoteFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.epoch, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
@@ -319,7 +342,7 @@ class RemotePlace:
         """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
-        self._seen = set(self.library.file_sizes())
+        self._seen = set(self.reader.file_sizes())
         if not self.is_fenced:
             self._objects.put(key, content)
             return
@@ -330,21 +353,16 @@ class RemotePlace:
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
 
-    def collect(self, keep: int, in_use: Iterable[str]) -> int:
+    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
 
         Another writer's files stay if they came after this one's last manifest: it may be about to name them. One
         whose files were there before it wants a number that is taken, and will be refused.
         """
-        kept, stale, named = 0, [], set(in_use)
-        for number in self.library.numbers():
-            if kept >= keep:
-                stale.append(f"manifests/{manifest_name(number)}")
-                continue
-            named.update(self.library.manifest(number).files)
-            kept += 1
-        self._objects.delete(stale)
-        sizes = self.library.file_sizes()
+        kept, stale = kept_and_stale(self.reader, keep)
+        named = set(in_use).union(*(manifest.files for manifest in kept))
+        self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
+        sizes = self.reader.file_sizes()
         old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])

@@ -22,14 +22,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from holdall.checkpoint.background import Checkpoint
 from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointPlace,
+    CheckpointWriter,
     Chunk,
     Manifest,
     Ref,
     SegmentEntry,
+    ShardEntry,
+    shard_folder,
 )
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name
@@ -72,10 +75,22 @@ class Snapshot:
     store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
     schema: dict[str, Any]
     capacity_ticks: int
-    state: dict[str, Any]
+    state: dict[str, Any]  # of sampler and generator, and what else the owner wants back
     attach: Mapping[str, Path | bytes]
     lock: threading.Lock  # of the memory: rows are read under it
     release: Callable[[FrozenRows], None]
+
+
+@dataclass(slots=True)
+class ShardsSnapshot:
+    """What a checkpoint of a memory over shards holds besides the shards' own checkpoints."""
+
+    schema: dict[str, Any]
+    capacity_ticks: int
+    state: dict[str, Any]
+    attach: Mapping[str, Path | bytes]
+    wait: Callable[[], Mapping[int, Checkpoint]]
+    """Waits for the saves of all shards that were begun with this one, each to `shard_url`; returns them by number."""
 
 
 class _Pending(NamedTuple):
@@ -88,7 +103,7 @@ class _Pending(NamedTuple):
 class Saving:
     """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
 
-    def __init__(self, place: CheckpointPlace, ledger: Ledger, coder: Coder) -> None:
+    def __init__(self, place: CheckpointWriter, ledger: Ledger, coder: Coder) -> None:
         self._place = place
         self._owner = self._ledger = ledger
         self._fresh = Ledger()
@@ -124,7 +139,7 @@ class Saving:
         for writer in self._writers:
             writer.abandon()
 
-    def run(self, snapshot: Snapshot, number: int, told: Callable[[str, int], None]) -> Manifest:
+    def run(self, snapshot: Snapshot | ShardsSnapshot, number: int, told: Callable[[str, int], None]) -> Manifest:
         """Write everything and commit it.
 
         Args:
@@ -132,7 +147,10 @@ class Saving:
         """
         self._told = told
         try:
-            manifest = self._write(snapshot, number)
+            if isinstance(snapshot, ShardsSnapshot):
+                manifest = self._write_shards(snapshot, number)
+            else:
+                manifest = self._write(snapshot, number)
             self._told("commit", self.bytes_written)
             self._place.commit(manifest)
         except BaseException:
@@ -150,9 +168,10 @@ class Saving:
         store, snapshot.store = snapshot.store, None
         if store is None:
             raise CheckpointError("a snapshot was saved twice; report this")
+        state = {"store": store_words(store), **snapshot.state}
         unsettled = self._write_rows(store, snapshot)
         self._ledger.forget_before(store.first_tick)
-        self._ledger = merge(self._ledger, self._place.library, self._lasting)
+        self._ledger = merge(self._ledger, self._place.reader, self._lasting)
         blocks: list[BlockEntry] = []
         segments: list[SegmentEntry] = []
         if store.segments is not None:
@@ -160,7 +179,7 @@ class Saving:
             store = replace(store, segments=None)
             self._write_blocks(pending, blocks)
         attached = self._write_files(snapshot.attach)
-        state = self._brief.append(pack_state(snapshot.state))
+        state_ref = self._brief.append(pack_state(state))
         for writer in self._writers:
             writer.finish()
             self._fresh.files |= writer.files
@@ -174,7 +193,7 @@ class Saving:
             capacity_ticks=snapshot.capacity_ticks,
             schema=snapshot.schema,
             files={},
-            state=state,
+            state=state_ref,
             rows=self._chunks(store, unsettled),
             segments=tuple(segments),
             blocks=tuple(blocks),
@@ -184,6 +203,33 @@ class Saving:
         known = self._ledger.files | self._fresh.files
         names = dict.fromkeys(ref.file for ref in manifest.refs)
         return replace(manifest, files={name: known[name] for name in names})
+
+    def _write_shards(self, snapshot: ShardsSnapshot, number: int) -> Manifest:
+        """Name the checkpoints of all shards, which are complete by then."""
+        self._phase = "shards"
+        shards = []
+        for shard, saved in sorted(snapshot.wait().items()):
+            self._wrote(saved.bytes_written)
+            folder = shard_folder(shard)
+            commit = self._place.reader.below(folder).manifest(saved.number).commit
+            shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
+        attached = self._write_files(snapshot.attach)
+        state = self._brief.append(pack_state(snapshot.state))
+        self._brief.finish()
+        return Manifest(
+            number=number,
+            commit=secrets.token_hex(16),
+            epoch=self._place.epoch,
+            time=time.time(),
+            first_tick=0,
+            next_tick=0,
+            capacity_ticks=snapshot.capacity_ticks,
+            schema=snapshot.schema,
+            files=dict(self._brief.files),
+            state=state,
+            attached=attached,
+            shards=tuple(shards),
+        )
 
     def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
         """Write the rows that are new; return those that will have to be written again."""

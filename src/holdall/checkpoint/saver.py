@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 from holdall.checkpoint.background import Checkpoint, CheckpointMirror, Progress, SaveHandle
 from holdall.checkpoint.directory import told
 from holdall.checkpoint.ledger import Ledger, RowsKey
-from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointPlace, next_number
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, CheckpointWriter, next_number
 from holdall.checkpoint.object_store import is_remote
-from holdall.checkpoint.save import Saving, Snapshot
-from holdall.checkpoint.source import open_place
+from holdall.checkpoint.save import Saving, ShardsSnapshot, Snapshot
+from holdall.checkpoint.source import open_writer
 from holdall.errors import ArgumentError, HoldallError
 from holdall.storage.blocks import Coder, SliceBlock
 from holdall.storage.snapshot import FullBlock
@@ -62,11 +62,10 @@ _LOG = logging.getLogger("holdall")
 class _SaveJob(NamedTuple):
     """A checkpoint to be made."""
 
-    snapshot: Snapshot
+    snapshot: Snapshot | ShardsSnapshot
     handle: SaveHandle
-    keep: int
+    keep: int | None
     progress: Progress | None
-    transitions: int
     mirror: CheckpointMirror | None
 
 
@@ -74,18 +73,18 @@ class Saver:
     """Writes checkpoints to one place.
 
     Args:
-        open_place: Takes hold of the place; called in the background, with the first save.
+        open_writer: Takes hold of the place; called in the background, with the first save.
         ledger: What the place holds of the memory already, if it was loaded from there.
     """
 
     def __init__(
-        self, url: str, open_place: Callable[[], CheckpointPlace], coder: Coder, ledger: Ledger | None = None
+        self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, ledger: Ledger | None = None
     ) -> None:
         self.url = url
-        self._open_place = open_place
+        self._open_place = open_writer
         self._coder = coder
         self._ledger = ledger or Ledger()
-        self._place: CheckpointPlace | None = None
+        self._place: CheckpointWriter | None = None
         self._last = 0  # the newest checkpoint when the place was opened, or this saver's own last one
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: Saving | None = None  # begun by blocks that were written ahead
@@ -102,13 +101,23 @@ class Saver:
         return self._ledger.rows_saved()
 
     def save(
-        self, snapshot: Snapshot, transitions: int, keep: int, progress: Progress | None, mirror: str | None
+        self,
+        snapshot: Snapshot | ShardsSnapshot,
+        keep: int | None,
+        progress: Progress | None,
+        mirror: str | None,
     ) -> SaveHandle:
-        """Have a snapshot written."""
+        """Have a snapshot written, after those before it.
+
+        Args:
+            keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
+        """
+        if mirror is not None and isinstance(snapshot, ShardsSnapshot):
+            raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
         behind = None if mirror is None else self._mirror(mirror)
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
         with self._changed:
-            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, transitions, behind))
+            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
             self._wake()
         return handle
 
@@ -179,21 +188,24 @@ class Saver:
 
     def _saved(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
+        store = None if isinstance(job.snapshot, ShardsSnapshot) else job.snapshot.store
+        transitions = 0 if store is None else store.transitions
+        del store  # its parts are freed as they are written
         with told(self.url, "written to"):
             place = self._opened()
-            number = next_number(place.library, self._last, place.epoch)
+            number = next_number(place.reader, self._last, place.epoch)
             saving, self._saving = self._saving or Saving(place, self._ledger, self._coder), None
             manifest = saving.run(job.snapshot, number, _telling(job.progress))
         self._last = number
-        if job.mirror is not None:
+        if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
         self._collect(place, job.keep)
         return Checkpoint(
             url=self.url,
             number=number,
             bytes_written=saving.bytes_written,
-            bytes_total=sum(manifest.files.values()),
-            transitions=job.transitions,
+            bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
+            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
             seconds=time.perf_counter() - began,
         )
 
@@ -218,20 +230,20 @@ class Saver:
             found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
         return found
 
-    def _opened(self) -> CheckpointPlace:
+    def _opened(self) -> CheckpointWriter:
         if self._place is None:
             place = self._open_place()
             try:
-                self._last = max(place.library.numbers(), default=0)
+                self._last = max(place.reader.numbers(), default=0)
                 # Between loading and now another writer may have collected what was loaded.
-                self._ledger.keep_only(place.library.file_sizes())
+                self._ledger.keep_only(place.reader.file_sizes())
             except BaseException:
                 place.close()
                 raise
             self._place = place
         return self._place
 
-    def _collect(self, place: CheckpointPlace, keep: int) -> None:
+    def _collect(self, place: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
@@ -240,7 +252,9 @@ class Saver:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
     @staticmethod
-    def _drop(snapshot: Snapshot) -> None:
+    def _drop(snapshot: Snapshot | ShardsSnapshot) -> None:
+        if isinstance(snapshot, ShardsSnapshot):
+            return
         store, snapshot.store = snapshot.store, None
         if store is not None:
             with snapshot.lock:
@@ -258,7 +272,7 @@ class Savers:
         """Return the saver to a place; `ledger` is what it holds of a memory that was loaded from there."""
         saver = self._savers.get(place)
         if saver is None:
-            saver = self._savers[place] = Saver(place, lambda: open_place(place), self._coder, ledger)
+            saver = self._savers[place] = Saver(place, lambda: open_writer(place), self._coder, ledger)
         return saver
 
     def close(self) -> None:

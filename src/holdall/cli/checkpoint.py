@@ -29,8 +29,8 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import CheckpointLibrary, Manifest, require_files
-from holdall.checkpoint.source import damages, library_at, open_place
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, require_whole
+from holdall.checkpoint.source import collect_all, damages, open_reader, open_writer
 from holdall.cli.error_output import OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
@@ -59,12 +59,12 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object inst
 @checkpoint.command()
 def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     """List checkpoints, newest first."""
-    library = library_at(url)
-    library.require()
-    sizes = library.file_sizes()
-    entries = [_describe(library, number, sizes) for number in library.numbers()]
+    reader = open_reader(url)
+    reader.require()
+    sizes = reader.file_sizes()
+    entries = [_describe(reader, number, sizes) for number in reader.numbers()]
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": entries}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
     table = Table("number", "saved", "transitions", "lanes", "segments", "bytes", "files", "state")
     for entry in entries:
@@ -73,13 +73,13 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     Console().print(table)
 
 
-def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) -> dict[str, Any]:
+def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> dict[str, Any]:
     entry: dict[str, Any] = dict.fromkeys(("saved", "transitions", "num_envs", "segments"), "?")
     entry |= {"number": number, "bytes": 0, "attached": [], "state": "whole"}
     try:
-        manifest = library.manifest(number)
+        manifest = reader.manifest(number)
         entry |= _facts(manifest)
-        require_files(manifest, sizes)
+        require_whole(manifest, reader, sizes)
     except (DamageError, CheckpointError) as error:
         entry["state"] = str(error)
     return entry
@@ -87,13 +87,14 @@ def _describe(library: CheckpointLibrary, number: int, sizes: dict[str, int]) ->
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
     lanes = schema_of(manifest.schema).num_envs
+    transitions = (manifest.next_tick - manifest.first_tick) * lanes
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
         "saved": saved.isoformat(sep=" ", timespec="seconds"),
-        "transitions": (manifest.next_tick - manifest.first_tick) * lanes,
+        "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
-        "bytes": sum(manifest.files.values()),
+        "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
         "attached": sorted(manifest.attached),
     }
 
@@ -106,26 +107,26 @@ def verify(
     verbose: Verbose = False,
 ) -> None:
     """Read every byte of the checkpoints and hold it against its checksum."""
-    library = library_at(url)
-    library.require()
-    numbers = library.numbers() if number is None else [number]
+    reader = open_reader(url)
+    reader.require()
+    numbers = reader.numbers() if number is None else [number]
     if not numbers:
-        raise CheckpointError(f"{library.url} holds no checkpoint")
+        raise CheckpointError(f"{reader.url} holds no checkpoint")
     coder = chosen_kernels().coder
     results = []
     with _byte_progress() as bar:
         for each in numbers:
             try:
-                manifest = library.manifest(each)
+                manifest = reader.manifest(each)
             except DamageError as error:
                 results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
                 continue
             task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
-            found = damages(library, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
+            found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
             told = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
             results.append({"number": each, "damages": told})
     if json:
-        typer.echo(json_.dumps({"url": library.url, "checkpoints": results}))
+        typer.echo(json_.dumps({"url": reader.url, "checkpoints": results}))
     else:
         for result in results:
             for damage in result["damages"]:  # type: ignore[attr-defined]
@@ -144,11 +145,11 @@ def gc(
     verbose: Verbose = False,
 ) -> None:
     """Remove all but the newest checkpoints, and every file that none of them names."""
-    library_at(url).require()
-    place = open_place(url)
+    open_reader(url).require()
+    place = open_writer(url)
     try:
-        freed = place.collect(keep, ())
-        left = place.library.numbers()
+        freed = collect_all(place, keep)
+        left = place.reader.numbers()
     finally:
         place.close()
     words = {"url": place.url, "freed_bytes": freed, "left": left}

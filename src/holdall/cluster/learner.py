@@ -243,7 +243,7 @@ class Drawing:
         return self._cluster.masses()
 
 
-def received(call: Any, patience_s: float) -> Any:
+def received(call: Any, patience_s: float | None) -> Any:
     """Wait for a call's result; an error of holdall's own is raised as it was there."""
     try:
         return ray.get(call, timeout=patience_s)

@@ -2,8 +2,8 @@
 
 The flow, one stage a file:
 
-    add    -> writer -> encode -> block -> stream -> shard -> shelf
-    sample -> router -> shard -> shelf -> answer -> deliver (decode) -> batch
+    add    -> writer -> encode (a sealed segment) -> protocol (a stream of segments) -> shard -> its store
+    sample -> learner (which shards) -> shard -> its store -> answer -> learner (decode) -> batch
 
 Invariant: what comes back is bit for bit what was added, whichever shard held it. A memory of one shard gives the
 batches of a local memory with the same seed.
@@ -15,7 +15,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
@@ -25,9 +25,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.background import SaveHandle
-from holdall.checkpoint.source import place_of
-from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
+from holdall.checkpoint.background import Checkpoint, SaveHandle
+from holdall.checkpoint.load import restored_state
+from holdall.checkpoint.manifest import CheckpointReader, Manifest
+from holdall.checkpoint.save import ShardsSnapshot
+from holdall.checkpoint.saver import Savers
+from holdall.checkpoint.source import newest, normalized_url, open_reader, shard_url
+from holdall.cluster.fleet import LOSSES, Cluster, ClusterSettings, Fleet, single
 from holdall.cluster.learner import (
     BatchesAhead,
     Deliverer,
@@ -36,15 +40,16 @@ from holdall.cluster.learner import (
     Request,
     checked,
     gathered,
+    received,
     together,
 )
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.status import LearnerMetrics, ShardStatus, status_of
-from holdall.cluster.writer import Address, Writer
+from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
+from holdall.cluster.writer import Address, Writer, trajectories_of
 from holdall.delivery.loader import Loader
-from holdall.errors import ArgumentError, ClosedError
+from holdall.errors import ArgumentError, CheckpointError, ClosedError
 from holdall.json_state import (
     generator_of,
     generator_state,
@@ -53,15 +58,16 @@ from holdall.json_state import (
     schema_words,
 )
 from holdall.native.kernels import chosen_kernels
-from holdall.report import FieldReport, MemoryReport
-from holdall.sampling.draw import Sampler, as_ids
+from holdall.replay import ReplayMemory as LocalReplayMemory
+from holdall.report import MemoryReport
+from holdall.sampling.draw import Sampler, Uniform, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
-_MOST_TOLD = 16
-"""Updates of priorities under way, before one is waited for."""
+_SPARE_ROWS = 1024
+"""Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
 Ids = NDArray[np.int64]
 
@@ -113,52 +119,48 @@ class ReplayMemory:
         require_count("num_envs", num_envs, 1)
         require_count("shards", shards, 1)
         require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        self._sampler = single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         rows = capacity // num_envs // shards * num_envs
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
+        self._set_up(schema, rows, settings, single(sampler), seed, generator_of(seed), dict.fromkeys(range(shards)))
 
     def _set_up(
         self,
         schema: Schema,
         shard_rows: int,
         settings: ClusterSettings,
+        sampler: Sampler,
         seed: int | None,
         generator: np.random.Generator,
-        shards: Iterable[int],
-        saved: tuple[str, Mapping[str, Any]] | None = None,
+        shards: Mapping[int, tuple[str, int] | None],
     ) -> None:
+        """Start the shards, each with the place and number of the checkpoint that it begins with, if any."""
         require_safe_cluster()
-        self._lanes = schema.num_envs
+        self._sampler = sampler
         self._schema = schema
-        self._deliverer = Deliverer(schema, chosen_kernels(), settings.device)
+        self._lanes = schema.num_envs
+        kernels = chosen_kernels()
+        self._deliverer = Deliverer(schema, kernels, settings.device)
+        self._savers = Savers(kernels.coder)
         self._words = schema_words(schema)
         self._lock = threading.RLock()
         self._own_writer: Writer | None = None
         self._closed = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
-        url = None if settings.url is None else place_of(settings.url)
-        self._fleet = Fleet(self._name, self._words, shard_rows, self._sampler, seed, url, settings)
+        url = None if settings.url is None else normalized_url(settings.url)
+        self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
         self._roster = self._fleet.roster
         patience = settings.patience_s
         self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
         self._cluster = Cluster(self._address)
-        self._drawing = Drawing(
-            self._cluster,
-            schema,
-            self._deliverer,
-            self._sampler,
-            generator,
-            settings.on_shard_loss,
-            patience,
-        )
+        policy = settings.on_shard_loss
+        self._drawing = Drawing(self._cluster, schema, self._deliverer, sampler, generator, policy, patience)
         self._priorities = Priorities(self._cluster, patience)
-        for number in shards:
-            self._fleet.start(number, None if saved is None else (saved[0], saved[1][str(number)]))
+        for number, saved in shards.items():
+            self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
 
@@ -334,17 +336,36 @@ class ReplayMemory:
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
 
-        Every shard writes what is new of its own, as it stands when its turn comes.
+        Every shard writes what is new of its own, and one manifest names them all. `holdall.ReplayMemory.load`
+        reads it, too.
         """
         require_count("keep", keep, 1)
         self.flush()
-        words = {
-            "schema": self._words,
+        self._cluster.refresh()
+        place = normalized_url(url)
+        state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
-            "sampler": type(self._sampler).__name__,
+            "sampler": {"kind": type(self._sampler).__name__},
         }
-        return save(place_of(url), self._fleet.actors, words, int(keep))
+        calls = {number: self._cluster.call(number, "save", shard_url(place, number)) for number in self._fleet.actors}
+        ticks = self.capacity // self._lanes
+        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: self._saved(place, calls))
+        return self._savers.to(place).save(snapshot, int(keep), None, None)
+
+    def _saved(self, place: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
+        """Wait for the checkpoints of all shards."""
+        found: dict[int, Checkpoint] = {}
+        for shard, call in calls.items():
+            try:
+                found[shard] = received(call, None)
+            except LOSSES as error:
+                self._cluster.lose(shard)
+                raise CheckpointError(
+                    f"the checkpoint at {place} is not complete (shard {shard}: {type(error).__name__}); the one "
+                    "before is; save again"
+                ) from error
+        return found
 
     @classmethod
     def load(
@@ -359,34 +380,54 @@ class ReplayMemory:
         prefer: str = "balanced",
         limit: RateLimit | None = None,
         patience_s: float = 10.0,
+        shards: int = 8,
     ) -> Self:
-        """Load the newest checkpoint, on as many shards as it was saved from; draws go on where they were.
+        """Load the newest checkpoint that is whole; draws go on where they were.
+
+        A memory over shards is loaded on as many shards as it was saved from. Of a local memory, every transition is
+        added again, under a new id, and samplers start again.
 
         Args:
             sampler: One with the settings of the saved memory's; None: `Uniform()`.
+            shards: Actors for a local memory's transitions.
             journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
                 already go before the checkpoint's.
         """
-        place = place_of(url)
-        manifest = newest_manifest(place)
-        memory = cls.__new__(cls)
-        memory._sampler = single(sampler)
-        if sampler is None and manifest["sampler"] != "Uniform":
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
-                f"sampler={manifest['sampler']}(...) with its settings, or another one to start anew"
-            )
+        require_count("shards", shards, 1)
         settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
-        numbers = sorted(int(number) for number in manifest["shards"])
-        memory._set_up(
-            schema_of(manifest["schema"]),
-            int(manifest["shard_rows"]),
-            settings,
-            None,
-            restored_generator(manifest["generator"]),
-            numbers,
-            (place, manifest["shards"]),
-        )
+        reader = open_reader(url)
+        return newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
+
+    @classmethod
+    def _loaded(
+        cls,
+        manifest: Manifest,
+        reader: CheckpointReader,
+        settings: ClusterSettings,
+        sampler: Sampler | None,
+        shards: int,
+    ) -> Self:
+        state, schema = restored_state(manifest, reader), schema_of(manifest.schema)
+        kind = state["sampler"]["kind"]
+        if sampler is None and kind != "Uniform":
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+                "settings, or another one to start again"
+            )
+        memory = cls.__new__(cls)
+        chosen, generator = single(sampler), restored_generator(state["generator"])
+        if manifest.shards:
+            saved = {
+                int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
+            }
+            memory._set_up(schema, int(state["shard_rows"]), settings, chosen, None, generator, saved)
+            return memory
+        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
+        memory._set_up(schema, rows, settings, chosen, None, generator, dict.fromkeys(range(shards)))
+        with LocalReplayMemory.load(reader.url, sampler=Uniform()) as local:
+            for steps in trajectories_of(local):
+                memory.extend(*steps)
+        memory.flush()
         return memory
 
     def close(self) -> None:
@@ -455,23 +496,3 @@ class ReplayMemory:
         limit.require("batch", count)
         while not self._cluster.ask_roster("take_samples", count):
             time.sleep(_ASK_AGAIN_S)
-
-
-def added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
-    """Add up the fields of the same name; a shard that is still empty may not know of all."""
-    fields = [[FieldReport(**field) for field in of_shard] for of_shard in reports]
-    longest = max(fields, key=len, default=[])
-    return tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
-
-
-def _sum_of(fields: list[FieldReport]) -> FieldReport:
-    return FieldReport(
-        fields[0].name,
-        sum(field.slice_bytes for field in fields),
-        sum(field.log_bytes for field in fields),
-        sum(field.row_bytes for field in fields),
-        sum(field.plain_bytes for field in fields),
-        fields[0].finding,
-        sum(field.sealed_bytes for field in fields),
-        sum(field.disk_bytes for field in fields),
-    )

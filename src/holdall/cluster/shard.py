@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -297,9 +297,11 @@ class Shard:
         return [] if self._url is None else journals_in_use(self._url)
 
     @ray.method(concurrency_group="control")
-    def save(self, url: str) -> Checkpoint:
-        """Write a checkpoint of what is held now to a place of this shard's own."""
-        return self._data.save(url)
+    def save(self, order: bytes, url: str) -> Checkpoint:
+        """Write a checkpoint of this moment to a place of this shard's own."""
+        with self._call_queue.taken(self._required(order)), self._lock:
+            handle = self._data.save(url)
+        return handle.result()
 
     @ray.method(concurrency_group="control")
     def counters(self) -> bytes:

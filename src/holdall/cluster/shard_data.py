@@ -1,6 +1,6 @@
 """What a shard holds: an ordinary store of one lane, whose ticks are row numbers, and how rows are drawn from it.
 
-In:  segments that writers sealed, a journal, or a checkpoint.  Out: rows for answers; segments to be moved; checkpoints.
+In:  segments that writers sealed, a journal, or a checkpoint.  Out: rows for answers; segments to move; checkpoints.
 Invariant: row numbers only grow, and name the same transition for as long as it is held. Not locked: the shard is.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.checkpoint.background import Checkpoint
+from holdall.checkpoint.background import SaveHandle
 from holdall.checkpoint.load import Restored
 from holdall.checkpoint.save import Snapshot
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.streams import WriterRun, runs_of, runs_state
 from holdall.cluster.answer import Answer, Payload, RowFinder, pack_answer
 from holdall.cluster.encode import sliced_leaves
-from holdall.cluster.journal import SLOT_BYTES, Entry, Journal, dictionaries_of
+from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
 from holdall.delivery.loader import Prefetched
 from holdall.errors import DamageError
@@ -170,20 +170,19 @@ class ShardData:
                 begin, waiting = row, []
         journal.end_loading(self.store.first_tick)
 
-    def save(self, url: str) -> Checkpoint:
-        """Write a checkpoint of what is held now; the memory removes those that no manifest of its own names."""
+    def save(self, url: str) -> SaveHandle:
+        """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
         saver = self._savers.to(url)
-        with self._lock:
-            frozen = self.store.freeze(saver.rows_saved())
-            state = {
-                "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
-                "generator": generator_state(self.generator),
-                "prefetched": Prefetched().state(),
-                "inserted": self.inserted,
-                "runs": runs_state(self._runs),
-            }
+        state = {
+            "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
+            "generator": generator_state(self.generator),
+            "prefetched": Prefetched().state(),
+            "inserted": self.inserted,
+            "runs": runs_state(self._runs),
+        }
+        frozen = self.store.freeze(saver.rows_saved())
         snapshot = Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
-        return saver.save(snapshot, None, None, None).result()
+        return saver.save(snapshot, None, None, None)
 
     def draw(self, counts: list[int]) -> Ids:
         """Draw rows of some batches, those of each for itself."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,7 @@ from ray.util import metrics
 
 from holdall.cluster.protocol import ShardCounters
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
+from holdall.report import FieldReport
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -221,3 +222,23 @@ _STATES: dict[Any, ActorState] = {0: "starting", 1: "starting", 3: "restarting",
 def actor_state(handle: Any) -> ActorState:
     """Return where the actor of a handle is."""
     return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
+
+
+def added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
+    """Add up the fields of the same name; a shard that is still empty may not know of all."""
+    fields = [[FieldReport(**field) for field in of_shard] for of_shard in reports]
+    longest = max(fields, key=len, default=[])
+    return tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
+
+
+def _sum_of(fields: list[FieldReport]) -> FieldReport:
+    return FieldReport(
+        fields[0].name,
+        sum(field.slice_bytes for field in fields),
+        sum(field.log_bytes for field in fields),
+        sum(field.row_bytes for field in fields),
+        sum(field.plain_bytes for field in fields),
+        fields[0].finding,
+        sum(field.sealed_bytes for field in fields),
+        sum(field.disk_bytes for field in fields),
+    )

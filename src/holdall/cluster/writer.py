@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,13 +22,15 @@ from holdall.cluster.roster import NAMESPACE, RateLimit
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native.kernels import chosen_kernels
-from holdall.schema import Schema
+from holdall.replay import ReplayMemory as LocalReplayMemory
+from holdall.schema import Schema, Tree
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name, pack_segment, segment_needs
 from holdall.storage.snapshot import Tick
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
+_BYTES_AT_ONCE = 4 * 2**20
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
 
@@ -326,3 +328,32 @@ class Writer:
 
     def _needed(self, payload: bytes) -> list[bytes]:
         return [packed_dictionary(self._dictionaries[name]) for name in segment_needs(payload)[1]]
+
+
+def trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `extend` with which another memory gets all transitions of a local one, bit for bit."""
+    lanes, schema = memory.num_envs, memory.schema
+    row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
+    at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
+    for start in range(memory.first_id // lanes, memory.next_id // lanes, at_once):
+        ids = np.arange(start * lanes, min(memory.next_id, (start + at_once) * lanes))
+        valid = memory.are_valid(ids)
+        if not valid.any():
+            continue
+        ids[~valid] = ids[valid][0]  # a lane that made no transition gets any row, and is marked
+        batch, shape = memory.gather(ids), (len(ids) // lanes, lanes)
+
+        def laid_out(tree: Tree, value: Any, count: int = len(ids), shape: tuple[int, int] = shape) -> Any:
+            leaves = tree.flatten(value, (count,), "a batch")
+            return tree.build([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in leaves])
+
+        yield (
+            laid_out(schema.observation, batch.obs),
+            laid_out(schema.action, batch.action),
+            batch.reward.reshape(shape),
+            laid_out(schema.observation, batch.next_obs),
+            batch.terminated.reshape(shape),
+            batch.truncated.reshape(shape),
+            laid_out(schema.extras, batch.extras),
+            None if valid.all() else valid.reshape(shape),
+        )

@@ -10,7 +10,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Uniform
-from holdall.checkpoint.recover import LaneChange
+from holdall.checkpoint.streams import LaneLayout, Streams
 
 SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
 
@@ -111,14 +111,17 @@ def test_lanes_are_a_count(tmp_path: Path, num_envs: Any) -> None:
 def test_a_layout_names_every_id_once_and_in_order(lanes: int, new_lanes: int) -> None:
     """For any number of ticks."""
     for first, end in ((0, 1), (3, 10), (5, 305)):
+        layout = LaneLayout(Streams.of_lanes(first * lanes, end * lanes, lanes), new_lanes)
         ids = []
-        last: dict[tuple[int, int], int] = {}
-        for part in LaneChange(first, end, lanes, new_lanes):
+        last: dict[int, int] = {}
+        for start in range(0, layout.ticks, 64):
+            part = layout.between(start, min(start + 64, layout.ticks))
             ids += part.ids[part.is_held].tolist()
             for row, held, seam in zip(part.ids, part.is_held, part.is_last, strict=True):
                 for lane in np.flatnonzero(held).tolist():
-                    before = last.pop((lane, 0), None)
+                    before = last.pop(lane, None)
                     assert before is None or row[lane] == before + lanes
                     if not seam[lane]:
-                        last[lane, 0] = int(row[lane])
+                        last[lane] = int(row[lane])
+        assert not last
         assert sorted(ids) == list(range(first * lanes, end * lanes))

@@ -210,15 +210,15 @@ def test_a_loaded_memory_goes_on_saving_to_the_same_place_without_writing_all_an
 
 def test_the_last_k_checkpoints_stay_and_nothing_else(tmp_path: Path, trainer: Trainer) -> None:
     """Every file is named by one of them."""
-    from holdall.checkpoint.directory import LocalLibrary
+    from holdall.checkpoint.directory import DirectoryReader
 
     for _ in range(6):
         trainer.add(150)
         trainer.memory.save(tmp_path, keep=2).result()
-    library = LocalLibrary(tmp_path)
-    assert library.numbers() == [6, 5]
-    named = {name for number in library.numbers() for name in library.manifest(number).files}
-    assert set(library.file_sizes()) == named
+    reader = DirectoryReader(tmp_path)
+    assert reader.numbers() == [6, 5]
+    named = {name for number in reader.numbers() for name in reader.manifest(number).files}
+    assert set(reader.file_sizes()) == named
     assert {path.name for path in tmp_path.iterdir()} == {"FORMAT", "LOCK", "segments", "manifests"}
 
 

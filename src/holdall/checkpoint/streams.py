@@ -1,0 +1,239 @@
+"""Streams: the transitions of a memory, or of all shards of one, laid out in any number of lanes.
+
+A memory over shards is saved as
+
+    url/manifests/NUMBER.json     names the checkpoint of every shard: folder, number, commit (`Manifest.shards`)
+    url/shards/00003/             checkpoints of one shard, a directory like any other: FORMAT, segments/, manifests/
+
+Every shard saves its store to `shard_url(url, number)` with `keep=None`, as any memory does, and puts `runs_state` of
+its rows under "runs" into the state that is saved. The learner saves a `ShardsSnapshot` to `url`, whose `wait` returns
+the shards' own checkpoints. Both go through `Saver`: one queue for each url, one order of fsyncs, one way to number and
+to fence. A checkpoint of a shard is removed only when no manifest above names it and a newer one is named.
+
+In:  the ids of each stream, in the order of time.  Out: arguments of `extend`, a few megabytes at a time.
+Invariant: each transition comes once. Where the next row of a lane does not follow in time, the row before it is the
+last of its episode: it is marked as truncated, unless it is terminated.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.batch import Batch
+from holdall.errors import DamageError
+from holdall.schema import Array, Schema
+
+_BYTES_AT_ONCE = 4 * 2**20
+_MOST_TICKS_AT_ONCE = 1024
+_OUTCOME_BYTES = 16
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+
+
+class TransitionSource(Protocol):
+    """Transitions that can be read: a memory whose batches are of NumPy arrays."""
+
+    def gather(self, ids: Any) -> Batch:
+        """Return the transitions `ids`, in that order."""
+
+    def are_valid(self, ids: Any) -> Flags:
+        """Tell which ids are transitions."""
+
+
+class WriterRun(NamedTuple):
+    """Rows of a shard that one writer sent together; row r is tick r // lanes and lane r % lanes of the run."""
+
+    writer: str
+    first_tick: int  # of the writer's own ticks; -1: not known
+    lanes: int
+    first_row: int
+    rows: int
+
+
+def runs_state(runs: Sequence[WriterRun]) -> dict[str, Any]:
+    """Describe runs, as a part of a shard's saved state."""
+    writers = sorted({run.writer for run in runs})
+    number = {writer: index for index, writer in enumerate(writers)}
+    table = [[number[run.writer], run.first_tick, run.lanes, run.first_row, run.rows] for run in runs]
+    return {"writers": writers, "runs": np.array(table, np.int64).reshape(-1, 5)}
+
+
+def runs_of(state: Any) -> list[WriterRun]:
+    """Read the runs of a shard's saved state; they follow each other without a gap."""
+    table, writers = state["runs"], [str(writer) for writer in state["writers"]]
+    if not isinstance(table, np.ndarray) or table.dtype != np.int64 or table.ndim != 2 or table.shape[1] != 5:
+        raise DamageError("the rows of a shard are described by no table of numbers")
+    runs = [WriterRun(writers[writer], *rest) for writer, *rest in table.tolist()]
+    ends = [run.first_row + run.rows for run in runs]
+    starts = [run.first_row for run in runs]
+    if ends[:-1] != starts[1:] or any(run.lanes < 1 or run.rows < 1 or run.rows % run.lanes for run in runs):
+        raise DamageError("the rows of a shard are described with gaps, or in no whole ticks")
+    return runs
+
+
+@dataclass(frozen=True, slots=True)
+class Streams:
+    """Runs of ids, each of them in the order of time; all arrays have one entry a run."""
+
+    source: Ids  # which of several sources
+    first_id: Ids
+    stride: Ids
+    count: Ids
+    continues: Flags  # the next run follows in time
+
+    @classmethod
+    def of_lanes(cls, first_id: int, next_id: int, lanes: int) -> Streams:
+        """Describe the ids of a memory, lane by lane."""
+        one = np.ones(lanes, np.int64)
+        first = first_id + np.arange(lanes)
+        return cls(0 * one, first, lanes * one, (next_id - first_id) // lanes * one, np.zeros(lanes, np.bool_))
+
+    @classmethod
+    def of_shards(cls, shards: Sequence[tuple[int, int, Sequence[WriterRun]]]) -> Streams:
+        """Describe the rows of shards, writer by writer and lane by lane.
+
+        Args:
+            shards: The first row that is held, the row behind the last, and the runs of each.
+        """
+        runs: list[WriterRun] = []
+        table: list[tuple[int, int]] = []
+        for source, (first, end, held) in enumerate(shards):
+            covered = not held if first == end else held and held[0].first_row <= first
+            if not covered or (held and held[-1].first_row + held[-1].rows != end):
+                raise DamageError(f"the runs of a shard are not those of its rows {first} to {end}")
+            runs += held
+            table += [(source, first)] * len(held)
+        order = sorted(range(len(runs)), key=lambda n: (*runs[n][:2], table[n], runs[n].first_row))
+        return _by_lane([runs[n] for n in order], np.array([table[n] for n in order], np.int64).reshape(-1, 2))
+
+    def __len__(self) -> int:
+        return int(self.count.sum())
+
+
+def _by_lane(runs: list[WriterRun], held: Ids) -> Streams:
+    """Lay out runs, which are in the order of writer and time, lane by lane.
+
+    Args:
+        held: For each run the source, and the first row that this one still holds.
+    """
+    chain = np.zeros(len(runs), np.int64)
+    for n, (before, run) in enumerate(itertools.pairwise(runs), 1):
+        follows = (before.writer, before.lanes, before.first_tick + before.rows // before.lanes) == (
+            run.writer, run.lanes, run.first_tick,
+        )  # fmt: skip
+        chain[n] = chain[n - 1] + (not follows or before.first_tick < 0)
+    lanes = np.array([run.lanes for run in runs])
+    which = np.repeat(np.arange(len(runs)), lanes)
+    lane = np.arange(len(which)) - np.repeat(np.cumsum(lanes) - lanes, lanes)
+    order = np.lexsort((which, lane, chain[which]))
+    which, lane = which[order], lane[order]
+    first = np.array([run.first_row for run in runs])[which] + lane
+    stride = lanes[which]
+    left = np.maximum(0, -((first - held[which, 1]) // stride))  # rows that left already
+    count = np.array([run.rows for run in runs])[which] // stride - left
+    kept = np.flatnonzero(count > 0)
+    which, lane, left = which[kept], lane[kept], left[kept]
+    continues = np.zeros(len(kept), np.bool_)
+    same = (chain[which][1:] == chain[which][:-1]) & (lane[1:] == lane[:-1]) & (which[1:] == which[:-1] + 1)
+    continues[:-1] = same & (left[1:] == 0)
+    return Streams(held[which, 0], first[kept] + left * stride[kept], stride[kept],
+                   count[kept], continues)  # fmt: skip
+
+
+class LaneTicks(NamedTuple):
+    """Some ticks of a new memory, (ticks, lanes)."""
+
+    source: Ids
+    ids: Ids
+    is_held: Flags  # False where nothing is left for a lane; the id is then any
+    is_last: Flags  # what follows in the lane does not follow in time
+
+
+@dataclass(frozen=True, slots=True)
+class LaneLayout:
+    """Streams one behind another, cut into `lanes` pieces of the same length."""
+
+    streams: Streams
+    lanes: int
+
+    @property
+    def ticks(self) -> int:
+        """Ticks that the new memory gets."""
+        return -(-len(self.streams) // self.lanes)
+
+    def between(self, start: int, stop: int) -> LaneTicks:
+        """Return some of these ticks."""
+        streams, total = self.streams, len(self.streams)
+        ends = np.cumsum(streams.count)
+        tick = np.arange(start, stop)[:, None]
+        wanted = np.arange(self.lanes) * self.ticks + tick
+        is_held = wanted < total
+        position = np.minimum(wanted, total - 1)
+        run = np.searchsorted(ends, position, side="right")
+        step = position - (ends[run] - streams.count[run])
+        is_last = (step == streams.count[run] - 1) & ~streams.continues[run]
+        is_last |= (tick == self.ticks - 1) | (position == total - 1)
+        return LaneTicks(streams.source[run], streams.first_id[run] + step * streams.stride[run], is_held, is_last)
+
+
+def trajectories(
+    sources: Sequence[TransitionSource], streams: Streams, lanes: int, schema: Schema
+) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `extend`, with which a memory of `lanes` lanes gets all transitions of the streams.
+
+    Args:
+        sources: What the streams name by number.
+        schema: Of the sources, whatever their lanes.
+    """
+    layout = LaneLayout(streams, lanes)
+    fields = (*schema.observation.leaves, *schema.observation.leaves, *schema.action.leaves, *schema.extras.leaves)
+    row_bytes = _OUTCOME_BYTES + sum(leaf.nbytes for leaf in fields)
+    at_once = min(max(1, _BYTES_AT_ONCE // (lanes * row_bytes)), _MOST_TICKS_AT_ONCE)
+    for start in range(0, layout.ticks, at_once):
+        ticks = layout.between(start, min(start + at_once, layout.ticks))
+        valid = ticks.is_held.copy()
+        for number, source in enumerate(sources):
+            of_source = ticks.is_held & (ticks.source == number)
+            valid[of_source] = source.are_valid(ticks.ids[of_source])
+        if valid.any():
+            yield _extend_arguments(sources, ticks, valid, schema)
+
+
+def _extend_arguments(
+    sources: Sequence[TransitionSource], ticks: LaneTicks, valid: Flags, schema: Schema
+) -> tuple[Any, ...]:
+    trees = (schema.observation, schema.action, schema.observation, schema.extras)
+    rows: list[Array] = []
+    for number, source in enumerate(sources):
+        where = valid & (ticks.source == number)
+        if where.any():
+            found = _leaves(source.gather(ticks.ids[where]), schema)
+            rows = rows or [np.zeros((*valid.shape, *leaf.shape[1:]), leaf.dtype) for leaf in found]
+            for row, leaf in zip(rows, found, strict=True):
+                row[where] = leaf
+    reward, terminated, truncated, *leaves = rows
+    left = iter(leaves)
+    obs, action, next_obs, extras = (tree.build([next(left) for _ in tree.leaves]) for tree in trees)
+    truncated |= ticks.is_last & ~terminated
+    return obs, action, reward, next_obs, terminated, truncated, extras, None if valid.all() else valid
+
+
+def _leaves(batch: Batch, schema: Schema) -> list[Array]:
+    """Return all fields of a batch as one flat list."""
+    leading = (len(batch),)
+    return [
+        batch.reward,
+        batch.terminated,
+        batch.truncated,
+        *schema.observation.flatten(batch.obs, leading, "obs"),
+        *schema.action.flatten(batch.action, leading, "action"),
+        *schema.observation.flatten(batch.next_obs, leading, "next_obs"),
+        *schema.extras.flatten(batch.extras, leading, "extras"),
+    ]

@@ -1,0 +1,317 @@
+"""Memories over shards: every shard saves like any memory, and one manifest above names them all."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, CheckpointError, NStep, Prioritized, ReplayMemory
+from holdall.checkpoint import (
+    Checkpoint,
+    SaveHandle,
+    Savers,
+    ShardsSnapshot,
+    Snapshot,
+    Streams,
+    WriterRun,
+    collect_all,
+    damages,
+    newest,
+    open_reader,
+    open_writer,
+    restored_state,
+    runs_of,
+    runs_state,
+    shard_url,
+)
+from holdall.errors import DamageError
+from holdall.json_state import generator_state, schema_words
+from holdall.native.kernels import chosen_kernels
+from holdall.schema import Schema
+
+SPACE = spaces.Dict({"image": spaces.Box(0, 255, (4, 40, 40), np.uint8), "at": spaces.Box(-9, 9, (2,), np.float32)})
+ACTIONS = spaces.Discrete(99)
+LANES, TICKS = 2, 12
+
+
+def observation(lane: int, tick: int) -> dict[str, Any]:
+    frames = [np.full((40, 40), (7 * lane + max(0, tick - back)) % 256, np.uint8) for back in (3, 2, 1, 0)]
+    return {"image": np.stack(frames), "at": np.array([lane, tick], np.float32)}
+
+
+class ShardOfOneLane:
+    """A shard, as far as checkpoints are concerned: a memory of one lane, and which writer sent which rows."""
+
+    def __init__(self, url: str | Path, number: int, capacity: int = 1000) -> None:
+        self.memory = ReplayMemory(SPACE, ACTIONS, capacity, seed=number)
+        self.saver = Savers(chosen_kernels().coder).to(shard_url(url, number))
+        self.runs: list[WriterRun] = []
+
+    def insert(self, writer: int, first_tick: int, ticks: int) -> None:
+        """Take over ticks of a writer of two lanes; writer and lane are the hundreds of `at`."""
+        row = self.memory.next_id
+        self.runs.append(WriterRun(f"w{writer}", first_tick, LANES, row, ticks * LANES))
+        for tick in range(first_tick, first_tick + ticks):
+            for lane in range(LANES):
+                stream = LANES * writer + lane
+                obs, after = observation(stream, tick), observation(stream, tick + 1)
+                batched = [{key: value[None] for key, value in one.items()} for one in (obs, after)]
+                ended = np.array([tick % 7 == 6])
+                reward = np.array([1000 * stream + tick], np.float32)
+                self.memory.add(batched[0], np.array([tick]), reward, batched[1], ended, np.array([False]))
+
+    def save(self) -> SaveHandle:
+        store = self.memory._open()
+        with self.memory._lock:
+            frozen = store.freeze(self.saver.rows_saved())
+        held = [run for run in self.runs if run.first_row + run.rows > self.memory.first_id]
+        state = {
+            "sampler": {"kind": "Uniform", "state": {}},
+            "generator": generator_state(self.memory._generator),
+            "runs": runs_state(held),
+        }
+        words = schema_words(self.memory.schema)
+        snapshot = Snapshot(frozen, words, self.memory.capacity, state, {}, self.memory._lock, store.release)
+        return self.saver.save(snapshot, None, None, None)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.memory.close()
+
+
+class MemoryOfShards:
+    """What a learner does to save."""
+
+    def __init__(self, url: str | Path, shards: int, sampler: str = "Uniform") -> None:
+        self.url = url
+        self.shards = {number: ShardOfOneLane(url, number) for number in range(shards)}
+        self.saver = Savers(chosen_kernels().coder).to(str(url))
+        self._sampler = sampler
+
+    def save(self, keep: int = 3, wait: Callable[[Mapping[int, SaveHandle]], Any] | None = None) -> SaveHandle:
+        handles = {number: shard.save() for number, shard in self.shards.items()}
+
+        def waited() -> dict[int, Checkpoint]:
+            if wait is not None:
+                wait(handles)
+            return {number: handle.result() for number, handle in handles.items()}
+
+        schema = Schema.of(SPACE, ACTIONS, None, LANES)
+        state = {"generator": generator_state(np.random.default_rng(5)), "sampler": {"kind": self._sampler}}
+        return self.saver.save(ShardsSnapshot(schema_words(schema), 500, state, {"a": b"b"}, waited), keep, None, None)
+
+    def close(self) -> None:
+        self.saver.close()
+        for shard in self.shards.values():
+            shard.close()
+
+
+def filled(url: str | Path, shards: int = 3, sampler: str = "Uniform") -> MemoryOfShards:
+    """Two writers that send every few ticks to another shard."""
+    memory = MemoryOfShards(url, shards, sampler)
+    for first in range(0, 3 * TICKS, TICKS):
+        for writer in range(2):
+            memory.shards[(first // TICKS + writer) % shards].insert(writer, first, TICKS)
+    return memory
+
+
+def contents(memory: ReplayMemory) -> dict[int, int]:
+    """Check every transition; return the id of each by its reward."""
+    ids = np.arange(memory.first_id, memory.next_id)
+    ids = ids[memory.are_valid(ids)]
+    batch = memory.gather(ids)
+    for row, (stream, tick) in enumerate(batch.obs["at"].astype(int).tolist()):
+        expected, after = observation(stream, tick), observation(stream, tick + 1)
+        for key in SPACE:
+            assert np.array_equal(batch.obs[key][row], expected[key])
+            assert np.array_equal(batch.next_obs[key][row], after[key])
+        assert batch.reward[row] == 1000 * stream + tick
+        assert batch.action[row] == tick
+        assert batch.terminated[row] == (tick % 7 == 6)
+    found = {int(reward): int(one) for reward, one in zip(batch.reward, ids, strict=True)}
+    assert len(found) == len(ids)
+    return found
+
+
+@pytest.mark.parametrize("num_envs", [None, 1, 3, 5])
+def test_shards_load_as_one_memory(tmp_path: Path, num_envs: int | None) -> None:
+    """Each transition once; a writer's lane stays in order, in one lane where lanes are not cut."""
+    saved = filled(tmp_path)
+    saved.save().result()
+    saved.close()
+    with ReplayMemory.load(tmp_path, num_envs=num_envs) as memory:
+        lanes = LANES if num_envs is None else num_envs
+        assert memory.num_envs == lanes
+        assert memory.capacity >= 500 * LANES - lanes
+        assert memory.attached["a"] == b"b"
+        ids = contents(memory)
+        assert len(memory) == len(ids) == 2 * LANES * 3 * TICKS
+        cuts = 0
+        for stream in range(2 * LANES):
+            for tick in range(3 * TICKS - 1):
+                here, after = ids[1000 * stream + tick], ids[1000 * stream + tick + 1]
+                if after != here + lanes:
+                    cuts += 1
+                    assert memory.gather([here]).truncated[0] or memory.gather([here]).terminated[0]
+        assert cuts <= lanes
+        memory.sample(10)
+        memory.save(tmp_path / "local").result()
+
+
+def test_returns_stay_within_a_writers_lane(tmp_path: Path) -> None:
+    """What follows in the new lane is the next step, or nothing."""
+    saved = filled(tmp_path)
+    saved.save().result()
+    saved.close()
+    with ReplayMemory.load(tmp_path, sampler=NStep(3, 1.0)) as memory:
+        batch = memory.sample(140)
+        first, last = batch.obs["at"], batch.next_obs["at"]
+        assert (first[:, 0] == last[:, 0]).all()
+        assert ((last - first)[:, 1] <= 3).all()
+        assert ((last - first)[:, 1] >= 1).all()
+
+
+def test_the_newest_of_every_shard_are_kept_where_fewer_fit(tmp_path: Path) -> None:
+    """As in one memory."""
+    saved = filled(tmp_path, shards=1)
+    saved.save().result()
+    saved.close()
+    with ReplayMemory.load(tmp_path, capacity=40) as memory:
+        assert len(memory) == 40
+        assert min(reward % 1000 for reward in contents(memory)) >= 3 * TICKS - 12
+
+
+def test_a_sampler_with_state_has_to_be_given(tmp_path: Path) -> None:
+    """As for one memory."""
+    saved = filled(tmp_path, sampler="Prioritized")
+    saved.save().result()
+    saved.close()
+    with pytest.raises(ArgumentError, match="sampler was not given"):
+        ReplayMemory.load(tmp_path)
+    with ReplayMemory.load(tmp_path, sampler=Prioritized()) as memory:
+        assert (memory.sample(20).weights == 1).all()
+
+
+def test_overlapping_saves_are_all_whole(tmp_path: Path) -> None:
+    """However many are under way, and in whatever order the shards are done."""
+    memory = filled(tmp_path)
+    handles = []
+    for first in range(3 * TICKS, 8 * TICKS, TICKS):
+        memory.shards[0].insert(0, first, TICKS)
+        handles.append(memory.save(keep=2, wait=lambda begun: [handle.result() for handle in begun.values()]))
+    for handle in handles:
+        assert handle.result().number
+    memory.close()
+    reader = open_reader(tmp_path)
+    assert reader.numbers() == [5, 4]
+    coder = chosen_kernels().coder
+    for number in reader.numbers():
+        assert not damages(reader, reader.manifest(number), coder)
+    with ReplayMemory.load(tmp_path) as loaded:
+        contents(loaded)
+
+
+def test_shards_in_an_object_store(url: str) -> None:
+    """Saved one over another, cleaned up, and loaded."""
+    memory = filled(url)
+    handles = []
+    for first in range(3 * TICKS, 6 * TICKS, TICKS):
+        memory.shards[0].insert(0, first, TICKS)
+        handles.append(memory.save(keep=2))
+    for handle in handles:
+        handle.result()
+    memory.close()
+    reader = open_reader(url)
+    assert reader.numbers() == [3, 2]
+    assert not damages(reader, reader.manifest(3), chosen_kernels().coder)
+    collect_all(open_writer(url), 1)
+    assert open_reader(shard_url(url, 0)).numbers() == [3]
+    with ReplayMemory.load(url) as loaded:
+        assert len(contents(loaded)) == LANES * 9 * TICKS
+
+
+def test_nothing_that_a_manifest_names_is_removed(tmp_path: Path) -> None:
+    """Not by the shard, and not by whoever cleans one shard up."""
+    memory = filled(tmp_path)
+    for first in range(3 * TICKS, 6 * TICKS, TICKS):
+        memory.shards[1].insert(0, first, TICKS)
+        memory.save().result()
+    memory.close()
+    below = open_writer(shard_url(tmp_path, 1))
+    try:
+        below.collect(1, ())
+        assert below.reader.numbers() == [3, 2, 1]
+    finally:
+        below.close()
+    top = open_writer(tmp_path)
+    try:
+        assert collect_all(top, 1) > 0
+    finally:
+        top.close()
+    assert open_reader(tmp_path).numbers() == [3]
+    assert open_reader(shard_url(tmp_path, 1)).numbers() == [3]
+    with ReplayMemory.load(tmp_path) as loaded:
+        contents(loaded)
+
+
+@pytest.mark.parametrize("what", ["manifests/0000000000000002.json", "segments"])
+def test_an_older_checkpoint_is_loaded_where_a_shard_lacks_something(tmp_path: Path, what: str) -> None:
+    """The newest of which every shard is whole."""
+    memory = filled(tmp_path)
+    memory.save().result()
+    before = set((tmp_path / "shards/00002/segments").iterdir())
+    memory.shards[2].insert(0, 3 * TICKS, TICKS)
+    memory.save().result()
+    memory.close()
+    broken = tmp_path / "shards/00002" / what
+    gone = [broken] if broken.is_file() else sorted(set(broken.iterdir()) - before)
+    for file in gone:
+        file.unlink()
+    with ReplayMemory.load(tmp_path) as loaded:
+        assert len(contents(loaded)) == 2 * LANES * 3 * TICKS
+
+
+def test_a_save_that_fails_in_a_shard_makes_no_checkpoint(tmp_path: Path) -> None:
+    """The one before stays the newest."""
+    memory = filled(tmp_path)
+    memory.save().result()
+
+    def fail(_handles: Mapping[int, SaveHandle]) -> None:
+        raise CheckpointError("shard 1 is gone")
+
+    with pytest.raises(CheckpointError, match="shard 1 is gone"):
+        memory.save(wait=fail).result()
+    memory.save().result()
+    memory.close()
+    assert open_reader(tmp_path).numbers() == [2, 1]
+
+
+def test_what_the_learner_saved_comes_back(tmp_path: Path) -> None:
+    """Its generator, and which sampler drew."""
+    memory = filled(tmp_path)
+    memory.save().result()
+    memory.close()
+    reader = open_reader(tmp_path)
+    state = newest(reader, lambda manifest: restored_state(manifest, reader))
+    assert state["sampler"]["kind"] == "Uniform"
+    with ReplayMemory.load(tmp_path) as one, ReplayMemory.load(tmp_path) as other:
+        assert np.array_equal(one.sample(9).ids, other.sample(9).ids)
+
+
+def test_rows_that_left_are_in_no_stream() -> None:
+    """A run of which some rows were evicted begins later, and nothing runs on into it."""
+    runs = [WriterRun("w", 0, 2, 10, 8), WriterRun("w", 4, 2, 18, 8), WriterRun("v", -1, 1, 26, 3)]
+    streams = Streams.of_shards([(13, 29, runs_of(runs_state(runs)))])
+    assert len(streams) == 16
+    runs_of_ids = zip(streams.first_id, streams.stride, streams.count, strict=True)
+    ids = [first + stride * step for first, stride, count in runs_of_ids for step in range(count)]
+    assert sorted(ids) == list(range(13, 29))
+    with pytest.raises(DamageError):
+        Streams.of_shards([(13, 30, runs)])
+    with pytest.raises(DamageError):
+        runs_of(runs_state([runs[0], runs[2]]))
