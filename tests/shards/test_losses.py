@@ -23,9 +23,9 @@ SPACE = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACTION = spaces.Discrete(2)
 
 
-def numbered(memory: Any, first: int, end: int) -> None:
+def numbered(memory: Any, first: int, end: int, width: int = 3) -> None:
     """Add transitions whose reward tells which one they are."""
-    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    row, action, no = np.zeros((1, width), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
     for number in range(first, end):
         memory.add(row, action, np.array([number], np.float64), row, no, no)
 

@@ -296,7 +296,7 @@ def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
     ticks = marked(stream(lanes=2, ends=0.1), 700)
     with holdall.ReplayMemory(OBSERVATION, ACTION, 1_200, 2, extras=EXTRAS) as local:
         for count, step in enumerate(ticks):
-            local.add(*step, None if count % 7 else np.array([True, count % 2 == 0]))
+            local.add(*(*step, None if count % 7 else np.array([True, count % 2 == 0])))
         local.save(tmp_path).result()
         ids = np.arange(local.first_id, local.next_id)
         expected = local.gather(ids[local.are_valid(ids)])

@@ -159,7 +159,7 @@ class RowFinder:
         begins, ends = offsets.take(units), offsets.take(units + 1)
         if int((ends - begins).sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
             return None
-        data = [each.data.data for each in coded]
+        data = [memoryview(np.asarray(each.data)) for each in coded]
         segment = where[row[example]].tolist()
         cut = [data[s][b:e] for s, b, e in zip(segment, begins.tolist(), ends.tolist(), strict=True)]
         bounds = np.searchsorted(shared[row[example]], np.arange(len(forms) + 1))
@@ -269,7 +269,7 @@ def pack_answer(answer: Answer) -> Payload:
                 forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
             else:
                 beside.append(slices)
-                forms.append([slices.size, f"{xxhash.xxh3_64_intdigest(slices):016x}"])
+                forms.append([slices.size, f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
         fields.append({"leaf": i, "log": [field.log.itemsize, field.log.size], "forms": forms})
     reward = dtype_name(answer.columns["reward.0"].dtype)
     head = {"rows": len(answer.rows), "reward": reward, "fields": fields}
@@ -355,7 +355,7 @@ def _plain(array: Any, nbytes: int, digest: str) -> Bytes:
     """Check decoded slices that were received."""
     if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != (nbytes,):
         raise DamageError("an answer lacks slices that it names; nothing of it is used")
-    if f"{xxhash.xxh3_64_intdigest(array):016x}" != digest:
+    if f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
         raise DamageError("the slices beside an answer are damaged; nothing of it is used")
     return array
 

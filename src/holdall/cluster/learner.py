@@ -198,10 +198,12 @@ class Drawing:
         while True:
             left = until - time.monotonic()
             try:
-                return received(call.reference, min(_LOOK_S, max(0.0, left)))
+                payload: Payload = received(call.reference, min(_LOOK_S, max(0.0, left)))
             except ray.exceptions.GetTimeoutError:
                 if left <= 0 or self._cluster.is_away(shard):
                     raise
+            else:
+                return payload
 
     def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
         """Ask shards for some rows of batches, each batch's drawn for itself."""

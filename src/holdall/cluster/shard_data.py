@@ -146,7 +146,8 @@ class ShardData:
             self.sampler.restore(state["sampler"]["state"])
         if isinstance(self.sampler, Prioritized):
             self.sampler.resize(self.capacity, store.first_tick)
-        for part in (part for segment in checkpoint.content.segments for part in segment.parts):
+        segments = [] if checkpoint.content is None else checkpoint.content.segments
+        for part in (part for segment in segments for part in segment.parts):
             named = None if part.block.sealed is None else part.block.sealed.codec.dictionary
             if named is not None:
                 self.dictionaries[dictionary_name(named)] = named
@@ -191,8 +192,8 @@ class ShardData:
 
     def found(self, rows: Ids) -> tuple[NDArray[np.float64], Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
-        is_weighted = isinstance(self.sampler, Prioritized)
-        scaled = self.sampler.scaled(self.held(), rows) if is_weighted else np.ones(len(rows))
+        sampler = self.sampler
+        scaled = sampler.scaled(self.held(), rows) if isinstance(sampler, Prioritized) else np.ones(len(rows))
         return scaled, self.store.read(rows)
 
     def answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: Rows) -> Payload:
