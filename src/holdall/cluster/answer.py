@@ -13,7 +13,7 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -31,7 +31,7 @@ from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
 from holdall.storage.records import MOST_SEGMENT_ROWS, Buffer, codec_of, codec_words, pack, records_in
 from holdall.storage.remote_file import bring_places
-from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, Kernels, Log, Places
+from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, Held, Kernels, Log, Places
 from holdall.storage.store import Rows
 from holdall.threads import ThreadPool
 
@@ -130,67 +130,70 @@ class RowFinder:
 
         An array operation costs more here than what it does for the rows of one answer, so there are few.
         """
-        touched, where = np.unique(places.segment, return_inverse=True)
-        held = [places.held[field][number] for number in touched.tolist()]
-        coded = [content.coded for _, content in held if isinstance(content, SealedSlices)]
-        if len(coded) < len(held) or not all(_can_be_joined(each) for each in coded):
+        touched, _, where = _unique(places.segment)
+        found = _joinable(places.held[field], touched.tolist())
+        if found is None:
             return None
-        form_of, forms = self._forms(places.records[field][touched, _CUT], coded)
-        logs = [log.reshape(-1) for log, _ in held]
+        logs, coded = found
+        cuts = places.records[field][touched, _CUT]
+        form_of, forms, groups = self._forms(cuts.tolist(), coded)
         tables = [each.offsets for each in coded]
-        first_entry, first_unit = (_starts(each) for each in (logs, tables))
-        *_, count, shift = places.records[field][touched, _CUT].T[:, where]
         cursors = places.cursors[field]
         flags = cursors & NEXT_IS_WHOLE
+        count, shift = cuts[where, -2], cuts[where, -1]
         length = count + np.where(flags, count, shift)
-        begin = np.cumsum(length)
-        end = int(begin[-1])
+        begin = length.cumsum()
+        row = np.arange(len(where)).repeat(length)
         begin -= length
-        row = np.repeat(np.arange(len(where)), length)
-        start = first_entry[where] + (cursors ^ flags) - begin
-        number = np.concatenate(logs).take(np.arange(end) + start[row])
-        group = np.array([each.codec.group for each in coded])[where[row]]
-        nth, within = np.divmod(number, group)
-        shared = form_of[where]
+        start = _starts(logs)[where] + (cursors ^ flags) - begin
+        number = np.concatenate(logs).take(np.arange(len(row)) + start[row])
+        group, form = groups[form_of][where], form_of[where]
+        nth, within = np.divmod(number, group[row])
         # Units are counted over all tables, and those of one form lie together.
-        units, example, place = _unique((shared.astype(np.int64) << 40)[row] + first_unit[where][row] + nth)
+        units, example, place = _unique(((form << 40) + _starts(tables)[where])[row] + nth)
         offsets = np.concatenate(tables)
         units &= (1 << 40) - 1
         begins, ends = offsets.take(units), offsets.take(units + 1)
-        if int((ends - begins).sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
+        if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
             return None
-        data = [memoryview(np.asarray(each.data)) for each in coded]
-        segment = where[row[example]].tolist()
-        cut = [data[s][b:e] for s, b, e in zip(segment, begins.tolist(), ends.tolist(), strict=True)]
-        bounds = np.searchsorted(shared[row[example]], np.arange(len(forms) + 1))
+        data: list[Any] = [each.data for each in coded]
+        segments = where[row[example]]
+        cut = [
+            data[segment][first:last].data
+            for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ]
+        bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
         joined = tuple(
-            _joined(form, cut[first:last], (ends - begins)[first:last])
-            for form, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
+            _joined(each, cut[first:last], (ends - begins)[first:last])
+            for each, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
         )
-        numbers = (place - bounds[shared][row]) * group + within
-        is_narrow = int(numbers.max()) < 1 << 16
+        numbers = (place - bounds[form][row]) * group[row] + within
+        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, Coded))
         return FoundField(
-            shared.astype(np.int32),
+            form.astype(np.int32),
             begin.astype(np.uint32) | flags,
             numbers.astype(np.uint16 if is_narrow else np.uint32),
             joined,
         )
 
-    def _forms(self, cuts: NDArray[np.int64], coded: Sequence[Coded]) -> tuple[NDArray[np.int64], list[SliceForm]]:
-        """Number the forms that the slices of some segments have; those of one form can be put together."""
+    def _forms(self, cuts: list[list[int]], coded: list[Coded]) -> tuple[Ids, list[SliceForm], Ids]:
+        """Number the forms that the slices of some segments have; return the forms, too, and the slices of a unit.
+
+        Units of one form can be put together.
+        """
         keys: dict[tuple[Any, ...], int] = {}
         forms: list[SliceForm] = []
-        numbers = np.empty(len(coded), np.int64)
-        for place, (cut, each) in enumerate(zip(cuts.tolist(), coded, strict=True)):
-            key = (id(each.codec), *cut, each.palette.tobytes())
-            if key not in keys:
-                keys[key] = len(forms)
+        numbers: list[int] = []
+        for cut, each in zip(cuts, coded, strict=True):
+            key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
+            number = keys.setdefault(key, len(forms))
+            if number == len(forms):
                 outer, run_bytes, count, shift = cut
-                forms.append(
-                    SliceForm(Window(0, 1, count, outer, run_bytes, shift), each, self._described(each.codec, cut))
-                )
-            numbers[place] = keys[key]
-        return numbers, forms
+                window = Window(0, 1, count, outer, run_bytes, shift)
+                forms.append(SliceForm(window, each, self._described(each.codec, cut)))
+            numbers.append(number)
+        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, Coded)]
+        return np.array(numbers), forms, np.array(groups)
 
     def _described(self, codec: Codec, cut: list[int]) -> str:
         """Describe a cut and a codec; the same ones are sent over and over."""
@@ -218,15 +221,25 @@ class RowFinder:
         return FoundField(np.zeros(count, np.int32), 2 * numbers, log, (form,))
 
 
-def _can_be_joined(coded: Coded) -> bool:
-    """Whether units can be put together with those of other segments: they are whole, and in memory."""
-    return not isinstance(coded.data, Extent) and coded.count % coded.codec.group == 0
+def _joinable(held: tuple[Held, ...], segments: list[int]) -> tuple[list[Array], list[Coded]] | None:
+    """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
+    logs: list[Array] = []
+    found: list[Coded] = []
+    for segment in segments:
+        log, content = held[segment]
+        if not isinstance(log, np.ndarray) or not isinstance(content, SealedSlices):
+            return None
+        coded = content.coded
+        if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
+            return None
+        logs.append(log.reshape(-1))
+        found.append(coded)
+    return logs, found
 
 
-def _starts(arrays: Sequence[Array]) -> NDArray[np.int64]:
+def _starts(arrays: Sequence[Array]) -> Ids:
     """Say where each of some arrays begins if they stand one after another."""
-    sizes = [len(array) for array in arrays]
-    return np.cumsum([0, *sizes[:-1]])
+    return np.array(list(accumulate((len(array) for array in arrays[:-1]), initial=0)))
 
 
 def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> SliceForm:
@@ -238,7 +251,7 @@ def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> Sli
     return form._replace(slices=Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
 
 
-def _unique(values: Ids) -> tuple[Ids, Ids, Ids]:
+def _unique(values: NDArray[Any]) -> tuple[Ids, Ids, Ids]:
     """Return each value once, in order; where it is first found; and where each of `values` is among them.
 
     np.unique takes twice as long for few of them.
