@@ -232,7 +232,7 @@ def _joinable(held: tuple[Held, ...], segments: list[int]) -> tuple[list[Array],
         coded = content.coded
         if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
             return None
-        logs.append(log.reshape(-1))
+        logs.append(log)  # of one lane
         found.append(coded)
     return logs, found
 
@@ -297,6 +297,7 @@ class AnswerReader:
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
         self._known: dict[tuple[int, str], tuple[Window, Codec]] = {}
+        self._known_columns: dict[tuple[Any, ...], list[tuple[str, Leaf]]] = {}
 
     def read(self, payload: Payload, find: FindDictionary) -> Answer:
         """Read an answer that was received; DamageError if anything in it does not make sense.
@@ -322,9 +323,12 @@ class AnswerReader:
         return Answer(counters, rows, scaled, columns, fields)
 
     def _columns(self, head: dict[str, Any], count: int, body: _Body) -> dict[str, Array]:
-        leaves = column_leaves(self._schema, [field["leaf"] for field in head["fields"]])
-        leaves |= {"reward.0": Leaf("", (), dtype_of(head["reward"]))}
-        return {name: body.take(leaf.dtype, count, leaf.shape) for name, leaf in sorted(leaves.items())}
+        key = (head["reward"], *(field["leaf"] for field in head["fields"]))
+        leaves = self._known_columns.get(key)
+        if leaves is None:
+            found = column_leaves(self._schema, key[1:]) | {"reward.0": Leaf("", (), dtype_of(head["reward"]))}
+            leaves = self._known_columns[key] = sorted(found.items())
+        return {name: body.take(leaf.dtype, count, leaf.shape) for name, leaf in leaves}
 
     def _field(self, words: Any, count: int, body: _Body, beside: list[Any], find: FindDictionary) -> FoundField:
         leaf = self._schema.observation.leaves[words["leaf"]]
