@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.batch import Batch
-from holdall.cluster import answer as answers
-from holdall.cluster.answer import Answer, AnswerReader, FoundField, Payload, RowFinder, pack_answer
+from holdall.cluster import shard_data
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, pack_answer
 from holdall.cluster.encode import Encoder, sliced_leaves
-from holdall.cluster.learner import Deliverer
 from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.shard_data import RowFinder
 from holdall.errors import ArgumentError, DamageError
 from holdall.native.kernels import chosen_kernels, native_kernels
 from holdall.native.numpy_kernels import PortableKernels
@@ -111,7 +111,7 @@ class Desk:
 @pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
     """Have answers decoded at the shard, or sent as they are, whatever pays."""
-    monkeypatch.setattr(answers, "_DECODED_FROM", request.param)
+    monkeypatch.setattr(shard_data, "_DECODED_FROM", request.param)
     share: float = request.param
     return share
 
@@ -142,7 +142,7 @@ def test_what_was_sent_is_what_is_found(
     assert (desk.store.first_tick, desk.store.next_tick) == (desk.oracle.first_id, desk.oracle.next_id)
     ids = generator.choice(desk.oracle.ids, 20)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(answers, "_DECODED_FROM", share)
+        patch.setattr(shard_data, "_DECODED_FROM", share)
         assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
 
 

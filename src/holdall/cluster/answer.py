@@ -13,41 +13,35 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from holdall.batch import Batch
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
-from holdall.delivery.host import Staging
+from holdall.delivery.host import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage.blocks import Coded, Extent, SealedSlices
+from holdall.storage.blocks import Coded, KeptBlock
 from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
-from holdall.storage.records import MOST_SEGMENT_ROWS, Buffer, codec_of, codec_words, pack, records_in
-from holdall.storage.remote_file import bring_places
-from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, Held, Kernels, Log, Places
-from holdall.storage.store import Rows
+from holdall.storage.records import MOST_SEGMENT_ROWS, Buffer, codec_of, pack, records_in
+from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, Log, Places
 from holdall.threads import ThreadPool
 
 ANSWER = "answer"
-_DECODED_FROM = 0.25
-"""Share of the decoded bytes from which on compressed slices are decoded at the shard: to check and copy them costs
-more than it spares, also between machines."""
 _MOST_BYTES = 2**28
 _ALIGNMENT = 8
-_MOST_KNOWN_FORMS = 256
+MOST_KNOWN_FORMS = 256
 _IS_LITTLE = sys.byteorder == "little"
 _PADDING = [bytes(-n % _ALIGNMENT) for n in range(_ALIGNMENT)]
 _U1, _U4, _I4 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.int32)
 _I8, _F8 = np.dtype(np.int64), np.dtype(np.float64)
 _BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
-_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 
 Ids = NDArray[np.int64]
 Payload = bytes | tuple[Any, ...]
@@ -93,177 +87,6 @@ class Answer:
             i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()
         }
         return Answer(self.counters, self.rows[rows], self.scaled[rows], columns, fields)
-
-
-class RowFinder:
-    """Finds what a learner needs of some rows of a shard's store; several threads may use it."""
-
-    def __init__(self, schema: Schema, kernels: Kernels) -> None:
-        self._leaves = schema.observation.leaves
-        self._kernels = kernels
-        self._threads = ThreadPool()
-        self._staging = Staging()
-        self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
-
-    def columns(self, rows: Rows) -> dict[str, Array]:
-        """Name the small fields as they are sent."""
-        found = {f"obs.{i}": pair[0] for i, pair in rows.small.items()}
-        found |= {f"next.{i}": pair[1] for i, pair in rows.small.items()}
-        found |= {f"action.{i}": column for i, column in enumerate(rows.action)}
-        found |= {f"extras.{i}": column for i, column in enumerate(rows.extras)}
-        return found | {"reward.0": rows.reward, "terminated.0": rows.terminated, "truncated.0": rows.truncated}
-
-    def fields(self, rows: Rows) -> dict[int, FoundField]:
-        """Find the slices of the large fields; no lock is needed."""
-        places = rows.places
-        if places is None or not len(places.segment):
-            nothing = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
-            return dict.fromkeys(rows.large, nothing)
-        found = {}
-        for field, i in enumerate(rows.large):
-            leaf = self._leaves[i]
-            found[i] = self._compressed(places, field, leaf) or self._decoded(places, field, leaf)
-        return found
-
-    def _compressed(self, places: Places, field: int, leaf: Leaf) -> FoundField | None:
-        """Put the units together that hold the slices of the rows; None where these are better decoded here.
-
-        An array operation costs more here than what it does for the rows of one answer, so there are few.
-        """
-        touched, _, where = _unique(places.segment)
-        found = _joinable(places.held[field], touched.tolist())
-        if found is None:
-            return None
-        logs, coded = found
-        cuts = places.records[field][touched, _CUT]
-        form_of, forms, groups = self._forms(cuts.tolist(), coded)
-        tables = [each.offsets for each in coded]
-        cursors = places.cursors[field]
-        flags = cursors & NEXT_IS_WHOLE
-        count, shift = cuts[where, -2], cuts[where, -1]
-        length = count + np.where(flags, count, shift)
-        begin = length.cumsum()
-        row = np.arange(len(where)).repeat(length)
-        begin -= length
-        start = _starts(logs)[where] + (cursors ^ flags) - begin
-        number = np.concatenate(logs).take(np.arange(len(row)) + start[row])
-        group, form = groups[form_of][where], form_of[where]
-        nth, within = np.divmod(number, group[row])
-        # Units are counted over all tables, and those of one form lie together.
-        units, example, place = _unique(((form << 40) + _starts(tables)[where])[row] + nth)
-        offsets = np.concatenate(tables)
-        units &= (1 << 40) - 1
-        begins, ends = offsets.take(units), offsets.take(units + 1)
-        if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
-            return None
-        data: list[Any] = [each.data for each in coded]
-        segments = where[row[example]]
-        cut = [
-            data[segment][first:last].data
-            for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
-        ]
-        bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
-        joined = tuple(
-            _joined(each, cut[first:last], (ends - begins)[first:last])
-            for each, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
-        )
-        numbers = (place - bounds[form][row]) * group[row] + within
-        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, Coded))
-        return FoundField(
-            form.astype(np.int32),
-            begin.astype(np.uint32) | flags,
-            numbers.astype(np.uint16 if is_narrow else np.uint32),
-            joined,
-        )
-
-    def _forms(self, cuts: list[list[int]], coded: list[Coded]) -> tuple[Ids, list[SliceForm], Ids]:
-        """Number the forms that the slices of some segments have; return the forms, too, and the slices of a unit.
-
-        Units of one form can be put together.
-        """
-        keys: dict[tuple[Any, ...], int] = {}
-        forms: list[SliceForm] = []
-        numbers: list[int] = []
-        for cut, each in zip(cuts, coded, strict=True):
-            key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
-            number = keys.setdefault(key, len(forms))
-            if number == len(forms):
-                outer, run_bytes, count, shift = cut
-                window = Window(0, 1, count, outer, run_bytes, shift)
-                forms.append(SliceForm(window, each, self._described(each.codec, cut)))
-            numbers.append(number)
-        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, Coded)]
-        return np.array(numbers), forms, np.array(groups)
-
-    def _described(self, codec: Codec, cut: list[int]) -> str:
-        """Describe a cut and a codec; the same ones are sent over and over."""
-        key = (id(codec), *cut)
-        known = self._words.get(key)
-        if known is None or known[0] is not codec:
-            if len(self._words) >= _MOST_KNOWN_FORMS:
-                self._words.clear()
-            words = json.dumps({"cut": cut, "codec": codec_words(codec)}, sort_keys=True)
-            known = self._words[key] = codec, words
-        return known[1]
-
-    def _decoded(self, places: Places, field: int, leaf: Leaf) -> FoundField:
-        """Decode the rows here: every observation and next observation is one slice."""
-        count = len(places.segment)
-        nbytes = count * leaf.nbytes
-        if places.awaits_files:
-            bring_places(places)
-        both = self._staging.take(2 * nbytes)
-        obs, next_obs = both[:nbytes].reshape(count, -1), both[nbytes:].reshape(count, -1)
-        self._kernels.gather(places, field, obs, next_obs, self._threads)
-        numbers = np.arange(count, dtype=np.uint32)
-        log = np.stack([numbers, numbers + np.uint32(count)], axis=1).reshape(-1)
-        form = SliceForm(Window.whole(leaf), both)
-        return FoundField(np.zeros(count, np.int32), 2 * numbers, log, (form,))
-
-
-def _joinable(held: tuple[Held, ...], segments: list[int]) -> tuple[list[Array], list[Coded]] | None:
-    """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
-    logs: list[Array] = []
-    found: list[Coded] = []
-    for segment in segments:
-        log, content = held[segment]
-        if not isinstance(log, np.ndarray) or not isinstance(content, SealedSlices):
-            return None
-        coded = content.coded
-        if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
-            return None
-        logs.append(log)  # of one lane
-        found.append(coded)
-    return logs, found
-
-
-def _starts(arrays: Sequence[Array]) -> Ids:
-    """Say where each of some arrays begins if they stand one after another."""
-    return np.array(list(accumulate((len(array) for array in arrays[:-1]), initial=0)))
-
-
-def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> SliceForm:
-    """Return a form with these units."""
-    like: Any = form.slices
-    offsets = np.zeros(len(units) + 1, np.uint32)
-    np.cumsum(sizes, out=offsets[1:])
-    data = np.frombuffer(b"".join(units), np.uint8)
-    return form._replace(slices=Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
-
-
-def _unique(values: NDArray[Any]) -> tuple[Ids, Ids, Ids]:
-    """Return each value once, in order; where it is first found; and where each of `values` is among them.
-
-    np.unique takes twice as long for few of them.
-    """
-    order = values.argsort(kind="stable")
-    ordered = values[order]
-    is_new = np.empty(len(values), np.bool_)
-    is_new[0] = True
-    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
-    place = np.empty(len(values), np.int64)
-    place[order] = np.cumsum(is_new) - 1
-    return ordered[is_new], order[is_new], place
 
 
 def pack_answer(answer: Answer) -> Payload:
@@ -362,7 +185,7 @@ class AnswerReader:
             fits = codec.transform.slice_bytes == window.slice_bytes and 1 <= shift <= count
             if not fits or count * window.slice_bytes != self._schema.observation.leaves[leaf].nbytes:
                 raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
-            if len(self._known) >= _MOST_KNOWN_FORMS:
+            if len(self._known) >= MOST_KNOWN_FORMS:
                 self._known.clear()
             known = self._known[leaf, text] = window, codec
         return known
@@ -411,3 +234,99 @@ def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
         if little.nbytes % _ALIGNMENT:
             buffers.append(_PADDING[little.nbytes % _ALIGNMENT])
     return buffers
+
+
+class Deliverer:
+    """Decodes and assembles."""
+
+    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
+        self._schema = schema
+        self._kernels = kernels
+        self._threads = ThreadPool()
+        self._assembler = ObservationAssembler(kernels, self._threads, 1 << 62)
+        self._delivery = Delivery(device, schema.leaves)
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes kept for the next batches."""
+        return self._assembler.staging.nbytes
+
+    def keep(self, batches: int) -> None:
+        """Have memory for so many batches in use at the same time."""
+        self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
+
+    def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
+        """Make a batch.
+
+        Args:
+            where: For every answer, the positions of its rows in the batch.
+        """
+        schema, hand_over = self._schema, self._delivery.hand_over
+        count = len(ids)
+
+        def column(name: str) -> Array:
+            if len(answers) == 1:
+                return _own(answers[0].columns[name])
+            first = answers[0].columns[name]
+            merged = np.empty((count, *first.shape[1:]), first.dtype)
+            for answer, rows in zip(answers, where, strict=True):
+                merged[rows] = answer.columns[name]
+            return merged
+
+        pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
+        actions = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
+        extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
+        return Batch(
+            obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
+            action=schema.action.build([hand_over(array) for array in actions]),
+            reward=hand_over(column("reward.0")),
+            next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
+            terminated=hand_over(column("terminated.0")),
+            truncated=hand_over(column("truncated.0")),
+            extras=schema.extras.build([hand_over(array) for array in extras]),
+            ids=ids,
+            weights=hand_over(_own(weights)),
+        )
+
+    def dismiss(self) -> None:
+        """End the threads."""
+        self._threads.dismiss()
+
+    def _pair(
+        self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
+    ) -> tuple[Array, Array]:
+        if leaf not in answers[0].fields:
+            return column(f"obs.{leaf}"), column(f"next.{leaf}")
+        found = [answer.fields[leaf] for answer in answers]
+        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
+
+    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
+        """Describe where the slices lie, to the loops that decode them."""
+        segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
+        parts: list[ClosedPart] = []
+        for each, rows in zip(found, where, strict=True):
+            segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
+            log = each.log.reshape(-1, 1)
+            for form in each.forms:
+                block = self._block(form)
+                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
+        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
+        return Places(
+            records=[records],
+            segment=segment,
+            cursors=[cursors],
+            lane=np.zeros(count, np.int32),
+            lanes=1,
+            held=(tuple(part.held for part in parts),),
+        )
+
+    def _block(self, form: SliceForm) -> KeptBlock:
+        slice_bytes, slices = form.window.slice_bytes, form.slices
+        if isinstance(slices, Coded):
+            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
+        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
+
+
+def _own(array: Array) -> Array:
+    """Return an array that may be written to: a batch belongs to the caller."""
+    return array if array.flags.writeable and array.flags.owndata else array.copy()

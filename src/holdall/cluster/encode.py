@@ -61,7 +61,7 @@ class _OpenField:
         raw, block = self.raw, self.part.block
         used, whole = len(raw), -(-len(raw) // group) * group
         if block is None or whole > block.capacity:
-            return np.concatenate([raw, np.broadcast_to(raw[-1:], (whole - used, raw.shape[1]))])
+            return raw[np.minimum(np.arange(whole), used - 1)]
         rows = block.arena[: whole * block.slice_bytes].reshape(whole, -1)
         rows[used:] = raw[-1]
         return rows

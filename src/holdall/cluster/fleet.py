@@ -405,7 +405,7 @@ class Fleet:
             ray.kill(actor)
 
     def settle(self) -> None:
-        """Wait until the shards are up; have blocks that an earlier memory was moving be where they arrived.
+        """Wait until the shards are up; have segments that an earlier memory was moving be where they arrived.
 
         An earlier memory may have had more shards: what these hold must not be left out unnoticed.
         """
@@ -458,8 +458,11 @@ class Fleet:
         """Tell a roster that was restarted which shards there are."""
         self.roster.admit.remote(self.actors)
 
-    def end(self) -> None:
-        """End all actors."""
+    def end(self, *, has_saved: bool = False) -> None:
+        """End all actors, once they have let go of the places that they saved to."""
+        if has_saved:
+            ending = [actor.end_saves.remote() for actor in self.actors.values()]
+            ray.wait(ending, num_returns=len(ending), timeout=self._patience_s)
         for actor in (*self.actors.values(), self.roster):
             ray.kill(actor)
 

@@ -20,18 +20,15 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, AnswerReader, FoundField, Payload, SliceForm
+from holdall.checkpoint.background import Checkpoint
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
 from holdall.cluster.fleet import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
-from holdall.delivery.host import Delivery, ObservationAssembler
-from holdall.errors import ArgumentError, HoldallError, ShardError, TransitionIdError
+from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Array, Schema, as_array
-from holdall.storage.blocks import Coded, KeptBlock
 from holdall.storage.codec import Dictionary
-from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Kernels, Places
-from holdall.threads import ThreadPool
 
 Ids = NDArray[np.int64]
 
@@ -161,7 +158,7 @@ class Drawing:
         return answer
 
     def learn(self, shard: int, name: str) -> Dictionary:
-        """Return a dictionary that a shard's blocks name."""
+        """Return a dictionary that a shard's segments name."""
         if name not in self._dictionaries:
             record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
             self._dictionaries[name] = dictionary_of(record)
@@ -254,6 +251,21 @@ def received(call: Any, patience_s: float | None) -> Any:
         if isinstance(cause, HoldallError):
             raise cause from None
         raise
+
+
+def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
+    """Wait for the checkpoints of all shards."""
+    found: dict[int, Checkpoint] = {}
+    for shard, call in calls.items():
+        try:
+            found[shard] = received(call, None)
+        except LOSSES as error:
+            cluster.lose(shard)
+            raise CheckpointError(
+                f"the checkpoint at {url} is not complete (shard {shard}: {type(error).__name__}); the one before is; "
+                "save again"
+            ) from error
+    return found
 
 
 def gathered(
@@ -386,99 +398,3 @@ def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
     if told.size and not (np.isfinite(told).all() and told.min() >= 0):
         raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
     return wanted, told
-
-
-class Deliverer:
-    """Decodes and assembles."""
-
-    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
-        self._schema = schema
-        self._kernels = kernels
-        self._threads = ThreadPool()
-        self._assembler = ObservationAssembler(kernels, self._threads, 1 << 62)
-        self._delivery = Delivery(device, schema.leaves)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes kept for the next batches."""
-        return self._assembler.staging.nbytes
-
-    def keep(self, batches: int) -> None:
-        """Have memory for so many batches in use at the same time."""
-        self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
-
-    def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
-        """Make a batch.
-
-        Args:
-            where: For every answer, the positions of its rows in the batch.
-        """
-        schema, hand_over = self._schema, self._delivery.hand_over
-        count = len(ids)
-
-        def column(name: str) -> Array:
-            if len(answers) == 1:
-                return _own(answers[0].columns[name])
-            first = answers[0].columns[name]
-            merged = np.empty((count, *first.shape[1:]), first.dtype)
-            for answer, rows in zip(answers, where, strict=True):
-                merged[rows] = answer.columns[name]
-            return merged
-
-        pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
-        actions = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
-        extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
-        return Batch(
-            obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
-            action=schema.action.build([hand_over(array) for array in actions]),
-            reward=hand_over(column("reward.0")),
-            next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
-            terminated=hand_over(column("terminated.0")),
-            truncated=hand_over(column("truncated.0")),
-            extras=schema.extras.build([hand_over(array) for array in extras]),
-            ids=ids,
-            weights=hand_over(_own(weights)),
-        )
-
-    def dismiss(self) -> None:
-        """End the threads."""
-        self._threads.dismiss()
-
-    def _pair(
-        self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
-    ) -> tuple[Array, Array]:
-        if leaf not in answers[0].fields:
-            return column(f"obs.{leaf}"), column(f"next.{leaf}")
-        found = [answer.fields[leaf] for answer in answers]
-        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
-
-    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
-        """Describe where the slices lie, to the loops that decode them."""
-        segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        parts: list[ClosedPart] = []
-        for each, rows in zip(found, where, strict=True):
-            segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
-            log = each.log.reshape(-1, 1)
-            for form in each.forms:
-                block = self._block(form)
-                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
-        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
-        return Places(
-            records=[records],
-            segment=segment,
-            cursors=[cursors],
-            lane=np.zeros(count, np.int32),
-            lanes=1,
-            held=(tuple(part.held for part in parts),),
-        )
-
-    def _block(self, form: SliceForm) -> KeptBlock:
-        slice_bytes, slices = form.window.slice_bytes, form.slices
-        if isinstance(slices, Coded):
-            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
-        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
-
-
-def _own(array: Array) -> Array:
-    """Return an array that may be written to: a batch belongs to the caller."""
-    return array if array.flags.writeable and array.flags.owndata else array.copy()

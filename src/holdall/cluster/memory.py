@@ -16,40 +16,31 @@ import secrets
 import threading
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import ray
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.background import Checkpoint, SaveHandle
+from holdall.checkpoint.background import SaveHandle
 from holdall.checkpoint.load import restored_state
 from holdall.checkpoint.manifest import CheckpointReader, Manifest
 from holdall.checkpoint.save import ShardsSnapshot
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.source import newest, normalized_url, open_reader, shard_url
-from holdall.cluster.fleet import LOSSES, Cluster, ClusterSettings, Fleet, single
-from holdall.cluster.learner import (
-    BatchesAhead,
-    Deliverer,
-    Drawing,
-    Priorities,
-    Request,
-    checked,
-    gathered,
-    received,
-    together,
-)
+from holdall.cluster.answer import Deliverer
+from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
-from holdall.cluster.writer import Address, Writer, trajectories_of
+from holdall.cluster.writer import Address, Writer, copy_transitions
 from holdall.delivery.loader import Loader
-from holdall.errors import ArgumentError, CheckpointError, ClosedError
+from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import (
     generator_of,
     generator_state,
@@ -58,9 +49,8 @@ from holdall.json_state import (
     schema_words,
 )
 from holdall.native.kernels import chosen_kernels
-from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Sampler, Uniform, as_ids
+from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
 from holdall.units import require_count
@@ -68,8 +58,6 @@ from holdall.units import require_count
 _ASK_AGAIN_S = 0.005
 _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
-
-Ids = NDArray[np.int64]
 
 
 class ReplayMemory:
@@ -147,12 +135,11 @@ class ReplayMemory:
         self._words = schema_words(schema)
         self._lock = threading.RLock()
         self._own_writer: Writer | None = None
-        self._closed = False
+        self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
         url = None if settings.url is None else normalized_url(settings.url)
         self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
-        self._roster = self._fleet.roster
         patience = settings.patience_s
         self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
         self._cluster = Cluster(self._address)
@@ -165,7 +152,7 @@ class ReplayMemory:
         self._cluster.refresh()
 
     def add_shard(self) -> int:
-        """Start one more shard and return its number; new blocks go there, too."""
+        """Start one more shard and return its number; new segments go there, too."""
         self._open()
         return self._fleet.start()
 
@@ -299,7 +286,7 @@ class ReplayMemory:
 
     @property
     def sampler(self) -> Sampler:
-        """How `sample` draws; its beta may be set anew."""
+        """How `sample` draws; its beta may be changed."""
         return self._sampler
 
     @property
@@ -325,13 +312,11 @@ class ReplayMemory:
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
-        counters_by_shard = self._cluster.refresh()
-        reports = ray.get(
-            [self._cluster.handle(shard).report.remote() for shard in counters_by_shard],
-            timeout=self._address.patience_s,
-        )
-        transitions = sum(counters.transitions for counters in counters_by_shard.values())
-        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(counters_by_shard))
+        known = self._cluster.refresh()
+        asked = [self._cluster.handle(shard).report.remote() for shard in known]
+        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        transitions = sum(counters.transitions for counters in known.values())
+        return MemoryReport(transitions, fields, self._deliverer.staging_bytes, len(known))
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
@@ -342,7 +327,7 @@ class ReplayMemory:
         require_count("keep", keep, 1)
         self.flush()
         self._cluster.refresh()
-        place = normalized_url(url)
+        place, self._has_saved = normalized_url(url), True
         state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
@@ -350,22 +335,8 @@ class ReplayMemory:
         }
         calls = {number: self._cluster.call(number, "save", shard_url(place, number)) for number in self._fleet.actors}
         ticks = self.capacity // self._lanes
-        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: self._saved(place, calls))
+        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls))
         return self._savers.to(place).save(snapshot, int(keep), None, None)
-
-    def _saved(self, place: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
-        """Wait for the checkpoints of all shards."""
-        found: dict[int, Checkpoint] = {}
-        for shard, call in calls.items():
-            try:
-                found[shard] = received(call, None)
-            except LOSSES as error:
-                self._cluster.lose(shard)
-                raise CheckpointError(
-                    f"the checkpoint at {place} is not complete (shard {shard}: {type(error).__name__}); the one "
-                    "before is; save again"
-                ) from error
-        return found
 
     @classmethod
     def load(
@@ -424,10 +395,11 @@ class ReplayMemory:
             return memory
         rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
         memory._set_up(schema, rows, settings, chosen, None, generator, dict.fromkeys(range(shards)))
-        with LocalReplayMemory.load(reader.url, sampler=Uniform()) as local:
-            for steps in trajectories_of(local):
-                memory.extend(*steps)
-        memory.flush()
+        try:
+            copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+        except BaseException:
+            memory.close()
+            raise
         return memory
 
     def close(self) -> None:
@@ -436,7 +408,8 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
-            self._fleet.end()
+            self._savers.close()
+            self._fleet.end(has_saved=self._has_saved)
             self._deliverer.dismiss()
 
     def __enter__(self) -> Self:
@@ -459,13 +432,13 @@ class ReplayMemory:
 
     def _only_counters(self) -> ShardCounters:
         self.flush()
-        counters_by_shard = self._cluster.refresh()
-        if list(counters_by_shard) != [0]:
+        known = self._cluster.refresh()
+        if list(known) != [0]:
             raise ArgumentError(
                 "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
                 "the ids of a batch"
             )
-        return counters_by_shard[0]
+        return known[0]
 
     def _start(self, count: int, batches: int = 1) -> list[Request]:
         """Ask for some batches, once what this process added and told has reached the shards."""

@@ -176,7 +176,7 @@ _ACK = struct.Struct("<qqq64s")
 
 
 class AckKind(IntEnum):
-    """What a shard did with a block."""
+    """What a shard did with a segment."""
 
     ACCEPTED = 0
     EXPECTED_ANOTHER = 1  # out of order, or there already
@@ -187,7 +187,7 @@ class AckKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SegmentHeader:
-    """Who sends which block to whom."""
+    """Who sends which segment to whom."""
 
     writer: bytes  # 16
     epoch: int
@@ -201,17 +201,17 @@ class SegmentHeader:
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
         if len(raw) != _SEGMENT_HEADER.size:
-            raise DamageError(f"{len(raw)} bytes are no header; the block is not used")
+            raise DamageError(f"{len(raw)} bytes are no header; the segment is not used")
         return cls(*_SEGMENT_HEADER.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A shard's answer to a block."""
+    """A shard's answer to a segment."""
 
     kind: AckKind
-    expected: int  # the number of the writer's next block
-    credits: int  # blocks that the writer may have under way
+    expected: int  # the number of the writer's next segment
+    credits: int  # segments that the writer may have under way
     counters: ShardCounters
     reason: str = ""
 
@@ -223,7 +223,7 @@ class Ack:
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
         if len(raw) < _ACK.size:
-            raise DamageError(f"{len(raw)} bytes are no answer to a block; nothing of them is used")
+            raise DamageError(f"{len(raw)} bytes are no answer to a segment; nothing of them is used")
         kind, expected, credit, counters = _ACK.unpack(raw[: _ACK.size])
         return cls(AckKind(kind), expected, credit, ShardCounters.of(counters), raw[_ACK.size :].decode())
 
@@ -245,7 +245,7 @@ _LOG = logging.getLogger("holdall")
 _PAUSE_S = 0.05
 
 Describe = Callable[[bytes], Iterable[bytes]]
-"""Returns the dictionaries that a block needs, as records."""
+"""Returns the dictionaries that a segment needs, as records."""
 
 
 @dataclass(slots=True)
@@ -262,7 +262,7 @@ class SegmentStream:
     """Blocks of one writer to one shard.
 
     Args:
-        dictionaries: Finds the dictionaries that a block names.
+        dictionaries: Finds the dictionaries that a segment names.
         survives: Whether the shard holds after a restart what it acknowledged.
         patience_s: How long a shard may be away before the caller is told.
     """
@@ -289,57 +289,57 @@ class SegmentStream:
     def inserted(self) -> int:
         """Transitions that the shard ever took, as far as is known, with those under way."""
         taken = 0 if self.counters is None else self.counters.inserted
-        return taken + sum(block.rows for block in self._under_way)
+        return taken + sum(segment.rows for segment in self._under_way)
 
     @property
     def next_sequence(self) -> int:
-        """The number of the next block."""
+        """The number of the next segment."""
         return self._sequence
 
     @property
     def unacknowledged_bytes(self) -> int:
-        """Bytes of the blocks under way."""
-        return sum(len(block.payload) for block in self._under_way)
+        """Bytes of the segments under way."""
+        return sum(len(segment.payload) for segment in self._under_way)
 
     def send(self, payload: bytes, rows: int) -> None:
-        """Send a block; wait while as many are under way as the shard allows. If that fails, the block is kept."""
-        block = _SentSegment(self._sequence, payload, rows, None)
+        """Send a segment; wait while as many are under way as the shard allows. If that fails, the segment is kept."""
+        segment = _SentSegment(self._sequence, payload, rows, None)
         self._sequence += 1
-        self._under_way.append(block)
+        self._under_way.append(segment)
         self.hear()
         start = time.monotonic()
-        while block.call is None and len(self._under_way) > self._credits:
+        while segment.call is None and len(self._under_way) > self._credits:
             self.hear(wait=True)
         self.waited_s += time.monotonic() - start
         self._begin()
 
     def grant(self, lease: int, roster: Any) -> None:
-        """Tell a limiter when the block that was sent last has arrived."""
+        """Tell a limiter when the segment that was sent last has arrived."""
         if self._under_way:
             self._under_way[-1].lease, self._under_way[-1].roster = lease, roster
 
     def flush(self) -> None:
-        """Wait until every block is acknowledged."""
+        """Wait until every segment is acknowledged."""
         while self._under_way:
             self.hear(wait=True)
 
     def take_back(self) -> list[tuple[bytes, int]]:
-        """Give up the blocks that were not acknowledged, of a shard that is gone with all that it held."""
-        left = [(block.payload, block.rows) for block in self._under_way]
+        """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
+        left = [(segment.payload, segment.rows) for segment in self._under_way]
         self._under_way.clear()
         return left
 
     def _begin(self) -> None:
-        """Send the blocks that were never sent: one that is new, and those that waited when patience was lost."""
+        """Send the segments that were never sent: one that is new, and those that waited when patience was lost."""
         if self._epoch < 0:
             self._meet()
-        for block in self._under_way:
-            if block.call is None:
-                self._call(block)
+        for segment in self._under_way:
+            if segment.call is None:
+                self._call(segment)
 
-    def _call(self, block: _SentSegment) -> None:
-        header = SegmentHeader(self._writer, self._epoch, block.sequence).packed()
-        block.call = self._shard.insert.remote(header, block.payload)
+    def _call(self, segment: _SentSegment) -> None:
+        header = SegmentHeader(self._writer, self._epoch, segment.sequence).packed()
+        segment.call = self._shard.insert.remote(header, segment.payload)
 
     def hear(self, wait: bool = False) -> None:
         """Look at the acknowledgements that came, in order; wait for the oldest if asked to."""
@@ -352,8 +352,8 @@ class SegmentStream:
             if not ready:
                 if wait:
                     raise ShardError(
-                        f"shard {self.number} has not acknowledged a block for {self._patience_s:g} s; the "
-                        f"{len(self._under_way)} blocks under way are kept: call flush() to try again"
+                        f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s; the "
+                        f"{len(self._under_way)} segments under way are kept: call flush() to try again"
                     )
                 return
             try:
@@ -381,19 +381,19 @@ class SegmentStream:
         if now - self._failing_since > self._patience_s:
             self._failing_since = None
             raise ShardError(
-                f"shard {self.number} accepts nothing ({error}); the {len(self._under_way)} blocks under way are kept: "
-                "call flush() to try again"
+                f"shard {self.number} accepts nothing ({error}); the {len(self._under_way)} segments under way are "
+                "kept: call flush() to try again"
             ) from error
         time.sleep(_PAUSE_S)
 
     def _settle(self, ack: Ack, oldest: _SentSegment) -> None:
-        """Go on after a block that was not accepted."""
+        """Go on after a segment that was not accepted."""
         if ack.kind is AckKind.REFUSED:
             self._under_way.popleft()
             self._sequence = oldest.sequence
             for later in self._under_way:
                 later.sequence, self._sequence = self._sequence, self._sequence + 1
-            raise ShardError(f"shard {self.number} refused a block, which is dropped: {ack.reason}")
+            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
         if ack.kind is AckKind.CLOSED:
             self._forget_accepted()
             raise ShardClosedError(f"shard {self.number} takes nothing more")
@@ -403,7 +403,7 @@ class SegmentStream:
 
     def _meet(self) -> None:
         """Ask the shard what it expects, and send from there on again; wait while it restarts."""
-        calls = [block.call for block in self._under_way if block.call is not None]
+        calls = [segment.call for segment in self._under_way if segment.call is not None]
         if calls:  # one that still runs could be accepted after it was sent again; it would be refused then
             ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
         ack = self._asked()
@@ -412,17 +412,17 @@ class SegmentStream:
         self.counters = ack.counters
         if lost_all:
             self._sequence = ack.expected
-            for block in self._under_way:
-                block.sequence, self._sequence = self._sequence, self._sequence + 1
+            for segment in self._under_way:
+                segment.sequence, self._sequence = self._sequence, self._sequence + 1
         while self._under_way and self._under_way[0].sequence < ack.expected:
             self._under_way.popleft()  # accepted; its acknowledgement was lost
-        self.resent += sum(block.call is not None for block in self._under_way)
-        for block in self._under_way:
-            self._call(block)
+        self.resent += sum(segment.call is not None for segment in self._under_way)
+        for segment in self._under_way:
+            self._call(segment)
 
     def _forget_accepted(self) -> None:
-        """Keep the blocks that a shard did not accept before it was closed."""
-        calls = [block.call for block in self._under_way if block.call is not None]
+        """Keep the segments that a shard did not accept before it was closed."""
+        calls = [segment.call for segment in self._under_way if segment.call is not None]
         ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
         expected = self._asked().expected
         while self._under_way and self._under_way[0].sequence < expected:
@@ -439,6 +439,6 @@ class SegmentStream:
                 if time.monotonic() > until:
                     raise ShardError(
                         f"shard {self.number} does not answer ({type(error).__name__}); the {len(self._under_way)} "
-                        "blocks under way are kept: call flush() to try again"
+                        "segments under way are kept: call flush() to try again"
                     ) from error
                 time.sleep(_PAUSE_S)

@@ -33,7 +33,7 @@ class RateLimit:
     Args:
         samples_per_insert: Rows drawn for every transition added, in the long run.
         min_size: Transitions added before anything is drawn.
-        tolerance: How many rows too many or too few may be drawn; at least a few batches, and a few blocks of 128
+        tolerance: How many rows too many or too few may be drawn; at least a few batches, and a few segments of 128
             transitions times samples_per_insert.
     """
 
@@ -139,7 +139,7 @@ class Roster:
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
         self._recentres = _is_restarted()
-        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new blocks
+        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, bytes] = {}
         self._choosing: dict[str, float] = {}
@@ -158,7 +158,7 @@ class Roster:
             return self._version
 
     def retire(self, shard: int) -> int:
-        """Have no new blocks sent to a shard."""
+        """Have no new segments sent to a shard."""
         with self._lock:
             handle, _ = self._shards[shard]
             self._shards[shard] = (handle, False)

@@ -304,6 +304,11 @@ class Shard:
         return handle.result()
 
     @ray.method(concurrency_group="control")
+    def end_saves(self) -> None:
+        """Wait for checkpoints that are under way, and let others write there."""
+        self._data.end_saves()
+
+    @ray.method(concurrency_group="control")
     def counters(self) -> bytes:
         """Say what is held."""
         with self._lock:

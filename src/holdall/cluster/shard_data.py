@@ -6,34 +6,44 @@ Invariant: row numbers only grow, and name the same transition for as long as it
 
 from __future__ import annotations
 
+import json
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.checkpoint.background import SaveHandle
+from holdall.checkpoint.background import Arrival, SaveHandle
 from holdall.checkpoint.load import Restored
 from holdall.checkpoint.save import Snapshot
 from holdall.checkpoint.saver import Savers
 from holdall.checkpoint.streams import WriterRun, runs_of, runs_state
-from holdall.cluster.answer import Answer, Payload, RowFinder, pack_answer
+from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, SliceForm, pack_answer
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
+from holdall.delivery.host import Staging
 from holdall.delivery.loader import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.native.kernels import chosen_kernels
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.prioritized import Prioritized
-from holdall.storage.blocks import CarriedSlices
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary
-from holdall.storage.records import SealedSegment, dictionary_name, pack_segment, unpack_segment
+from holdall.storage.layout import Window
+from holdall.storage.records import SealedSegment, codec_words, dictionary_name, pack_segment, unpack_segment
+from holdall.storage.remote_file import bring_places
+from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
+from holdall.storage.slices import Held as HeldArrays
 from holdall.storage.store import Rows, Store
 from holdall.storage.tiers import Budget
+from holdall.threads import ThreadPool
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -73,6 +83,7 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[Codec, Codec] = {}
         self._runs: deque[WriterRun] = deque()
+        self._arrival: Arrival | None = None
         self.store = self.begin_at(0)
 
     def begin_at(self, first_row: int) -> Store:
@@ -139,6 +150,9 @@ class ShardData:
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
+        if checkpoint.ledger is not None:
+            self._savers.to(checkpoint.url, checkpoint.ledger)
+        self._arrival = Arrival(checkpoint.blocks, checkpoint.interrupt)
         self._runs.extend(runs_of(state["runs"]))
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
@@ -185,6 +199,10 @@ class ShardData:
         snapshot = Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
         return saver.save(snapshot, None, None, None)
 
+    def end_saves(self) -> None:
+        """Wait for checkpoints that are under way, and let others write there."""
+        self._savers.close()
+
     def draw(self, counts: list[int]) -> Ids:
         """Draw rows of some batches, those of each for itself."""
         drawn = [self.sampler.draw(self.held(), count, self.generator).ids for count in counts]
@@ -210,3 +228,178 @@ class ShardData:
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
         return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store)
+
+
+_DECODED_FROM = 0.25
+"""Share of the decoded bytes from which on compressed slices are decoded at the shard: to check and copy them costs
+more than it spares, also between machines."""
+
+
+_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
+
+
+class RowFinder:
+    """Finds what a learner needs of some rows of a shard's store; several threads may use it."""
+
+    def __init__(self, schema: Schema, kernels: Kernels) -> None:
+        self._leaves = schema.observation.leaves
+        self._kernels = kernels
+        self._threads = ThreadPool()
+        self._staging = Staging()
+        self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
+
+    def columns(self, rows: Rows) -> dict[str, Array]:
+        """Name the small fields as they are sent."""
+        found = {f"obs.{i}": pair[0] for i, pair in rows.small.items()}
+        found |= {f"next.{i}": pair[1] for i, pair in rows.small.items()}
+        found |= {f"action.{i}": column for i, column in enumerate(rows.action)}
+        found |= {f"extras.{i}": column for i, column in enumerate(rows.extras)}
+        return found | {"reward.0": rows.reward, "terminated.0": rows.terminated, "truncated.0": rows.truncated}
+
+    def fields(self, rows: Rows) -> dict[int, FoundField]:
+        """Find the slices of the large fields; no lock is needed."""
+        places = rows.places
+        if places is None or not len(places.segment):
+            nothing = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
+            return dict.fromkeys(rows.large, nothing)
+        found = {}
+        for field, i in enumerate(rows.large):
+            leaf = self._leaves[i]
+            found[i] = self._compressed(places, field, leaf) or self._decoded(places, field, leaf)
+        return found
+
+    def _compressed(self, places: Places, field: int, leaf: Leaf) -> FoundField | None:
+        """Put the units together that hold the slices of the rows; None where these are better decoded here.
+
+        An array operation costs more here than what it does for the rows of one answer, so there are few.
+        """
+        touched, _, where = _unique(places.segment)
+        found = _joinable(places.held[field], touched.tolist())
+        if found is None:
+            return None
+        logs, coded = found
+        cuts = places.records[field][touched, _CUT]
+        form_of, forms, groups = self._forms(cuts.tolist(), coded)
+        tables = [each.offsets for each in coded]
+        cursors = places.cursors[field]
+        flags = cursors & NEXT_IS_WHOLE
+        count, shift = cuts[where, -2], cuts[where, -1]
+        length = count + np.where(flags, count, shift)
+        begin = length.cumsum()
+        row = np.arange(len(where)).repeat(length)
+        begin -= length
+        start = _starts(logs)[where] + (cursors ^ flags) - begin
+        number = np.concatenate(logs).take(np.arange(len(row)) + start[row])
+        group, form = groups[form_of][where], form_of[where]
+        nth, within = np.divmod(number, group[row])
+        # Units are counted over all tables, and those of one form lie together.
+        units, example, place = _unique(((form << 40) + _starts(tables)[where])[row] + nth)
+        offsets = np.concatenate(tables)
+        units &= (1 << 40) - 1
+        begins, ends = offsets.take(units), offsets.take(units + 1)
+        if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
+            return None
+        data: list[Any] = [each.data for each in coded]
+        segments = where[row[example]]
+        cut = [
+            data[segment][first:last].data
+            for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ]
+        bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
+        joined = tuple(
+            _joined(each, cut[first:last], (ends - begins)[first:last])
+            for each, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
+        )
+        numbers = (place - bounds[form][row]) * group[row] + within
+        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, Coded))
+        log: Log = numbers.astype(np.uint16) if is_narrow else numbers.astype(np.uint32)
+        return FoundField(form.astype(np.int32), begin.astype(np.uint32) | flags, log, joined)
+
+    def _forms(self, cuts: list[list[int]], coded: list[Coded]) -> tuple[Ids, list[SliceForm], Ids]:
+        """Number the forms that the slices of some segments have; return the forms, too, and the slices of a unit.
+
+        Units of one form can be put together.
+        """
+        keys: dict[tuple[Any, ...], int] = {}
+        forms: list[SliceForm] = []
+        numbers: list[int] = []
+        for cut, each in zip(cuts, coded, strict=True):
+            key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
+            number = keys.setdefault(key, len(forms))
+            if number == len(forms):
+                outer, run_bytes, count, shift = cut
+                window = Window(0, 1, count, outer, run_bytes, shift)
+                forms.append(SliceForm(window, each, self._described(each.codec, cut)))
+            numbers.append(number)
+        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, Coded)]
+        return np.array(numbers), forms, np.array(groups)
+
+    def _described(self, codec: Codec, cut: list[int]) -> str:
+        """Describe a cut and a codec; the same ones are sent over and over."""
+        key = (id(codec), *cut)
+        known = self._words.get(key)
+        if known is None or known[0] is not codec:
+            if len(self._words) >= MOST_KNOWN_FORMS:
+                self._words.clear()
+            words = json.dumps({"cut": cut, "codec": codec_words(codec)}, sort_keys=True)
+            known = self._words[key] = codec, words
+        return known[1]
+
+    def _decoded(self, places: Places, field: int, leaf: Leaf) -> FoundField:
+        """Decode the rows here: every observation and next observation is one slice."""
+        count = len(places.segment)
+        nbytes = count * leaf.nbytes
+        if places.awaits_files:
+            bring_places(places)
+        both = self._staging.take(2 * nbytes)
+        obs, next_obs = both[:nbytes].reshape(count, -1), both[nbytes:].reshape(count, -1)
+        self._kernels.gather(places, field, obs, next_obs, self._threads)
+        numbers = np.arange(count, dtype=np.uint32)
+        log = np.stack([numbers, numbers + np.uint32(count)], axis=1).reshape(-1)
+        form = SliceForm(Window.whole(leaf), both)
+        return FoundField(np.zeros(count, np.int32), 2 * numbers, log, (form,))
+
+
+def _joinable(held: tuple[HeldArrays, ...], segments: list[int]) -> tuple[list[Array], list[Coded]] | None:
+    """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
+    logs: list[Array] = []
+    found: list[Coded] = []
+    for segment in segments:
+        log, content = held[segment]
+        if not isinstance(log, np.ndarray) or not isinstance(content, SealedSlices):
+            return None
+        coded = content.coded
+        if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
+            return None
+        logs.append(log)  # of one lane
+        found.append(coded)
+    return logs, found
+
+
+def _starts(arrays: Sequence[Array]) -> Ids:
+    """Say where each of some arrays begins if they stand one after another."""
+    return np.array(list(accumulate((len(array) for array in arrays[:-1]), initial=0)))
+
+
+def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> SliceForm:
+    """Return a form with these units."""
+    like: Any = form.slices
+    offsets = np.zeros(len(units) + 1, np.uint32)
+    np.cumsum(sizes, out=offsets[1:])
+    data = np.frombuffer(b"".join(units), np.uint8)
+    return form._replace(slices=Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
+
+
+def _unique(values: NDArray[Any]) -> tuple[Ids, Ids, Ids]:
+    """Return each value once, in order; where it is first found; and where each of `values` is among them.
+
+    np.unique takes twice as long for few of them.
+    """
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    is_new = np.empty(len(values), np.bool_)
+    is_new[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    place = np.empty(len(values), np.int64)
+    place[order] = np.cumsum(is_new) - 1
+    return ordered[is_new], order[is_new], place

@@ -1,8 +1,8 @@
 """Writers: handles that actors feed a memory with, from any process.
 
-In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded blocks on the shards.
+In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded segments on the shards.
 Invariant: what `flush` returned for was acknowledged by the shards. The bytes that wait are bounded: `add` waits when
-the shards do. A block goes to the less filled of two shards; it needs none of the blocks before it, wherever they are.
+the shards do. A segment goes to the less filled of two shards; it needs none of those before it, wherever they are.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native.kernels import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
+from holdall.sampling.draw import Uniform
 from holdall.schema import Schema, Tree
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name, pack_segment, segment_needs
@@ -82,7 +83,7 @@ class Writer:
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
         self._streams: dict[int, SegmentStream] = {}
-        self._open_to: list[int] = []  # shards that take new blocks
+        self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
         self._looked_at = 0.0
         self._grants: list[int] = []
@@ -191,7 +192,7 @@ class Writer:
         return Tick.fitted(self._schema, leading, self._encoder.reward_dtype, *arguments)
 
     def _send(self) -> None:
-        """Close the block and send it on its way; what could fail before that comes first, so that none is lost."""
+        """Close the segment and send it on its way; what could fail before that comes first, so that none is lost."""
         self._wait_for_grant(self._encoder.rows)
         stream = self._stream()
         for i, field in enumerate(self._encoder.fields):
@@ -229,7 +230,7 @@ class Writer:
         return lease
 
     def _through(self, stream: SegmentStream, payload: bytes | None, rows: int = 0) -> None:
-        """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
+        """Send a segment, or wait for all; if the shard is gone with all that it held, send the rest elsewhere."""
         try:
             if payload is None:
                 stream.flush()
@@ -244,19 +245,19 @@ class Writer:
                 left.append((payload, rows))
             self._streams.pop(stream.number, None)
             self._version = -1
-            for block in left:
-                self._through(self._stream(excluded=stream.number), *block)
+            for segment in left:
+                self._through(self._stream(excluded=stream.number), *segment)
             if payload is None:
                 self.flush()
 
     def next_of_others(self) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a block, under which writer's name, and as which of its blocks."""
+        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
         self.flush()
         stream = self._stream()
         return stream.number, self._name, stream.next_sequence
 
     def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
-        """Send a block that another shard held; it is acknowledged when this returns."""
+        """Send a segment that another shard held; it is acknowledged when this returns."""
         self._dictionaries |= dictionaries
         self._through(self._streams[to], payload, rows)
         self.flush()
@@ -273,7 +274,7 @@ class Writer:
         self._grants.clear()
 
     def _stream(self, excluded: int = -1) -> SegmentStream:
-        """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
+        """Return where the next segment goes: to the less filled of two, so that nobody has to know them all."""
         self._look_around()
         choices = [number for number in self._open_to if number != excluded]
         if not choices:
@@ -330,8 +331,16 @@ class Writer:
         return [packed_dictionary(self._dictionaries[name]) for name in segment_needs(payload)[1]]
 
 
-def trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
-    """Yield the arguments of `extend` with which another memory gets all transitions of a local one, bit for bit."""
+def copy_transitions(url: str, writer: Writer) -> None:
+    """Send all transitions of a local memory's newest checkpoint, and return when the shards have them."""
+    with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
+        for steps in _trajectories_of(memory):
+            writer.extend(*steps)
+    writer.close()
+
+
+def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `extend` with which a writer sends all transitions of a memory, bit for bit."""
     lanes, schema = memory.num_envs, memory.schema
     row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
     at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
