@@ -202,12 +202,7 @@ class Journal:
         self.move: SegmentMove | None = None
         self._drained = False  # all its rows are elsewhere, for good
         self.fenced = False
-        self.batching_s = slots.batching_s
-
-    @property
-    def url(self) -> str:
-        """Where it lies."""
-        return self._slots.url
+        self.url, self.batching_s = slots.url, slots.batching_s
 
     def open(self) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over."""
@@ -244,7 +239,7 @@ class Journal:
         if self.fenced or not self._create(parts, self._since_full >= _FULL_EVERY, first_row):
             self.fenced = True
             raise FencedError(
-                f"{self._slots.url}: another shard has opened this journal, so nothing more is accepted here; it has "
+                f"{self.url}: another shard has opened this journal, so nothing more is accepted here; it has "
                 "all that was acknowledged"
             )
         self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
@@ -275,16 +270,12 @@ class Journal:
     def _write_state(self, otherwise: str) -> None:
         if self.fenced or not self._create([], is_full=True):
             self.fenced = True
-            raise FencedError(f"{self._slots.url}: another shard has opened this journal; {otherwise}")
+            raise FencedError(f"{self.url}: another shard has opened this journal; {otherwise}")
 
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
-        numbers = sorted(self._first_rows)
-        gone = [
-            number
-            for number, following in pairwise(numbers)
-            if self._first_rows[following] <= first_row and number < self._full_at
-        ]
+        rows = self._first_rows
+        gone = [n for n, after in pairwise(sorted(rows)) if rows[after] <= first_row and n < self._full_at]
         if gone:
             self._slots.delete(gone)
             for number in gone:
@@ -313,7 +304,7 @@ class Journal:
         records = list(records_in(content))
         try:
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
-                raise DamageError(f"slot {number} of {self._slots.url} is none; it is not used")
+                raise DamageError(f"slot {number} of {self.url} is none; it is not used")
             head = records[0].head
             for writer, expected in head.get("expected", {}).items():
                 name = bytes.fromhex(writer)
@@ -332,7 +323,7 @@ class Journal:
                     entries.append(_entry_of(record, content))
             page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamageError(f"slot {number} of {self._slots.url} makes no sense ({error})") from error
+            raise DamageError(f"slot {number} of {self.url} makes no sense ({error})") from error
         for entry in entries:
             self.expected[entry.writer] = max(self.expected.get(entry.writer, 0), entry.sequence + 1)
         if entries:
