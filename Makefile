@@ -12,7 +12,7 @@ KERNELS := $(wildcard src/holdall/*/*.[ch])
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
 unexport PYTHONPATH
 
-.PHONY: help setup demo test check format nightly clean
+.PHONY: help setup demo test check format shape nightly clean
 
 help: ## Show this help
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' Makefile
@@ -37,6 +37,9 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
+	$(BIN)/python benchmarks/shape.py
+
 nightly: $(STAMP) $(PUBLISHED) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
 
@@ -56,8 +59,10 @@ $(BIN)/python:
 $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	$(BIN)/python -m pip install --quiet -c constraints.txt --upgrade pip
 	$(BIN)/python -m pip install --quiet -c constraints.txt --build-constraint constraints.txt -e '.[sb3,cloud,ray,dev]'
-	@set -- src/holdall/native/_kernels.*; [ -e "$$1" ] || \
-	  echo "note: the C loops were not built, the NumPy path is used; 'pip install -v -e .' in .venv says why"
+	@[ "$${HOLDALL_BUILD_PORTABLE:-0}" != 0 ] || HOLDALL_KERNELS=native $(BIN)/python -c \
+	  'from holdall.native import chosen_kernels; chosen_kernels()' || { \
+	  echo "error: the C loops were not built; '$(BIN)/pip install -v -e .' says why. To use NumPy, several times" \
+	    "slower, set HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
 	@touch $@
 
 # The hyperparameters that rl-baselines3-zoo publishes, which lint is held to; its package alone, outside of .venv.

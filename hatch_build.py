@@ -22,23 +22,11 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
-SOURCES = [
-    FOLDER / name
-    for name in (
-        "kernels.c",
-        "hands.c",
-        "unique.c",
-        "codec.c",
-        "checksum.c",
-        "track.c",
-        "advantage.c",
-        "planes.c",
-    )
-]
-SOURCES.append(FOLDER / "sumtree.c")
+NAMES = ("library", "append", "gather", "encode", "decode", "checksum", "threads", "rollout", "sumtree")
+SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"
-FLAGS = ["-O3", "-std=c11", "-shared"]
+FLAGS = ["-O3", "-std=c11", "-shared", "-fvisibility=hidden"]
 if sys.platform != "win32":
     FLAGS.append("-fPIC")  # Windows code is always position independent, and some compilers refuse the flag there
 

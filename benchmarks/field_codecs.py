@@ -15,7 +15,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage.codec import measure, measure_together
 from holdall.storage.layout import Window

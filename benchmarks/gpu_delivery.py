@@ -27,7 +27,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 import holdall
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.testing import assert_same_bits
 
 CAMERA = spaces.Dict({"image": spaces.Box(0, 255, (84, 84, 3), np.uint8), "state": spaces.Box(-9, 9, (31,))})

@@ -83,7 +83,7 @@ def main() -> int:
         sizes = [f"{size / _MIB:,.0f}" for size in (phase.nbytes, phase.most_bytes, used)]
         off = f"{100 * (phase.nbytes / used - 1):+.1f} %"
         rest = [f"{size / _MIB:,.0f}" for size in (kept, context)]
-        name = f"{spec.algorithm.class_name}, {spec.policy_name}, batches of {spec.batch}"
+        name = f"{spec.algorithm.name}, {spec.policy_name}, batches of {spec.batch}"
         print(
             f"| {' | '.join([name, *sizes, off, *rest])} | {'yes' if phase.most_bytes >= kept else '**no**'} |",
             flush=True,

@@ -61,7 +61,7 @@ def measure(case_name: str, quick: bool, trace: Path | None, prefer: str | None)
         "times": clock.summary(),
         "sb3_holds": sb3_held,
         "rows": compare(sides, stream.lanes, held // stream.lanes),
-        "kernels": importlib.import_module("holdall.native.kernels").chosen_kernels().name,
+        "kernels": importlib.import_module("holdall.native").chosen_kernels().name,
         "threads": {"torch": torch.get_num_threads(), "OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY")},
     }
 

@@ -56,7 +56,7 @@ def main() -> int:
     with watch.start(interval_s=1.0):
         for step, is_full in enumerate(growing):
             agent().step = step
-            agent().drive()
+            agent().publish_if_due()
             if is_full:
                 counter.write_text(str(step), encoding="ascii")
                 return FULL

@@ -192,7 +192,7 @@ class Toggling(BaseCallback):
 
     def _on_step(self) -> bool:
         if self._guard is not None:
-            self._watch.agent.drive()
+            self._watch.agent.publish_if_due()
         self._steps += 1
         return time.perf_counter() - self._begun[0] < self._turn_s or self._turn_over()
 

@@ -8,12 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from holdall.tools.lint.engine import check_text
-from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.output import explain
-from holdall.tools.lint.output import as_text
-from holdall.tools.lint.rule import REFERENCE_MACHINE
-from holdall.tools.lint.rules import RULES
+from holdall.tools.lint import REFERENCE_MACHINE, RULES, Machine, as_text, check_text, explain
 
 PAGE = Path(__file__).with_name("lint.md")
 ROOT = PAGE.parents[1]
@@ -60,14 +55,14 @@ def table() -> str:
     fixable = {
         finding.rule
         for rule in RULES.values()
-        for case in rule.BAD
+        for case in rule.doc.bad
         for finding in check_text(case.source, case.file, RULES, REFERENCE_MACHINE)
         if finding.edit
     }
     for rule in RULES.values():
         anchor = f"{rule.id}-{rule.name}-{rule.severity.word}".lower()
         mark = "yes" if rule.id in fixable else ""
-        lines.append(f"| [{rule.id}](#{anchor}) | {rule.name} | {rule.severity.word} | {mark} | {rule.what} |")
+        lines.append(f"| [{rule.id}](#{anchor}) | {rule.name} | {rule.severity.word} | {mark} | {rule.doc.what} |")
     return "\n".join(lines)
 
 

@@ -30,3 +30,17 @@ def test_the_loop_in_rollouts_md_collects_and_reads_three_rollouts() -> None:
     exec(compile(programs[0], "docs/rollouts.md", "exec"), names)
     assert names["rollout"].is_full  # type: ignore[attr-defined]  # made by the program
     assert names["update"] == 2
+
+
+def test_the_examples_in_extending_md_keep_the_contracts() -> None:
+    """Every program runs, and every contract in them is kept."""
+    names: dict[str, object] = {"__name__": "extending"}
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL):
+        exec(compile(program, "docs/extending.md", "exec"), names)
+    contracts = [kind for name, kind in names.items() if name.startswith("Test") and isinstance(kind, type)]
+    assert [kind.__name__ for kind in contracts] == ["TestNewest", "TestSlowZstandard", "TestPushBuffer"]
+    for kind in contracts:
+        rules = [rule for rule in dir(kind) if rule.startswith("test_")]
+        assert rules
+        for rule in rules:
+            getattr(kind(), rule)()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from holdall import threads
     from holdall.batch import Batch, RolloutBatch
-    from holdall.checkpoint.background import Checkpoint, SaveHandle
+    from holdall.checkpoint import Checkpoint, SaveHandle
     from holdall.errors import (
         ArgumentError,
         CheckpointError,
@@ -65,7 +65,7 @@ _MODULES = frozenset({"elegantrl", "lint", "plan", "ray", "sb3", "testing", "thr
 
 _HOMES = {
     "batch": ("Batch", "RolloutBatch"),
-    "checkpoint.background": ("Checkpoint", "SaveHandle"),
+    "checkpoint": ("Checkpoint", "SaveHandle"),
     "errors": (
         "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
         "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",

@@ -1,4 +1,4 @@
-"""TrajectoryBuffer: ElegantRL's list of trajectories as one set of tensors on the device, used for ever.
+"""TrajectoryBuffer: ElegantRL's list of trajectories as one set of tensors on the device, used again and again.
 
 In:  trajectories, one list of tensors per worker.  Out: a list of tensors, each all workers' items of one kind.
 Invariant: the tensors are, bit for bit, what concatenating the items gives. An update copies into place; it allocates
@@ -18,7 +18,8 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.elegantrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-from holdall.delivery.to_device import SLOT_BYTES, CopyRoute, CopySpan, DeviceCopier
+from holdall.delivery.device import stream_to
+from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, SlotLoad
 
 _ALIGNMENT_BYTES = 256
 """Where torch's own device tensors begin at the least."""
@@ -46,7 +47,7 @@ class _Section(NamedTuple):
 class TrajectoryBuffer(list[torch.Tensor]):
     """Drop-in for ElegantRL's on-policy buffer, a list: `buffer[0]` are the states of all workers, and so on.
 
-    The tensors are overwritten by the next update: clone what is to outlive it.
+    The next update overwrites the tensors: clone what you want to keep.
 
     Args:
         device: Where the tensors lie; None for a CUDA device if there is one, else the CPU.
@@ -65,11 +66,11 @@ class TrajectoryBuffer(list[torch.Tensor]):
             raise ArgumentError(f"device ({device}): torch finds no CUDA device here; use 'cpu'")
         if slot_bytes < 1:
             raise ArgumentError(f"slot_bytes ({slot_bytes}) must be at least 1; pass some MiB")
-        self._conveyor = DeviceCopier(self.device, slot_bytes) if self.device.type == "cuda" else None
+        self._copier = DeviceCopier(stream_to(torch, self.device), slot_bytes) if self.device.type == "cuda" else None
         self._memory = torch.empty(0, dtype=torch.uint8, device=self.device)
         self._given: list[Any] = []  # what the last update was given, but for the numbers
         self._sections: list[_Section] = []
-        self._routes: list[tuple[list[int], CopyRoute]] = []  # neighbouring items on the host, and their way
+        self._copies: list[tuple[list[int], list[SlotLoad]]] = []  # of neighbouring items on the host
 
     @torch.no_grad()
     def update_buffer(self, traj_list: Sequence[Trajectory]) -> tuple[int, float]:
@@ -80,13 +81,13 @@ class TrajectoryBuffer(list[torch.Tensor]):
         given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
         if given != self._given:
             items = _transposed(traj_list)
-            self._given = []  # if memory runs out, what is held is not what was given
+            self._given = []  # if memory groups out, what is held is not what was given
             self._lay_out(items)
             self._given = given
         items = list(zip(*traj_list, strict=True))
-        for which, route in self._routes:
-            if self._conveyor is not None:
-                self._conveyor.send(route, [tensor.contiguous() for i in which for tensor in items[i]])
+        for which, loads in self._copies:
+            if self._copier is not None:
+                self._copier.send(loads, [tensor.contiguous() for i in which for tensor in items[i]])
         for item, tensor in zip(items, self, strict=True):
             if item[0].device == tensor.device:
                 torch.cat(item, out=tensor)
@@ -113,7 +114,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
             start += -(-sections[-1].nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
         if sections != self._sections:
             self.clear()
-            self._sections, self._routes = [], []
+            self._sections, self._copies = [], []
             if start > self._memory.nbytes:
                 most = int(_GROWTH * self._memory.nbytes)
                 # What it holds is about to be overwritten, so it goes before more is taken.
@@ -121,29 +122,29 @@ class TrajectoryBuffer(list[torch.Tensor]):
                 self._memory = torch.empty(max(start, most), dtype=torch.uint8, device=self.device)
             self._sections = sections
             self.extend(section.of(self._memory) for section in sections)
-        self._plan_routes(items)
+        self._plan_copies(items)
 
-    def _plan_routes(self, items: list[Item]) -> None:
-        """Plan one route for each run of items on the host; what lies between runs is not touched."""
-        self._routes = []
-        if self._conveyor is None:
+    def _plan_copies(self, items: list[Item]) -> None:
+        """Plan one copy for each group of neighbouring items on the host; what lies between groups is not touched."""
+        self._copies = []
+        if self._copier is None:
             return
-        runs: list[list[int]] = []
+        groups: list[list[int]] = []
         for i, item in enumerate(items):
             if item[0].device.type != "cpu":
                 continue
-            if runs and runs[-1][-1] == i - 1:
-                runs[-1].append(i)
+            if groups and groups[-1][-1] == i - 1:
+                groups[-1].append(i)
             else:
-                runs.append([i])
-        for which in runs:
+                groups.append([i])
+        for which in groups:
             spans = []
             for i in which:
                 start = self._sections[i].start
                 for tensor in items[i]:
                     spans.append(CopySpan(start, tensor.nbytes))
                     start += tensor.nbytes
-            self._routes.append((which, self._conveyor.plan(self._memory, spans)))
+            self._copies.append((which, self._copier.plan(self._memory, spans)))
 
 
 def _transposed(traj_list: Sequence[Trajectory]) -> list[Item]:

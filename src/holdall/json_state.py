@@ -1,5 +1,7 @@
 """State as JSON: trees of numbers and arrays, random generators, schemas; and back, without pickle.
 
+What is read back is checked with `count_of`, `text_of` and `malformed_refused`, here and wherever else JSON is read.
+
 In:  what samplers, generators and schemas say of themselves.  Out: JSON's own types, arrays apart; and back, checked.
 Invariant: every number comes back as it was. Whole numbers beyond 53 bits and NaN are written in hexadecimal, since
 JSON's readers cut or refuse them.
@@ -7,21 +9,48 @@ JSON's readers cut or refuse them.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from math import prod
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError
 from holdall.schema import Leaf, Schema, Structure, Tree
 
 _SAFE = 2**53
+_MOST_COUNT = 2**62
 _MOST_DEPTH = 32
 _DTYPE = re.compile(r"(\|b1|[<|][iuf](1|2|4|8|16))")
+
+
+def count_of(value: Any, most: int = _MOST_COUNT) -> int:
+    """Return a whole number from 0 to `most` that was read, or refuse it."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise DamageError(f"{value!r} is no count up to {most}; nothing of it is used")
+    return value
+
+
+def text_of(value: Any, pattern: re.Pattern[str]) -> str:
+    """Return text that was read and has the right form, or refuse it."""
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise DamageError(f"{value!r} is no name here; nothing of it is used")
+    return value
+
+
+@contextlib.contextmanager
+def malformed_refused(what: str) -> Iterator[None]:
+    """Turn the errors that malformed JSON leads to into a DamageError that names what was read."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
+        if isinstance(error, HoldallError):
+            raise
+        raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error}); nothing of it is used") from error
 
 
 def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:
@@ -59,7 +88,7 @@ def _scalar_words(value: Any, what: str) -> Any:
 
 
 def decode_state(value: Any, arrays: Mapping[int, bytes], depth: int = 0) -> Any:
-    """Return what `encode` was given; lists stand for tuples too."""
+    """Return what `encode_state` was given; lists stand for tuples too."""
     if depth > _MOST_DEPTH:
         raise DamageError("a saved state is nested too deeply to be one of holdall's")
     if isinstance(value, list):

@@ -16,6 +16,12 @@ import psutil
 
 _NO_LIMIT = 1 << 60
 """Version 1 writes a number near 2^63 where there is no limit."""
+LINUX = sys.platform.startswith("linux")
+_COUNTED = {
+    b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3, b"Swap:": 4,
+}  # fmt: skip
+"""The lines of smaps that are read, and where they are added up."""
+_HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +172,6 @@ def _text(file: Path) -> str:
         return ""
 
 
-LINUX = sys.platform.startswith("linux")
-
-_COUNTED = {
-    b"Rss:": 0, b"Pss:": 1, b"Private_Clean:": 2, b"Private_Dirty:": 2, b"Anonymous:": 3, b"Swap:": 4,
-}  # fmt: skip
-"""The lines of smaps that are read, and where they are added up."""
-
-
 @dataclass(frozen=True, slots=True)
 class HeldMemory:
     """One process, at one moment."""
@@ -227,7 +225,7 @@ def peak_bytes(pid: int | None = None) -> int:
     info = psutil.Process(pid).memory_info()
     if hasattr(info, "peak_wset"):  # Windows
         return int(info.peak_wset)
-    if pid is not None and pid != os.getpid():  # macOS tells a process only of itself
+    if pid is not None and pid != os.getpid():  # macOS reports only a process's own
         return int(info.rss)
     import resource  # noqa: PLC0415 does not exist on Windows
 
@@ -235,7 +233,7 @@ def peak_bytes(pid: int | None = None) -> int:
 
 
 def begin_peak(pid: int | None = None) -> bool:
-    """Let a process's peak begin anew; False where the kernel does not allow it."""
+    """Reset a process's peak; False where the kernel does not allow it."""
     try:
         _file(pid, "clear_refs").write_text("5", encoding="ascii")
     except OSError:
@@ -244,7 +242,7 @@ def begin_peak(pid: int | None = None) -> bool:
 
 
 def mappings(pid: int | None = None) -> list[Mapping]:
-    """Read every mapping of a process, in order of addresses; Linux alone tells them apart.
+    """Read every mapping of a process, in order of addresses; only on Linux.
 
     The kernel walks the page tables for it: about 5 ms a read, and the caller's time to parse it, 15 ms.
     """
@@ -263,9 +261,6 @@ def _mappings(text: bytes) -> Iterator[Mapping]:
             _count(line, sums)
     if header:
         yield _mapping(header, sums)
-
-
-_HEXADECIMAL = frozenset(bytes([digit]) for digit in b"0123456789abcdef")
 
 
 def _mapping(header: list[bytes], sums: list[int]) -> Mapping:

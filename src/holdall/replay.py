@@ -15,7 +15,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -23,55 +23,41 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.checkpoint.background import Arrival, Autosave, Progress, SaveHandle, SaveInterval
-from holdall.checkpoint.load import Attached, Restored
-from holdall.checkpoint.save import Snapshot
-from holdall.checkpoint.saver import Savers, checked_attachments
-from holdall.checkpoint.source import Loading, normalized_url, open_reader
-from holdall.delivery.batches import Batches
-from holdall.delivery.host import BatchJob, Delivery, ObservationAssembler, of_ids
+from holdall.checkpoint import Loading, Restored, RowsKey, SavedMemory, Snapshot, open_reader
+from holdall.delivery.batches import Delivery, DrawnRows, ObservationAssembler, of_ids
+from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched
-from holdall.errors import ArgumentError, ClosedError, HoldallError
-from holdall.json_state import (
-    generator_of,
-    generator_state,
-    restored_generator,
-    schema_words,
-)
-from holdall.native.kernels import chosen_kernels
+from holdall.errors import ArgumentError, ClosedError
+from holdall.json_state import generator_of, generator_state, restored_generator, schema_words
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport, enlist
-from holdall.sampling.draw import Held, Sampler, Uniform, as_ids, require_number
-from holdall.sampling.episodic import Hindsight, NStep, Sequence
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling.draw import Held, Sampler, Uniform, as_ids
+from holdall.sampling.episodic import drawn_from, priorities_of, resume, reward_function_of, sampler_to_resume
 from holdall.schema import Leaf, Schema, as_array, fit_flags
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.snapshot import FullBlock, Tick
-from holdall.storage.spill import SpillFolder
+from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore, steps_in
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
 from holdall.units import require_count
 
-_SETTINGS = ("schema", "capacity_ticks", "device", "budget", "prefer", "spill_dir", "store_device")
-_OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
-"""Samplers whose tests show that they draw what is held alone; what others draw is checked."""
 
-
-class ReplayMemory:
+class ReplayMemory(SavedMemory):
     """Replay memory for `num_envs` lanes that advance together.
 
     Args:
-        observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple.
+        observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple. Or the schema of
+            another memory, which says all that this, `action_space`, `num_envs` and `extras` would.
         action_space: The same.
         capacity: Transitions over all lanes; rounded down to whole ticks, see `capacity`.
         num_envs: Lanes: the leading axis of everything that is added.
         budget: RAM that may be used: "8GiB" or bytes is a limit over everything that the memory holds; "auto" leaves
             the newest transitions raw, up to a quarter of what is available now, and compresses the rest; None
             compresses all.
-        prefer: How dear sampling compressed data may be, over a raw gather: "speed" 1.2 times,
+        prefer: How much longer sampling may take when data is compressed: "speed" 1.2 times as long as without,
             "balanced" 2 times, "memory" 4 times.
         spill_dir: Where the oldest compressed transitions go that the budget does not hold; None: nowhere. Without
-            it, transitions that do not fit a limit leave before their time, see `report().capacity_that_fits`.
+            it, the oldest are dropped early when a limit is reached, see `report().capacity_that_fits`.
         device: None for NumPy batches; "cpu" or "cuda" for torch tensors there.
         store_device: "cuda" keeps every slice there, uncompressed, and makes batches of them; the host keeps
             what `budget` says, for saving. For those whose memory fits on their GPU.
@@ -84,8 +70,8 @@ class ReplayMemory:
 
     def __init__(
         self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
+        observation_space: spaces.Space[Any] | Schema,
+        action_space: spaces.Space[Any] | None,
         capacity: int = 1_000_000,
         num_envs: int = 1,
         *,
@@ -98,55 +84,41 @@ class ReplayMemory:
         extras: Mapping[str, spaces.Space[Any]] | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        require_count("num_envs", num_envs, 1)
-        require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
-        schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._set_up(schema, capacity // num_envs, device, budget, prefer, spill_dir, store_device)
-        self._generator = generator_of(seed)
-        self._sampler: Sampler = Uniform() if sampler is None else sampler
-
-    def _set_up(
-        self,
-        schema: Schema,
-        capacity_ticks: int,
-        device: str | None,
-        budget: str | int | None,
-        prefer: str,
-        spill_dir: str | os.PathLike[str] | None,
-        store_device: str | None,
-    ) -> None:
-        self._schema = schema
-        self._lanes = schema.num_envs
-        self._capacity_ticks = capacity_ticks
-        self._device, self._store_device = device, store_device
+        if isinstance(observation_space, Schema):
+            schema = observation_space
+        else:
+            require_count("num_envs", num_envs, 1)
+            require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
+            schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # it says so
+        kernels, pool = chosen_kernels(), ThreadPool()
+        super().__init__(kernels.coder)
+        self.schema = schema
+        self.num_envs = schema.num_envs
+        self._capacity_ticks = capacity // schema.num_envs
+        self.capacity = self._capacity_ticks * schema.num_envs  # transitions: whole ticks, over all lanes
+        self.spill_dir = spill_dir
+        self.sampler: Sampler = Uniform() if sampler is None else sampler
+        self._settings = {
+            "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
+        }  # fmt: skip
         self._delivery = Delivery.of(device, store_device, schema.leaves)
-        kernels = chosen_kernels()
         self._lock = threading.Lock()
-        self._savers = Savers(kernels.coder)
-        self._attached = Attached()
-        self._autosave: Autosave | None = None
-        self._arrival: Arrival | None = None
+        self._generator = generator_of(seed)
         self._prefetched = Prefetched()
-        self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
-        crew = ThreadPool()
-        allowed = Budget.of(budget, prefer, crew.hands, spills=spill_dir is not None)
+        allowed = Budget.of(budget, prefer, pool.threads, spills=spill_dir is not None)
         self._limit = allowed.limit
-        self._assembler = ObservationAssembler(kernels, crew, allowed.staging_bytes)
-        self._batches = Batches(
-            schema,
-            kernels,
-            self._assembler,
-            self._delivery,
-            mirrored=store_device is not None,
-            pins=allowed.limit is None,
+        self._kernels = kernels
+        self._assembler = ObservationAssembler(kernels, pool, allowed.staging_bytes)
+        on_device, pins = store_device is not None, allowed.limit is None
+        self._batches = batches_for(
+            schema, kernels, self._assembler, self._delivery, store_on_device=on_device, pins=pins
         )
         folder = None if spill_dir is None else SpillFolder(spill_dir, kernels.coder)
         try:
-            self._store: Store | None = Store(schema, capacity_ticks, kernels, self._lock, allowed, folder)
+            self._store: Store | None = Store(schema, self._capacity_ticks, kernels, self._lock, allowed, folder)
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
-                f"capacity ({capacity_ticks * self._lanes}) takes more address space than this machine gives "
-                f"({error}); lower it"
+                f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
         enlist(self)
 
@@ -173,7 +145,9 @@ class ReplayMemory:
             return
         with self._lock:
             store = self._open()
-            store.write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+            store.write(
+                self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            )
         store.sealer.wait_for_room()
 
     def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
@@ -182,17 +156,17 @@ class ReplayMemory:
         For adapters that would otherwise look at every array once more than `add` does.
         """
         store = self._store
-        if store is None or (quick := store.quick) is None:
+        if store is None or (fast := store.fast_tick) is None:
             return False
-        if not quick.fits(obs, action, reward, next_obs, terminated, truncated):
+        if not fast.fits(obs, action, reward, next_obs, terminated, truncated):
             return False
         with self._lock:
-            if self._store is not store or store.quick is not quick:
+            if self._store is not store or store.fast_tick is not fast:
                 return False
             now = store.next_tick
-            quick.write(now, obs, action, reward, next_obs, terminated, truncated)
+            fast.write(now, obs, action, reward, next_obs, terminated, truncated)
             store.next_tick = now + 1
-        if quick.fills_blocks:
+        if fast.fills_blocks:
             store.sealer.wait_for_room()
         return True
 
@@ -211,30 +185,21 @@ class ReplayMemory:
 
         Everything is checked before the first step is written.
         """
-        leading = (_length_of(reward), self._lanes)
         with self._lock:
-            store = self._open()
+            leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            written = self._write_steps(store, steps, 0)
+            written = self._open().write_steps(steps, 0)
         while written < leading[0]:
-            store.sealer.wait_for_room()
+            self._open().sealer.wait_for_room()
             with self._lock:
-                written = self._write_steps(self._open(), steps, written)
-
-    def _write_steps(self, store: Store, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        for t in range(first, len(steps.reward)):
-            store.write(steps.cut(t))
-            if store.sealer.is_crowded:
-                return t + 1
-        return len(steps.reward)
+                written = self._open().write_steps(steps, written)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
         with self._lock:
             store = self._open()
-            draw = self._draw(store, self._require_enough(store, batch_size))
+            draw = self._draw_enough(store, batch_size)
             reading = self._batches.look_up(draw, store)
         return self._batches.make(draw, reading)
 
@@ -255,28 +220,21 @@ class ReplayMemory:
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
-        batches = self._batches
-        if device is not None and device != self._device:
-            delivery = Delivery(device, self._schema.leaves)
-            batches = self._batches.elsewhere(delivery)
-        batches.keep(prefetch + 2)
+        batches, finish = self._batches, None
+        if device is not None and device != self._settings["device"]:
+            delivery = Delivery(device, self.schema.leaves)
+            batches = batches_for(self.schema, self._kernels, self._assembler, delivery, pins=self._limit is None)
+            finish = batches.close
 
-        saved = self._prefetched.saved(batch_size)
-        drawn: deque[Draw] = deque(maxlen=prefetch + 1)
-
-        def start() -> BatchJob:
+        def look_up(saved: deque[Draw]) -> tuple[Draw, DrawnRows]:
             with self._lock:
                 store = self._open()
                 draw = self._prefetched.next_of(saved, self._held(store))
                 if draw is None:
-                    draw = self._draw(store, self._require_enough(store, batch_size))
-                reading = batches.look_up(draw, store)
-            drawn.append(draw)
-            return batches.start(draw, reading)
+                    draw = self._draw_enough(store, batch_size)
+                return draw, batches.look_up(draw, store)
 
-        loader = Loader(start, prefetch, None if batches is self._batches else batches.dismiss)
-        self._prefetched.watch(loader, drawn)
-        return loader
+        return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, finish)
 
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
@@ -300,26 +258,21 @@ class ReplayMemory:
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Tell the sampler how much it would pay to see transitions again, such as their TD errors' sizes.
+        """Set how much it would pay to see transitions again, such as their TD errors' sizes.
 
         Args:
             ids: Of a batch, as they are; those evicted since are passed over.
             priorities: Numbers of at least 0, one a row of the batch.
         """
-        told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+        update = priorities_of(self.sampler)
         given = np.asarray(ids)
-        wanted = as_ids(given) if given.ndim == 1 else as_ids(given.reshape(-1)).reshape(given.shape)
-        update = getattr(self._sampler, "update_priorities", None)
-        if update is None:
-            raise ArgumentError(
-                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
-                "priorities; construct the memory with sampler=Prioritized(...)"
-            )
+        wanted = as_ids(given.reshape(-1)).reshape(given.shape)
+        values = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
         with self._lock:
-            update(self._held(self._open()), wanted, told)
+            update(self._held(self._open()), wanted, values)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Say anew how transitions ended: some frameworks cut the last episode afterwards."""
+        """Overwrite how transitions ended: some frameworks cut the last episode afterwards."""
         wanted = as_ids(ids)
         ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
@@ -334,24 +287,14 @@ class ReplayMemory:
             return self._open().transitions
 
     @property
-    def capacity(self) -> int:
-        """Most transitions that are held: whole ticks, over all lanes."""
-        return self._capacity_ticks * self._lanes
-
-    @property
-    def num_envs(self) -> int:
-        """Lanes."""
-        return self._lanes
-
-    @property
     def first_id(self) -> int:
         """Lowest transition id that is still held."""
-        return self._open().first_tick * self._lanes
+        return self._open().first_tick * self.num_envs
 
     @property
     def next_id(self) -> int:
         """Id of the first transition of the next `add`."""
-        return self._open().next_tick * self._lanes
+        return self._open().next_tick * self.num_envs
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against the plain layout."""
@@ -386,12 +329,7 @@ class ReplayMemory:
         """
         require_count("nbytes", nbytes, 0)
         with self._lock:
-            self._open().large_segments.relieve(int(nbytes))
-
-    @property
-    def spill_dir(self) -> str | os.PathLike[str] | None:
-        """Where transitions go that the budget does not hold."""
-        return self._spill_dir
+            self._open().relieve(int(nbytes))
 
     @property
     def disk_bytes(self) -> int:
@@ -404,91 +342,6 @@ class ReplayMemory:
         """How full the memory is, of 1."""
         store = self._store
         return 0.0 if store is None else (store.next_tick - store.first_tick) / self._capacity_ticks
-
-    def save(
-        self,
-        url: str | os.PathLike[str],
-        *,
-        attach: Mapping[str, Any] | None = None,
-        keep: int = 3,
-        mirror: str | None = None,
-        progress: Progress | None = None,
-    ) -> SaveHandle:
-        """Write a checkpoint of this moment in the background, and return at once.
-
-        Saving again to the same place writes only what is new. A save that fails says so when its handle is asked for
-        the result; the memory goes on, and the checkpoints before are intact.
-
-        Args:
-            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
-            attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
-                done. They are part of the checkpoint, see `attached`.
-            keep: How many checkpoints stay; older ones are removed once this one is safe.
-            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
-                handle's `mirrored()` waits for that.
-            progress: Is told, in the background, of what is written and of the bytes so far.
-        """
-        require_count("keep", keep, 1)
-        files = checked_attachments(attach)
-        saver = self._savers.to(normalized_url(url))
-        with self._lock:
-            store = self._open()
-            frozen = store.freeze(saver.rows_saved())
-            state = {
-                "sampler": {"kind": type(self._sampler).__name__, "state": self._sampler.state()},
-                "generator": generator_state(self._generator),
-                "prefetched": self._prefetched.state(),
-            }
-        words = schema_words(self._schema)
-        snapshot = Snapshot(frozen, words, self._capacity_ticks, state, files, self._lock, store.release)
-        return saver.save(snapshot, int(keep), progress, mirror)
-
-    def save_every(
-        self,
-        url: str | os.PathLike[str],
-        seconds: float | None = None,
-        *,
-        transitions: int | None = None,
-        keep: int = 3,
-        mirror: str | None = None,
-    ) -> None:
-        """Save in the background, until the memory is closed; a crash costs no more than what was added since.
-
-        Every block is written as soon as it is full and compressed; a checkpoint is made of them when it is due, and
-        has little left to write then. Calling it again replaces what was said before.
-
-        Args:
-            seconds: Make a checkpoint after so many seconds ...
-            transitions: ... or after so many transitions, whichever comes first.
-        """
-        if seconds is None and transitions is None:
-            raise ArgumentError("save_every was told neither seconds nor transitions; name one of them, or both")
-        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
-        if transitions is not None:
-            require_count("transitions", transitions, 1)
-        require_count("keep", keep, 1)
-        self._open()
-        if self._autosave is not None:
-            self._autosave.stop()
-        place, kept = normalized_url(url), int(keep)
-
-        def save(memory: Any) -> SaveHandle:
-            handle: SaveHandle = memory.save(place, keep=kept, mirror=mirror)
-            return handle
-
-        def write_ahead(memory: Any) -> None:
-            memory._write_ahead(place)
-
-        self._autosave = Autosave(self, save, write_ahead, SaveInterval(pause, transitions))
-
-    def _write_ahead(self, place: str) -> None:
-        """Have blocks written that are full, for the next checkpoint there."""
-
-        def full_blocks(is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
-            with self._lock:
-                return self._open().full_blocks(is_known)
-
-        self._savers.to(place).write_ahead(full_blocks)
 
     @classmethod
     def load(
@@ -523,114 +376,13 @@ class ReplayMemory:
             require_count("num_envs", num_envs, 1)
 
         def make(schema: Schema, ticks: int, is_final: bool) -> Self:  # type: ignore[type-var]  # it is the class's own
-            memory = cls.__new__(cls)
-            memory._set_up(schema, ticks, device if is_final else None, budget, prefer, spill_dir, None)
-            return memory
+            most = ticks * schema.num_envs
+            if not is_final:
+                return cls(schema, None, most, budget=None, prefer=prefer)
+            return cls(schema, None, most, budget=budget, prefer=prefer, spill_dir=spill_dir, device=device)
 
         loading: Loading[Self] = Loading(make, cls._take_over, sampler, capacity, num_envs, recover)
         return loading.load(open_reader(url, spill_dir))
-
-    @property
-    def schema(self) -> Schema:
-        """What a transition consists of."""
-        return self._schema
-
-    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
-        """Tell which of some held ids are transitions: lanes added with valid=False made none."""
-        wanted = as_ids(ids)
-        with self._lock:
-            return self._open().are_valid(wanted)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How `sample` draws."""
-        return self._sampler
-
-    @property
-    def attached(self) -> Attached:
-        """Files that were saved with the memory that this one was loaded from, by name."""
-        return self._attached
-
-    def drain(self) -> None:
-        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
-        self._open().sealer.drain()
-
-    def close(self) -> None:
-        """Free everything; batches that were handed out stay as they are."""
-        autosave, self._autosave = self._autosave, None
-        if autosave is not None:
-            autosave.stop()
-        self._savers.close()
-        arrival, self._arrival = self._arrival, None
-        if arrival is not None:
-            arrival.stop()
-        with self._lock:
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
-        self._assembler.crew.dismiss()
-        self._batches.dismiss()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the content as arrays that pickle protocol 5 writes without copying them."""
-        with self._lock:
-            store = self._open()
-            return {
-                "schema": self._schema,
-                "capacity_ticks": self._capacity_ticks,
-                "device": self._device,
-                "store_device": self._store_device,
-                "budget": self._budget,
-                "prefer": self._prefer,
-                "spill_dir": self._spill_dir,
-                "generator": self._generator,
-                "sampler": self._sampler,
-                "store": store.state(),
-                "unchanged": _Unchanged(store),  # last: it is written when all the rest was
-            }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = (state[name] for name in _SETTINGS)
-        self._set_up(*settings)
-        self._generator, self._sampler = state["generator"], state["sampler"]
-        with self._lock:  # the sealer may be at the first block before all are taken over
-            self._open().restore(state["store"])
-
-    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        """Check every argument; nothing is written if one does not fit."""
-        reward_dtype = self._open().reward_dtype
-        tick = Tick.fitted(self._schema, leading, reward_dtype, *arguments)
-        if reward_dtype is None:
-            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
-        return tick
-
-    def _require_enough(self, store: Store, batch_size: int) -> int:
-        if batch_size > store.transitions:
-            raise ArgumentError(
-                f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
-                "held; add more first, or draw a smaller batch"
-            )
-        return batch_size
-
-    def _draw(self, store: Store, count: int) -> Draw:
-        if store.transitions == 0:
-            raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
-        held = self._held(store)
-        draw = self._sampler.draw(held, count, self._generator)
-        if type(self._sampler) not in _OWN_SAMPLERS:
-            held.require_drawn(draw)
-        return draw
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
@@ -638,23 +390,91 @@ class ReplayMemory:
             store = self._open()
             found.fill(store)
         self._generator = restored_generator(found.state["generator"])
-        saved = found.state["sampler"]
-        self._sampler = Uniform() if sampler is None else sampler
-        if sampler is None and saved["kind"] != type(self._sampler).__name__:
+        self.sampler = sampler_to_resume(sampler, found.state["sampler"]["kind"])
+        if found.content is not None and type(self.sampler).__name__ == found.state["sampler"]["kind"]:
+            resume(self.sampler, found.state["sampler"]["state"], self.capacity, self.first_id)
+            self._prefetched.restore(found.state.get("prefetched", []), reward_function_of(self.sampler))
+        self._came_from(found)
+
+    def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
+        with self._lock:
+            store = self._open()
+            frozen = store.freeze(saved)
+            state = {
+                "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
+                "generator": generator_state(self._generator),
+                "prefetched": self._prefetched.state(),
+            }
+        words = schema_words(self.schema)
+        return Snapshot(frozen, words, self._capacity_ticks, state, attach, self._lock, store.release)
+
+    def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        with self._lock:
+            return self._open().full_blocks(is_known)
+
+    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
+        """Tell which of some held ids are transitions: lanes added with valid=False made none."""
+        wanted = as_ids(ids)
+        with self._lock:
+            return self._open().are_valid(wanted)
+
+    def drain(self) -> None:
+        """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
+        self._open().sealer.drain()
+
+    def close(self) -> None:
+        """Free everything; batches that were handed out stay as they are."""
+        self._end_saving()
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        self._assembler.pool.dismiss()
+        self._batches.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content as arrays that pickle protocol 5 writes without copying them."""
+        with self._lock:
+            store = self._open()
+            return {
+                "schema": self.schema,
+                "capacity": self.capacity,
+                "settings": self._settings,
+                "generator": self._generator,
+                "sampler": self.sampler,
+                "store": store.content(),
+                "rows": store.rows(),
+                "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
+            }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        ReplayMemory.__init__(
+            self, state["schema"], None, state["capacity"], sampler=state["sampler"], **state["settings"]
+        )
+        self._generator = state["generator"]
+        with self._lock:  # the sealer may be at the first block before all are taken over
+            self._open().thaw(state["store"], state["rows"])
+
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
+        """Check every argument; nothing is written if one does not fit."""
+        reward_dtype = self._open().reward_dtype
+        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
+        if reward_dtype is None:
+            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
+        return tick
+
+    def _draw_enough(self, store: Store, batch_size: int) -> Draw:
+        if batch_size > store.transitions:
             raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {saved['kind']}; pass "
-                f"sampler={saved['kind']}(...) with its settings, or another one to start anew"
+                f"batch_size ({batch_size}) is more than the {store.transitions} transitions "
+                "held; add more first, or draw a smaller batch"
             )
-        if found.content is not None and type(self._sampler).__name__ == saved["kind"]:
-            self._sampler.restore(saved["state"])
-            self._prefetched.restore(found.state.get("prefetched", []), getattr(self._sampler, "_reward_fn", None))
-            for one in (self._sampler, getattr(self._sampler, "by", None)):
-                if isinstance(one, Prioritized):
-                    one.resize(self.capacity, store.first_tick * self._lanes)
-        if found.ledger is not None:
-            self._savers.to(found.url, found.ledger)
-        self._arrival = Arrival(found.blocks, found.interrupt)
-        self._attached = found.attached
+        return self._draw(store, batch_size)
+
+    def _draw(self, store: Store, count: int) -> Draw:
+        if store.transitions == 0:
+            raise ArgumentError(f"batch_size ({count}) is more than the 0 transitions held; add some first")
+        return drawn_from(self.sampler, self._held(store), count, self._generator)
 
     def _open(self) -> Store:
         if self._store is None:
@@ -662,28 +482,5 @@ class ReplayMemory:
         return self._store
 
     def _held(self, store: Store) -> Held:
-        first, end = store.first_tick * self._lanes, store.next_tick * self._lanes
-        return Held(first, end, self._lanes, self._capacity_ticks * self._lanes, store)
-
-
-class _Unchanged:
-    """Refuses to be pickled once its store was added to: what was written before is torn then."""
-
-    def __init__(self, store: Store) -> None:
-        self._store = store
-        self._next_tick = store.next_tick
-
-    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        if self._store.next_tick != self._next_tick:
-            raise HoldallError(
-                f"the memory was added to while it was pickled ({self._store.next_tick - self._next_tick} ticks), so "
-                "what was written is not one moment; throw it away, hold the adding threads, and save again"
-            )
-        return bool, ()
-
-
-def _length_of(reward: Any) -> int:
-    shape = as_array(reward, "reward").shape
-    if not shape:
-        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
-    return int(shape[0])
+        first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs
+        return Held(first, end, self.num_envs, self.capacity, store)

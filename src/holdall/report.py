@@ -26,7 +26,7 @@ class FieldReport:
     plain_bytes: int  # what the plain layout takes for the same transitions
     finding: str
     sealed_bytes: int = 0  # of slice_bytes: compressed, or the index of what lies on disk
-    disk_bytes: int = 0  # on disk, beside the bytes in memory
+    disk_bytes: int = 0  # on disk, besides the bytes in memory
 
     @property
     def total_bytes(self) -> int:
@@ -36,7 +36,7 @@ class FieldReport:
 
 @dataclass(frozen=True, slots=True)
 class MemoryReport:
-    """All fields of a memory, and what is held beside them."""
+    """All fields of a memory, and what is held besides them."""
 
     transitions: int
     fields: tuple[FieldReport, ...]

@@ -2,18 +2,17 @@
 
 The flow, one stage a file:
 
-    add         -> schema (check) -> track -> flat rows | reels, part (write)
-    finish      -> advantage (in place)
-    minibatches -> places, shuffled -> track (gather) -> landing (batch on the device)
+    add         -> schema (check) -> storage.rollout (flat rows, or slices)
+    finish      -> native.rollout (advantages, in place)
+    minibatches -> places, shuffled -> storage.rollout (gather) -> delivery.to_device (batch)
 
 Invariant: a minibatch holds bit for bit what `add` was given. `reset` allocates nothing and frees nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -24,16 +23,17 @@ from holdall.batch import RolloutBatch
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
-from holdall.native.rollout import estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport, enlist
+from holdall.sampling.episodic import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
-from holdall.storage.blocks import reserve
-from holdall.storage.rollout_frames import RolloutFields
-from holdall.storage.rollout_rows import FinalObservations, Sequences
+from holdall.storage.rings import new_ring
+from holdall.storage.rollout import FinalObservations, RolloutFields, gather_rows
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
+_MASK = Leaf("mask", (), np.dtype(np.bool_))
 
 
 class RolloutMemory:
@@ -50,7 +50,7 @@ class RolloutMemory:
         extras: Further fields per step, by name: recurrent states, action masks.
         seed: Seeds the order of minibatches.
 
-    To be used by one thread at a time.
+    Only one thread may use it at a time.
     """
 
     def __init__(
@@ -68,16 +68,18 @@ class RolloutMemory:
         require_count("num_steps", num_steps)
         require_count("num_envs", num_envs)
         self._schema = Schema.of(observation_space, action_space, extras, num_envs)
-        self._num_steps, self._lanes = num_steps, num_envs
-        self._landing = MinibatchDelivery(device, self._schema.leaves)
+        self.num_steps, self.num_envs = num_steps, num_envs
+        self._delivery = MinibatchDelivery(device, self._schema.leaves)
         self._generator = generator_of(seed)
         leaves = self._schema.observation.leaves
-        self._tracks: RolloutFields | None = RolloutFields(leaves, num_steps, num_envs, compress)
+        self._frames: RolloutFields | None = RolloutFields(
+            leaves, num_steps, num_envs, compress, chosen_kernels(), copy_in_order
+        )
         self._final = FinalObservations(leaves)
-        self._action = [self._new_rows(leaf) for leaf in self._schema.action.leaves]
-        self._extras = [self._new_rows(leaf) for leaf in self._schema.extras.leaves]
-        self._estimates = {name: self._new_rows(Leaf(name, (), _FLOAT32)) for name in _ESTIMATES}
-        self._ends = self._new_rows(Leaf("", (), _FLOAT32))
+        self._action = [new_ring(num_steps, num_envs, leaf) for leaf in self._schema.action.leaves]
+        self._extras = [new_ring(num_steps, num_envs, leaf) for leaf in self._schema.extras.leaves]
+        self._estimates = {name: new_ring(num_steps, num_envs, Leaf(name, (), _FLOAT32)) for name in _ESTIMATES}
+        self._ends = new_ring(num_steps, num_envs, Leaf("", (), _FLOAT32))
         self._reward: Array | None = None
         self._valid: NDArray[np.bool_] | None = None
         self._steps = 0
@@ -91,11 +93,12 @@ class RolloutMemory:
         For environments that write the next observations over the last ones, in memory that is shared with their
         workers: `obs` is read here, once, and may change afterwards.
         """
-        tracks = self._open()
+        frames = self._open()
         self._require_room()
         if self._observed:
             raise ArgumentError("observe was called twice for one step; call add(None, ...) in between")
-        self._write_observations(tracks, self._schema.observation.flatten(obs, (self._lanes,), "obs"))
+        frames.write(self._steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
+        self._observed = True
 
     def add(
         self,
@@ -120,7 +123,7 @@ class RolloutMemory:
             valid: Lanes marked False made no step (the one after an episode's end in Gymnasium's next-step autoreset);
                 they are in no minibatch.
         """
-        tracks, lanes = self._open(), (self._lanes,)
+        frames, lanes = self._open(), (self.num_envs,)
         self._require_room()
         schema, step = self._schema, self._steps
         if (obs is None) != self._observed:
@@ -137,17 +140,17 @@ class RolloutMemory:
         bootstrapped = np.flatnonzero(cut & ~ended)
         final = self._fit_final(final_obs, bootstrapped)
         if self._reward is None:
-            self._landing.require(Leaf("reward", (), rewards.dtype))
-            self._reward = self._new_rows(Leaf("reward", (), rewards.dtype))
+            self._delivery.require(Leaf("reward", (), rewards.dtype))
+            self._reward = new_ring(self.num_steps, self.num_envs, Leaf("reward", (), rewards.dtype))
         if observations is not None:
-            self._write_observations(tracks, observations)
+            frames.write(step, observations)
         for rows, new in zip([*self._action, *self._extras], [*actions, *others], strict=True):
             rows[step] = new
         self._reward[step] = rewards
         self._estimates["value"][step], self._estimates["log_prob"][step] = values, log_probs
         np.logical_or(ended, cut, out=self._ends[step])
         if final is not None:
-            self._final.append(step * self._lanes + bootstrapped, final)
+            self._final.append(step * self.num_envs + bootstrapped, final)
         self._mark_valid(step, made)
         self._steps, self._observed, self._finished = step + 1, False, False
 
@@ -158,8 +161,9 @@ class RolloutMemory:
         """
         self._open()
         leaves = self._schema.observation.leaves
-        fields = [(leaf, partial(_fill_rows, self._final.rows(i))) for i, leaf in enumerate(leaves)]
-        return self._schema.observation.build(self._landing.land(len(self._final), fields))
+        rows = np.arange(len(self._final))
+        fields = [(leaf, _at(rows, partial(self._final.gather, i))) for i, leaf in enumerate(leaves)]
+        return self._schema.observation.build(self._delivery.deliver(len(rows), fields))
 
     def finish(
         self,
@@ -175,12 +179,12 @@ class RolloutMemory:
                 they are not looked at.
             final_values: Values of `final_obs()`, one per truncated episode; None if there is none.
         """
-        tracks, steps = self._open(), self._steps
+        frames, steps = self._open(), self._steps
         if steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
         require_share("gamma", gamma)
         require_share("gae_lambda", gae_lambda)
-        last = np.ascontiguousarray(_fit_floats(last_values, (self._lanes,), "last_values"))
+        last = np.ascontiguousarray(_fit_floats(last_values, (self.num_envs,), "last_values"))
         if final_values is None and len(self._final):
             raise ArgumentError(
                 f"final_values is None, but {len(self._final)} episodes were truncated; an advantage there needs the "
@@ -194,7 +198,7 @@ class RolloutMemory:
                 advantage[:] = self._reward[:steps]
             advantage.reshape(-1)[self._final.ids] += np.float32(gamma) * final
             estimate_advantages(advantage, value, ends, last, float(gamma), float(gae_lambda), advantage, returns)
-        tracks.drain()
+        frames.drain()
         self._finished = True
 
     def minibatches(self, batch_size: int, epochs: int = 1) -> Iterator[RolloutBatch]:
@@ -214,13 +218,13 @@ class RolloutMemory:
         self._require_finished(batch_size, epochs)
         if length is not None:
             require_count("length", length)
-        cut = Sequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
+        cut = RolloutSequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
         return self._sequences(cut, batch_size, epochs)
 
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
         self._open().reset()
-        self._landing.rest()
+        self._delivery.release_large()
         self._final.clear()
         self._steps, self._observed, self._finished = 0, False, False
         if self._valid is not None:
@@ -229,36 +233,31 @@ class RolloutMemory:
     def __len__(self) -> int:
         """Count the steps held, over all lanes, without lanes that made none."""
         self._open()
-        return self._steps * self._lanes if self._valid is None else int(np.count_nonzero(self._held()))
-
-    @property
-    def num_steps(self) -> int:
-        """Most steps of a rollout."""
-        return self._num_steps
-
-    @property
-    def num_envs(self) -> int:
-        """Lanes."""
-        return self._lanes
+        return self._steps * self.num_envs if self._valid is None else int(np.count_nonzero(self._held()))
 
     @property
     def is_full(self) -> bool:
         """Whether `num_steps` steps were added."""
-        return self._steps == self._num_steps
+        return self._steps == self.num_steps
+
+    @property
+    def fill(self) -> float:
+        """How full the rollout is, of 1."""
+        return self._steps / self.num_steps
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against plain arrays."""
-        tracks = self._open()
-        fields = tracks.report(self._steps)
+        frames = self._open()
+        fields = frames.report(self._steps)
         for name, rows in self._flat().items():
             nbytes = 0 if rows is None else rows[: self._steps].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
         fields.append(FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations"))
-        sealer = tracks.sealer
+        sealer = frames.sealer
         return MemoryReport(
             transitions=len(self),
             fields=tuple(fields),
-            staging_bytes=self._landing.nbytes,
+            staging_bytes=self._delivery.nbytes,
             segments=1,
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
@@ -266,41 +265,32 @@ class RolloutMemory:
 
     def arrays(self) -> list[tuple[str, Array]]:
         """Return every array that the memory holds, by field, for a watch that asks where they lie."""
-        if self._tracks is None:
+        if self._frames is None:
             return []
         flat = [(name, rows) for name, rows in self._flat().items() if rows is not None]
         final = [("final_obs", rows) for rows in self._final.arrays()]
-        return [*self._tracks.arrays(), *flat, *final, *(("staging", block) for block in self._landing.arrays())]
-
-    @property
-    def fill(self) -> float:
-        """How full the rollout is, of 1."""
-        return self._steps / self._num_steps
+        return [*self._frames.arrays(), *flat, *final, *(("staging", block) for block in self._delivery.arrays())]
 
     def _flat(self) -> dict[str, Array | None]:
         """Return the plain arrays, by name."""
         flat = {"reward": self._reward, "ends": self._ends, **self._estimates}
-        for leaf, rows in zip(self._schema.action.leaves, self._action, strict=True):
-            flat[f"action.{leaf.name}" if leaf.name else "action"] = rows
-        return flat | {
-            f"extras.{leaf.name}": rows for leaf, rows in zip(self._schema.extras.leaves, self._extras, strict=True)
-        }
+        for kind, leaves, rows in (
+            ("action", self._schema.action.leaves, self._action),
+            ("extras", self._schema.extras.leaves, self._extras),
+        ):
+            flat |= {f"{kind}.{leaf.name}" if leaf.name else kind: r for leaf, r in zip(leaves, rows, strict=True)}
+        return flat
 
     def close(self) -> None:
         """Free everything; minibatches that were handed out stay as they are."""
-        tracks, self._tracks = self._tracks, None
-        if tracks is not None:
-            tracks.close()
+        if self._frames is not None:
+            self._frames.close()
+        self._frames = None
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _minibatches(self, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
@@ -311,7 +301,7 @@ class RolloutMemory:
                 self._require_finished(batch_size, epochs)
                 yield self._batch(order[first : first + batch_size], None)
 
-    def _sequences(self, cut: Sequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
         for _ in range(epochs):
             for places in cut.batches(batch_size, self._generator):
                 self._require_finished(batch_size, epochs)
@@ -319,23 +309,20 @@ class RolloutMemory:
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
         """Gather the steps at `places`, in an order of `shape` if that is given."""
-        tracks, schema = self._open(), self._schema
+        frames, schema = self._open(), self._schema
         fields: list[tuple[Leaf, Fill]] = [
-            (leaf, partial(_fill_observations, tracks, field, places))
-            for field, leaf in enumerate(schema.observation.leaves)
+            (leaf, _at(places, partial(frames.gather, field))) for field, leaf in enumerate(schema.observation.leaves)
         ]
-        flat = [*self._action, *self._extras, self._reward, *self._estimates.values()]
-        leaves = [*schema.action.leaves, *schema.extras.leaves, None, *[None] * len(self._estimates)]
-        for leaf, rows in zip(leaves, flat, strict=True):
-            if rows is not None:
-                fields.append((leaf or Leaf("", (), rows.dtype), partial(_fill_flat, rows, places)))
+        flat = [*self._action, *self._extras, *([] if self._reward is None else [self._reward])]
+        flat += self._estimates.values()
+        fields += [(Leaf("", rows.shape[2:], rows.dtype), _at(places, partial(gather_rows, rows))) for rows in flat]
         if shape is not None:
-            fields.append((Leaf("mask", (), np.dtype(np.bool_)), partial(_fill_mask, places)))
-        landed = self._landing.land(len(places), fields)
+            fields.append((_MASK, _at(places, lambda wanted, out: np.greater_equal(wanted, 0, out=out))))
+        delivered = self._delivery.deliver(len(places), fields)
         if shape is not None:
-            landed = [array.reshape(*shape, *array.shape[1:]) for array in landed]
+            delivered = [array.reshape(*shape, *array.shape[1:]) for array in delivered]
             places = places.reshape(shape)
-        parts = iter(landed)
+        parts = iter(delivered)
         return RolloutBatch(
             obs=schema.observation.build([next(parts) for _ in schema.observation.leaves]),
             action=schema.action.build([next(parts) for _ in schema.action.leaves]),
@@ -346,10 +333,6 @@ class RolloutMemory:
             mask=None if shape is None else next(parts),
         )
 
-    def _write_observations(self, tracks: RolloutFields, observations: list[Array]) -> None:
-        tracks.write(self._steps, observations)
-        self._observed = True
-
     def _fit_final(self, final_obs: Any, lanes: NDArray[np.int64]) -> list[Array] | None:
         """Return the final observations of the given lanes, checked."""
         if not len(lanes):
@@ -359,34 +342,29 @@ class RolloutMemory:
                 f"truncated is set in lane {int(lanes[0])}, but final_obs is None; pass the true final observations, "
                 "which are next_obs in next-step autoreset and info['final_obs'] in same-step autoreset"
             )
-        return [rows[lanes] for rows in self._schema.observation.flatten(final_obs, (self._lanes,), "final_obs")]
+        return [rows[lanes] for rows in self._schema.observation.flatten(final_obs, (self.num_envs,), "final_obs")]
 
     def _mark_valid(self, step: int, made: NDArray[np.bool_] | None) -> None:
-        if made is None and self._valid is None:
-            return
-        if self._valid is None:
-            self._valid = np.ones((self._num_steps, self._lanes), np.bool_)
-        self._valid[step] = True if made is None else made
+        if made is not None and self._valid is None:
+            self._valid = np.ones((self.num_steps, self.num_envs), np.bool_)
+        if self._valid is not None:
+            self._valid[step] = True if made is None else made
 
     def _held(self) -> NDArray[np.bool_]:
-        """Tell steps from lanes that made none: (steps, lanes)."""
+        """Return which lanes made a step: (steps, lanes)."""
         if self._valid is None:
-            return np.ones((self._steps, self._lanes), np.bool_)
+            return np.ones((self._steps, self.num_envs), np.bool_)
         return self._valid[: self._steps]
 
-    def _new_rows(self, leaf: Leaf) -> Array:
-        rows = reserve(self._num_steps * self._lanes * leaf.nbytes)
-        return rows.view(leaf.dtype).reshape(self._num_steps, self._lanes, *leaf.shape)
-
     def _open(self) -> RolloutFields:
-        if self._tracks is None:
+        if self._frames is None:
             raise ClosedError("the memory was closed; make a new RolloutMemory")
-        return self._tracks
+        return self._frames
 
     def _require_room(self) -> None:
-        if self._steps == self._num_steps:
+        if self.is_full:
             raise ArgumentError(
-                f"the rollout has all its num_steps ({self._num_steps}); call finish, use its minibatches, and reset"
+                f"the rollout has all its num_steps ({self.num_steps}); call finish, use its minibatches, and reset"
             )
 
     def _require_finished(self, batch_size: int, epochs: int) -> None:
@@ -397,25 +375,9 @@ class RolloutMemory:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
 
 
-def _fill_observations(
-    tracks: RolloutFields, field: int, places: NDArray[np.int64], first: int, end: int, out: Array
-) -> None:
-    tracks.gather(field, places[first:end], out)
-
-
-def _fill_flat(rows: Array, places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
-    wanted = places[first:end]
-    rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:]).take(wanted, axis=0, out=out, mode="clip")
-    if len(wanted) and wanted.min() < 0:
-        out[wanted < 0] = 0
-
-
-def _fill_rows(rows: Array, first: int, end: int, out: Array) -> None:
-    out[:] = rows[first:end]
-
-
-def _fill_mask(places: NDArray[np.int64], first: int, end: int, out: Array) -> None:
-    np.greater_equal(places[first:end], 0, out=out)
+def _at(places: NDArray[np.int64], gather: Callable[[NDArray[np.int64], Array], Any]) -> Fill:
+    """Return what fills an array with a part of the rows of `places`."""
+    return lambda first, end, out: gather(places[first:end], out)
 
 
 def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:

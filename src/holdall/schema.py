@@ -264,7 +264,7 @@ def as_bytes(array: NDArray[Any], lanes: int) -> Bytes:
     return contiguous.reshape(lanes, -1).view(np.uint8)
 
 
-def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Space[Any]:
+def stored_space(shape: tuple[int, ...], dtype: np.dtype[Any]) -> spaces.Box:
     """Describe a stored array: the bounds say nothing, since values are never checked."""
     if dtype.kind == "f":
         return spaces.Box(-np.inf, np.inf, shape, dtype.type)

@@ -1,4 +1,4 @@
-"""Threads: a limit that keeps pools and workers from taking more cores than there are.
+"""Threads: how many cores there are to use, the one thread pool, and a limit for the pools of other libraries.
 
 In:  how many threads a pool may have, or how many workers share the cores.  Out: nothing changes unless asked.
 Every Python thread that runs torch operations gets an OpenMP pool of its own, so a process has about as many threads
@@ -8,15 +8,12 @@ memory; what they cost is time, once more of them run than there are cores.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
-import itertools
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,7 +24,7 @@ VARIABLES = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS",
     "HOLDALL_THREADS",
 )  # fmt: skip
-"""What OpenMP, the BLAS libraries, NumExpr and holdall's own crews read when they start."""
+"""What OpenMP, the BLAS libraries, NumExpr and holdall's own pools read when they start."""
 
 _POOLS_BESIDE_WORKERS = 2
 """The main thread's pool and autograd's."""
@@ -39,8 +36,8 @@ _QUOTA_V1 = (Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"), Path("/sys/fs/cgroup/c
 def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     """Limit the pools of this process, and of processes started inside, and undo it afterwards.
 
-    torch is limited at once if it is imported, or else when it is. Pools that already run, such as that of NumPy's
-    BLAS library, are left as they are: they obey only what stood in the environment when they were loaded.
+    torch and the BLAS libraries that are loaded, such as NumPy's, are limited at once; whatever is loaded or started
+    later finds the limit in the environment.
 
     Args:
         threads: Of every pool. None: HOLDALL_THREADS if that is set in the environment, else the cores shared out.
@@ -49,6 +46,8 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     Yields:
         The number of threads.
     """
+    from threadpoolctl import threadpool_limits  # noqa: PLC0415  # only this call needs it
+
     number = _chosen(threads, workers)
     before = {name: os.environ.get(name) for name in VARIABLES}
     torch: Any = sys.modules.get("torch")
@@ -57,7 +56,8 @@ def limit(threads: int | None = None, *, workers: int = 0) -> Iterator[int]:
     if torch is not None:
         torch.set_num_threads(number)
     try:
-        yield number
+        with threadpool_limits(number, user_api="blas"):
+            yield number
     finally:
         for name, value in before.items():
             if value is None:
@@ -120,126 +120,85 @@ def _quota() -> float | None:
         return None
 
 
-_BYTES_PER_THREAD = 1 << 20
-"""A thread is woken only for at least this much to move; waking it costs some 50 us."""
-_PIECE_BYTES = 1 << 18
 _MOST_THREADS = 4
+"""More threads do not copy a batch faster: the memory's bandwidth is used up."""
 
 
 class ThreadPool:
-    """Threads for one memory; started when first needed, and again after a fork."""
+    """Threads that wait in C and share the loops of one memory; they start when they are first needed.
 
-    def __init__(self, hands: int | None = None, most: int = _MOST_THREADS) -> None:
-        self.hands = hands or min(pool_threads(), most)
-        self._pool: ThreadPoolExecutor | None = None
-        self._process = os.getpid()
-        self._lock = threading.Lock()
-
-    def share(self, work: Callable[[int, int], None], rows: int, nbytes: int, piece_bytes: int = _PIECE_BYTES) -> None:
-        """Run `work(first, end)` over pieces of `rows` that together cover it.
-
-        Pieces are taken one by one, so a helper that the system does not schedule costs nothing:
-        the calling thread then does them all.
-        """
-        pieces = max(1, min(nbytes // piece_bytes, rows))
-        taken = itertools.count()
-
-        def take_pieces() -> None:
-            while (piece := next(taken)) < pieces:
-                work(rows * piece // pieces, rows * (piece + 1) // pieces)
-
-        hands = min(self.hands, nbytes // _BYTES_PER_THREAD)
-        helping = self._call(take_pieces, hands - 1)
-        try:
-            take_pieces()
-        finally:
-            # No helper may outlive the call: the arrays it writes to belong to the caller.
-            errors = [future.exception() for future in helping if not future.cancel()]
-        for error in errors:
-            if error is not None:
-                raise error
-
-    def _call(self, work: Callable[[], None], helpers: int) -> list[Future[None]]:
-        """Wake helpers; the lock keeps `dismiss` from ending them in between."""
-        if helpers < 1:
-            return []
-        with self._lock:
-            if self._pool is None or self._process != os.getpid():
-                self._pool = ThreadPoolExecutor(self.hands - 1, thread_name_prefix="holdall-crew")
-                self._process = os.getpid()
-            return [self._pool.submit(work) for _ in range(helpers)]
-
-    def dismiss(self) -> None:
-        """End the threads; the crew may be used again."""
-        with self._lock:
-            pool, self._pool = self._pool, None
-        if pool is not None and self._process == os.getpid():
-            pool.shutdown(wait=True)
-
-
-class CopyThreads:
-    """Helpers for one builder; started when they are first needed.
+    NumPy's loops use none of them. A forked child starts its own.
 
     Args:
-        most: Hands, the caller's own among them; fewer where there are not so many cores.
+        threads: How many, the caller among them; None: one a core that can be used, `most` at most.
     """
 
-    def __init__(self, library: ctypes.CDLL, most: int) -> None:
-        self.helpers = min(pool_threads(), most) - 1
-        self._library = library
-        library.holdall_hands_new.restype = ctypes.c_void_p
-        library.holdall_hands_help.argtypes = [ctypes.c_void_p, ctypes.c_int64]
-        library.holdall_hands_help.restype = None
-        for function in (library.holdall_hands_dismiss, library.holdall_hands_free):
-            function.argtypes, function.restype = [ctypes.c_void_p], None
+    def __init__(self, threads: int | None = None, most: int = _MOST_THREADS) -> None:
+        self.threads = threads or min(pool_threads(), most)
+        self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to whoever has `helping`
         self._lock = threading.Lock()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
 
-    @contextlib.contextmanager
-    def at_work(self) -> Iterator[int]:
-        """Return where C finds the hands, 0 if there are no helpers; nobody dismisses them meanwhile."""
-        if self.helpers < 1:
-            yield 0
+    @contextmanager
+    def helping(self, library: ctypes.CDLL, wanted: int) -> Iterator[tuple[int, int]]:
+        """Yield the pool's address, for C, and how many helpers may begin; meanwhile nobody else has them.
+
+        Both are 0 if no helper is wanted, or another call has them: then the calling thread works alone, instead of
+        waiting.
+        """
+        helpers = min(wanted, self.threads - 1)
+        self._forget_parent()
+        if helpers < 1 or not self._lock.acquire(blocking=False):
+            yield 0, 0
             return
-        with self._lock:
-            if self._process != os.getpid():
-                self._start()
-            yield self._address
+        try:
+            if not self._address:
+                self._start(library)
+            yield self._address, helpers
+        finally:
+            self._lock.release()
 
     def dismiss(self) -> None:
-        """End the threads; the hands may be used again."""
+        """End the threads, after the call that they help with; the pool may be used again."""
+        self._forget_parent()
         with self._lock:
-            if self._end is not None and self._process == os.getpid():
+            if self._end is not None:
                 self._end()
-            self._process, self._end = 0, None
+            self._address, self._end, self.workspaces = 0, None, []
 
-    def _start(self) -> None:
-        if self._end is not None:
-            self._end.detach()  # a parent's threads, which are not here, and a lock that they may have held
-        address = self._library.holdall_hands_new()
+    def _forget_parent(self) -> None:
+        """In a forked child, leave the parent's threads: they are not here, and the lock may be held by one of them."""
+        if self._process not in {0, os.getpid()}:
+            self._lock, self._process, self._address, self.workspaces = threading.Lock(), 0, 0, []
+            if self._end is not None:
+                self._end.detach()
+                self._end = None
+
+    def _start(self, library: ctypes.CDLL) -> None:
+        address = library.holdall_threads_new()
         if not address:
             raise MemoryError("there is no memory for the threads that fill batches")
         threads = [
             threading.Thread(
-                target=self._library.holdall_hands_help,
-                args=(address, hand),
-                name=f"holdall-hand-{hand}",
+                target=library.holdall_threads_help,
+                args=(address, number),
+                name=f"holdall-pool-{number}",
                 daemon=True,  # a thread that waits in C must not keep the process from ending
             )
-            for hand in range(1, self.helpers + 1)
+            for number in range(1, self.threads)
         ]
         for thread in threads:
             thread.start()
         self._address, self._process = address, os.getpid()
-        self._end = weakref.finalize(self, _end_threads, self._library, address, threads)
+        self._end = weakref.finalize(self, _end_threads, library, address, threads)
 
 
 def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
     if not all(thread.is_alive() for thread in threads):
         return  # a forked child's copies: nobody waits there
-    library.holdall_hands_dismiss(address)
+    library.holdall_threads_dismiss(address)
     for thread in threads:
         thread.join()
-    library.holdall_hands_free(address)
+    library.holdall_threads_free(address)

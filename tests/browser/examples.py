@@ -9,9 +9,8 @@ from typing import Any
 from holdall.machine import Limit
 from holdall.tools.plan.config import spec_from_settings
 from holdall.tools.plan.html_page import write_plan_page
-from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, UpdateBytes
+from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, PlanInputs, UpdateBytes
 from holdall.tools.plan.planner import plan_from_inputs
-from holdall.tools.plan.recommend import PlanInputs
 
 MIB, GIB = 2**20, 2**30
 HOSTILE = "</script><script>window.harmed=1</script><img src=x onerror=window.harmed=1>\"'&"

@@ -16,10 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from holdall.native import NativeCoder, PortableCoder, native_kernels
 from holdall.native import library as libraries
-from holdall.native.codec import NativeCoder
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform

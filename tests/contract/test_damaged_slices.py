@@ -31,11 +31,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-import holdall.storage
+import holdall.native
 from holdall.errors import DamageError
-from holdall.native.codec import NativeCoder
-from holdall.native.kernels import NativeKernels, native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import NativeCoder, NativeKernels, PortableCoder, native_kernels, open_library
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
@@ -48,7 +46,7 @@ ZSTD_DICTIONARY_MAGIC = b"\x37\xa4\x30\xec"
 
 def native_coder(library: str = "") -> NativeCoder | None:
     """Return the compiled coder, of another build if one is named, where it and its libraries are there."""
-    kernels = NativeKernels(ctypes.CDLL(library)) if library else native_kernels()
+    kernels = NativeKernels(open_library(Path(library))) if library else native_kernels()
     coder = None if kernels is None else kernels.coder
     return coder if isinstance(coder, NativeCoder) else None
 
@@ -470,7 +468,7 @@ def test_a_read_outside_a_block_would_be_noticed() -> None:
 @pytest.mark.nightly
 def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
     """The same with every access checked by the compiler, where it can do that."""
-    folder = Path(next(iter(holdall.storage.__path__)))
+    folder = Path(next(iter(holdall.native.__path__)))
     sources = [str(source) for source in sorted(folder.glob("*.c"))]
     library, compiler = tmp_path / "kernels.so", shutil.which("gcc")
     if compiler is None:

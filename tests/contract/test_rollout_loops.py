@@ -7,19 +7,18 @@ import pytest
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.native.kernels import chosen_kernels
-from holdall.native.rollout import estimate_advantages, rollout_loops
+from holdall.native import chosen_kernels, chosen_library, copy_in_order, estimate_advantages
 from holdall.schema import Leaf
 from holdall.storage.layout import Window
-from holdall.storage.rollout_frames import RolloutFrames
+from holdall.storage.rollout import SlicedRows
 from holdall.threads import ThreadPool
 
-pytestmark = pytest.mark.skipif(rollout_loops() is None, reason="the compiled library was not built")
+pytestmark = pytest.mark.skipif(chosen_library() is None, reason="the compiled library was not built")
 
 
 def advantages(kernels: str, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, int], seed: int) -> list[bytes]:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
-    assert (rollout_loops() is None) == (kernels == "portable")
+    assert (chosen_library() is None) == (kernels == "portable")
     generator = np.random.default_rng(seed)
     rewards, values = (100 * generator.standard_normal((2, *shape), np.float32)) ** 3
     ends = (generator.random(shape) < 0.1).astype(np.float32)
@@ -39,23 +38,23 @@ def test_advantages_are_the_same_bits(monkeypatch: pytest.MonkeyPatch, shape: tu
         assert advantages("native", monkeypatch, shape, seed) == advantages("portable", monkeypatch, shape, seed)
 
 
-def filled(window: Window, leaf: Leaf) -> tuple[RolloutFrames, NDArray[np.uint8]]:
+def filled(window: Window, leaf: Leaf) -> tuple[SlicedRows, NDArray[np.uint8]]:
     generator = np.random.default_rng(0)
-    reels = RolloutFrames(leaf, window, ticks=20, lanes=2, kernels=chosen_kernels(), sealer=None)
+    rows = SlicedRows(leaf, window, ticks=20, lanes=2, kernels=chosen_kernels(), compressed=False, copy=copy_in_order)
     frames = generator.integers(0, 255, (2, 40, 3), np.uint8)
     ticks = np.stack([frames[:, 2 * t : 2 * t + 5] for t in range(17)])
     for t, obs in enumerate(ticks):
-        reels.write(t, obs)
-    return reels, ticks
+        rows.write(t, obs)
+    return rows, ticks
 
 
 @pytest.mark.parametrize("kernels", ["native", "portable"])
 def test_windows_that_move_on_by_more_than_a_slice_come_back(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     leaf = Leaf("", (5, 3), np.dtype(np.uint8))
-    reels, ticks = filled(Window.along(leaf, axis=0, step=2), leaf)
+    rows, ticks = filled(Window.along(leaf, axis=0, step=2), leaf)
     out = np.empty((34, 5, 3), np.uint8)
-    reels.gather(np.arange(34), out, ThreadPool(1))
+    rows.gather(np.arange(34), out, ThreadPool(1))
     assert out.tobytes() == ticks.tobytes()
 
 
@@ -63,20 +62,20 @@ def test_windows_that_move_on_by_more_than_a_slice_come_back(monkeypatch: pytest
 def test_places_outside_the_rollout_are_refused(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     leaf = Leaf("", (5, 3), np.dtype(np.uint8))
-    reels, _ = filled(Window.along(leaf, axis=0, step=2), leaf)
+    rows, _ = filled(Window.along(leaf, axis=0, step=2), leaf)
     with pytest.raises(DamageError, match="outside the rollout"):
-        reels.gather(np.array([0, 40]), np.empty((2, 5, 3), np.uint8), ThreadPool(1))
+        rows.gather(np.array([0, 40]), np.empty((2, 5, 3), np.uint8), ThreadPool(1))
 
 
 @pytest.mark.parametrize("channels", [1, 3, 4, 5, 8, 12, 31])
 @pytest.mark.parametrize("image", [(1, 1), (3, 5), (4, 4), (7, 16), (84, 84)], ids=str)
 def test_channels_are_parted_as_numpy_does(channels: int, image: tuple[int, int]) -> None:
-    loops = rollout_loops()
+    loops = chosen_library()
     assert loops is not None
     pixels = np.random.default_rng(0).integers(0, 256, (3, *image, channels), np.uint8)
     planes = np.zeros((3, channels, *image), np.uint8)
     around = np.full(planes.size + 32, 7, np.uint8)
-    loops.part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
+    loops.holdall_part_channels(pixels.ctypes.data, around[16:].ctypes.data, 3, image[0] * image[1], channels)
     planes[...] = np.moveaxis(pixels, -1, 1)
     assert around[16:-16].tobytes() == planes.tobytes()
     assert set(around[:16]) | set(around[-16:]) == {7}, "nothing is written beside"
@@ -89,11 +88,13 @@ def test_stacks_that_lie_pixel_by_pixel_come_back_channels_first(
 ) -> None:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     leaf = Leaf("", (channels, 9, 17), np.dtype(np.uint8))
-    reels = RolloutFrames(leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), None)
+    rows = SlicedRows(
+        leaf, Window.along(leaf, axis=0, step=1), 20, 2, chosen_kernels(), compressed=False, copy=copy_in_order
+    )
     film = np.random.default_rng(0).integers(0, 256, (2, 9, 17, 20 + channels), np.uint8)
     told = [np.moveaxis(film[..., t : t + channels].copy(), -1, 1) for t in range(20)]
     for t, obs in enumerate(told):
-        reels.write(t, obs)
+        rows.write(t, obs)
     out = np.empty((40, *leaf.shape), np.uint8)
-    reels.gather(np.arange(40), out, ThreadPool(1))
+    rows.gather(np.arange(40), out, ThreadPool(1))
     assert out.tobytes() == np.stack(told).tobytes()

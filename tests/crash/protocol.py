@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdall.checkpoint.directory import DirectoryReader, DirectoryWriter
+from holdall.checkpoint.load import newest
 from holdall.checkpoint.manifest import Chunk, Manifest, Ref, require_files
-from holdall.checkpoint.source import newest
 from holdall.errors import CheckpointError, DamageError
 
 from .simulated import ROOT, Call, SimulatedDisk
@@ -50,7 +50,7 @@ class Run:
         manifest = Manifest(
             number=self._number,
             commit=hashlib.sha256(f"{self._seed} {self._number}".encode()).hexdigest()[:32],
-            epoch=self.place.epoch,
+            writer_id=self.place.writer_id,
             time=0.0,
             first_tick=0,
             next_tick=len(self._refs),

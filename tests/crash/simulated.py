@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.directory import Buffer, FileSystem
+from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.manifest import Buffer
 
 ROOT = Path("/disk")
 FATES = ("lost", "zero", "half zero", "one byte", "half", "all but one byte", "complete")

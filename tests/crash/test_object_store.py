@@ -34,7 +34,7 @@ def manifest_of(place: ObjectStoreWriter, number: int, commit: str) -> Manifest:
     file.write(b"record")
     file.finish()
     ref = Ref(file.name, 0, 6, "0" * 32)
-    return Manifest(number, commit, place.epoch, 0.0, 0, 0, 1, {}, {file.name: 6}, ref)
+    return Manifest(number, commit, place.writer_id, 0.0, 0, 0, 1, {}, {file.name: 6}, ref)
 
 
 def test_a_memory_is_saved_and_loaded(url: str) -> None:
@@ -137,11 +137,11 @@ def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
         gate = threading.Barrier(len(places))
 
         def commit(place: ObjectStoreWriter, number: int = number, outcomes: Any = outcomes, gate: Any = gate) -> None:
-            manifest = manifest_of(place, number, place.epoch * 2)
+            manifest = manifest_of(place, number, place.writer_id * 2)
             gate.wait()
             try:
                 place.commit(manifest)
-                outcomes.append(place.epoch)
+                outcomes.append(place.writer_id)
             except FencedError:
                 outcomes.append("")
 
@@ -153,7 +153,7 @@ def test_of_twelve_writers_one_wins_every_number(url: str) -> None:
         winners = [epoch for epoch in outcomes if epoch]
         assert len(outcomes) == 12
         assert len(winners) == 1
-        assert places[0].reader.manifest(number).epoch == winners[0]
+        assert places[0].reader.manifest(number).writer_id == winners[0]
 
 
 def test_a_writer_that_was_overtaken_stops(url: str) -> None:

@@ -171,8 +171,8 @@ def test_collecting_without_a_sync_in_between_is_caught() -> None:
 
 
 def test_a_name_used_twice_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without an epoch, a writer that comes after a crash would overwrite files of the checkpoint before."""
-    monkeypatch.setattr("holdall.checkpoint.directory.new_epoch", lambda: "0" * 16)
+    """Without an id of its own, a writer that comes after a crash would overwrite files of the checkpoint before."""
+    monkeypatch.setattr("holdall.checkpoint.directory.new_writer_id", lambda: "0" * 16)
     disk = history(saves=2)
     promised = acknowledged(disk.calls)
     with contextlib.suppress(FileExistsError):  # a link refuses it, a rename does not

@@ -14,10 +14,9 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
-from holdall.checkpoint import background as arrival
+from holdall.checkpoint import autosave as arrival
 from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
-from holdall.native.kernels import chosen_kernels
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
 from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile
 from holdall.storage.slices import Kernels
@@ -88,8 +87,8 @@ def test_a_batch_is_drawn_before_all_was_read(
 def test_the_rest_arrives_in_the_background(saved: str, fetched: list[int]) -> None:
     """Then nothing is asked of the store any more."""
     with ReplayMemory.load(saved) as memory:
-        assert memory._arrival is not None
-        memory._arrival.wait()
+        assert memory._fetch is not None
+        memory._fetch.wait()
         count = len(fetched)
         require_right(memory)
         assert len(fetched) == count

@@ -36,7 +36,7 @@ def test_trials_are_remembered_and_what_cannot_fit_is_never_started(tmp_path: Pa
     assert f"buffer_size={one.capacity:_}" in first.code(one)
 
     again = first.reopened(SearchSpace((90_000_000, 90_000_001), (16,), (1, 2), (1,)))
-    assert [found.number for found in again.found()] == [one.number], "the storage remembers"
+    assert [found.number for found in again.trials()] == [one.number], "the storage remembers"
     (other,) = again.run(2, nothing)
     assert other.state == "pruned"
     assert other.reason.startswith("not started: the plan says ")

@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdall import ReplayMemory
-from holdall.checkpoint import ledger as merge
-from holdall.checkpoint import ledger as writing
-from holdall.checkpoint import save, saver
+from holdall.checkpoint import save as saver
+from holdall.checkpoint import saved_records as merge
+from holdall.checkpoint import saved_records as writing
+from holdall.checkpoint import write as save
 from holdall.storage import rings as ring
 from holdall.storage import segment, snapshot
 from holdall.testing import OracleMemory, Stream, assert_same_bits
@@ -142,9 +143,9 @@ def test_a_loaded_memory_is_the_one_that_was_saved(
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for module, name, value in small:
             patch.setattr(module, name, value)
-        written = saver.Saver._saved
+        written = saver.Saver._written
         pair = Pair(stream, capacity_ticks, budget, Path(folder) / "run")
-        patch.setattr(saver.Saver, "_saved", lambda own, job: (pair.gate.wait(), written(own, job))[1])
+        patch.setattr(saver.Saver, "_written", lambda own, job: (pair.gate.wait(), written(own, job))[1])
         try:
             for what, argument in [("add", 3), *course, ("save", 2), ("load", None), ("add", 70)]:
                 getattr(pair, what)(argument)

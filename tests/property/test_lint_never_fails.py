@@ -11,7 +11,7 @@ from holdall.tools.lint.finding import apply_edits
 from holdall.tools.lint.output import as_json, as_sarif
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
-from holdall.tools.lint.run import ALGORITHMS
+from holdall.tools.plan.spec import ALGORITHM_CLASSES
 
 NAMES = [
     "action", "batch_size", "buffer_class", "buffer_size", "capacity", "device", "frame_stack", "gradient_steps",
@@ -39,7 +39,7 @@ MACHINES = st.builds(
 )
 
 
-@given(st.sampled_from(sorted(ALGORITHMS)), ENTRIES, MACHINES)
+@given(st.sampled_from(sorted(ALGORITHM_CLASSES)), ENTRIES, MACHINES)
 def test_any_hyperparameters_are_answered(algorithm: str, entry: dict[str, object], machine: object) -> None:
     text = json.dumps({"algo": algorithm, "policy": "MlpPolicy"} | entry)
     found = check_text(text, "any.yml", RULES, machine)  # type: ignore[arg-type]  # a Machine

@@ -20,10 +20,10 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, ReplayMemory, TransitionIdError
 from holdall.batch import Batch
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import rings as ring
 from holdall.storage import segment
-from holdall.storage.segment import Segments
+from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, Stream, assert_same_bits
 from holdall.testing.oracle import map_leaves
@@ -219,7 +219,7 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         store = self.memory._store
         assert store is not None
         with self.memory._lock:
-            assert_counted(store._segments)
+            assert_counted(store)
 
     @rule()
     def pickle_and_go_on(self) -> None:
@@ -252,8 +252,9 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.kept = [*self.kept, (batch, expected)][-KEPT_BATCHES:]
 
 
-def assert_counted(segments: Segments) -> None:
+def assert_counted(store: Store) -> None:
     """Compare what is counted along the way with what a count from scratch gives."""
+    segments, tiers = store.large_segments, store._tiers
     parts = [part for closed in segments._closed for part in closed.parts]
     open_blocks = {id(part.block) for part in segments._open.parts}
     numbered = {id(part.block): part.block for part in parts if part.log is not None}
@@ -261,9 +262,7 @@ def assert_counted(segments: Segments) -> None:
     on_disk = [block for block in closed if block.is_on_disk]
     assert segments._blocks_on_disk == len(on_disk)
     overhead = sum(part.overhead_bytes for part in parts) + sum(block.used_bytes for block in on_disk)
-    assert segments._overhead_bytes == overhead
-    tiers = segments._tiers
-    assert tiers is not None
+    assert segments.overhead_bytes == overhead
     shelves = (tiers._raw, tiers._sealed)
     known = [frozen.block for shelf in shelves for frozen in shelf.blocks.values()]
     assert {id(block) for block in known} == {id(block) for block in closed if not block.is_on_disk}

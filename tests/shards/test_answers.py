@@ -22,11 +22,11 @@ from holdall.cluster.encode import Encoder, sliced_leaves
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import RowFinder
 from holdall.errors import ArgumentError, DamageError
-from holdall.native.kernels import chosen_kernels, native_kernels
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
-from holdall.storage.records import SealedSegment, dictionary_name, pack_segment, unpack_segment
+from holdall.storage.records import dictionary_name
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
 from holdall.storage.store import Store

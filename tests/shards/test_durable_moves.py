@@ -19,8 +19,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import ArgumentError, ShardError
-from holdall.checkpoint.load import restored_state
-from holdall.checkpoint.source import open_reader
+from holdall.checkpoint import open_reader, restored_state
 from holdall.cluster import shard_data as loading
 from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError

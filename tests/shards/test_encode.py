@@ -15,9 +15,9 @@ pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[r
 
 from holdall.cluster import encode
 from holdall.cluster.encode import Encoder
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Schema
-from holdall.storage.records import SealedSegment, pack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment
 from holdall.storage.snapshot import Tick
 from holdall.testing import Stream
 from holdall.testing.strategies import streams

@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.testing.strategies import box
 from holdall.units import parse_bytes
 

@@ -18,7 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.report import FieldReport
 from holdall.storage import segment
 from holdall.storage.codec import COST_CAPS
@@ -300,7 +300,7 @@ def test_damaged_bytes_are_an_error_and_the_rest_is_read() -> None:
         pair.feed(150)
         pair.memory.drain()
         assert pair.memory._store is not None
-        segments = pair.memory._store._segments
+        segments = pair.memory._store.large_segments
         first = segments._closed[0]
         field = next(i for i, leaf in enumerate(segments._leaves) if leaf.name == "camera")
         sealed = first.parts[field].block.sealed

@@ -22,9 +22,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import DamageError, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import sealer as seal
-from holdall.storage import segment, spill
+from holdall.storage import segment
+from holdall.storage import tiers as spill
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.tiers import Budget
@@ -89,13 +90,13 @@ class Film:
 
     def blocks(self) -> list[SliceBlock]:
         assert self.memory._store is not None
-        return [closed.parts[0].block for closed in self.memory._store._segments._closed]
+        return [closed.parts[0].block for closed in self.memory._store.large_segments._closed]
 
     def extents(self) -> list[tuple[Extent, NDArray[np.int64]]]:
         """Return the blocks on disk, each with the ids that lie in it."""
         assert self.memory._store is not None
         found = []
-        for closed in self.memory._store._segments._closed:
+        for closed in self.memory._store.large_segments._closed:
             sealed = closed.parts[0].block.sealed
             if sealed is not None and sealed.extent is not None:
                 first = closed.first_tick

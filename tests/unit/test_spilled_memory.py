@@ -18,12 +18,13 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory, TransitionIdError
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.report import MemoryReport
 from holdall.storage import codec as choice
 from holdall.storage import sealer as seal
-from holdall.storage import segment, spill
+from holdall.storage import segment
 from holdall.storage import tiers as budget
+from holdall.storage import tiers as spill
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec import COST_CAPS, Codec
 from holdall.testing import OracleMemory, assert_same_bits
@@ -129,7 +130,7 @@ class Pair:
 def blocks_of(memory: ReplayMemory) -> list[SliceBlock]:
     """Return the closed blocks of all fields, each once."""
     assert memory._store is not None
-    segments = memory._store._segments
+    segments = memory._store.large_segments
     parts = [part for closed in segments._closed for part in closed.parts if part.log is not None]
     going_on = {id(part.block) for part in segments._open.parts}
     return list({id(part.block): part.block for part in parts if id(part.block) not in going_on}.values())

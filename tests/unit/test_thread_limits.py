@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from holdall import threads
 from holdall.errors import ArgumentError
@@ -66,6 +68,23 @@ def test_everything_is_as_before_afterwards(monkeypatch: pytest.MonkeyPatch) -> 
         raise KeyError
     assert dict(os.environ) == before
     assert torch.get_num_threads() == torch_before
+
+
+def test_a_pool_that_runs_already_is_limited() -> None:
+    """NumPy's BLAS library read the environment when it was loaded, long before."""
+    product = np.ones((200, 200)) @ np.ones((200, 200))
+    assert product[0, 0] == 200
+
+    def blas() -> list[int]:
+        return [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+
+    if not blas():
+        pytest.skip("NumPy's BLAS library is none that threadpoolctl knows")
+    with threadpool_limits(3, user_api="blas"):
+        before = blas()
+        with threads.limit(1):
+            assert set(blas()) == {1}
+        assert blas() == before
 
 
 def test_processes_started_inside_inherit_the_limit() -> None:

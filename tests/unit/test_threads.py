@@ -17,7 +17,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import Batch, ClosedError, ReplayMemory, TransitionIdError
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import segment
 from holdall.testing.strategies import box
 

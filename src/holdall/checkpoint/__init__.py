@@ -1,32 +1,23 @@
 """Checkpoints: a memory on disk or in an object store, complete or not at all.
 
-snapshot -> records in data files -> manifest (the commit) -> collect what nothing names
+    save -> write (a snapshot becomes records) -> directory | object_store (files, then the manifest: the commit)
+    load -> manifest (the newest that is whole) -> saved_records (checked when they are read)
 
-A memory over shards saves the same way, see `streams`.
+A memory over shards saves the same way; it and other numbers of lanes are loaded through `streams`.
 """
 
-from holdall.checkpoint.background import Arrival, Autosave, Checkpoint, Progress, SaveHandle, SaveInterval
-from holdall.checkpoint.load import Attached, Restored, restored, restored_state
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, ShardEntry, require_whole, shard_manifest
-from holdall.checkpoint.save import ShardsSnapshot, Snapshot
-from holdall.checkpoint.saver import Saver, Savers, checked_attachments
-from holdall.checkpoint.source import (
-    Loading,
-    attached_files,
-    collect_all,
-    damages,
-    newest,
-    normalized_url,
-    open_reader,
-    open_writer,
-    shard_url,
-)
-from holdall.checkpoint.streams import Streams, WriterRun, runs_of, runs_state, trajectories
+from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
+from holdall.checkpoint.manifest import CheckpointReader, Manifest, is_remote, normalized_url, require_whole
+from holdall.checkpoint.object_store import Objects
+from holdall.checkpoint.save import Checkpoint, SavedMemory, SaveHandle, Savers, open_writer
+from holdall.checkpoint.saved_records import RowsKey, damages
+from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url, trajectories
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot
 
 __all__ = [
-    "Arrival", "Attached", "Autosave", "Checkpoint", "CheckpointReader", "Loading", "Manifest", "Progress",
-    "Restored", "SaveHandle", "SaveInterval", "Saver", "Savers", "ShardEntry", "ShardsSnapshot", "Snapshot", "Streams",
-    "WriterRun", "attached_files", "checked_attachments", "collect_all", "damages", "newest", "normalized_url",
-    "open_reader", "open_writer", "require_whole", "restored", "restored_state", "runs_of", "runs_state",
-    "shard_manifest", "shard_url", "trajectories",
+    "Checkpoint", "CheckpointReader", "FileSystem", "Loading", "Manifest", "Objects", "Restored", "RowsKey",
+    "SaveHandle", "SavedMemory", "Savers", "ShardsSnapshot", "Snapshot", "Streams", "WriterRun", "attached_files",
+    "collect_all", "damages", "is_remote", "newest", "normalized_url", "open_reader", "open_writer", "require_whole",
+    "restored", "restored_state", "runs_of", "runs_state", "shard_url", "trajectories",
 ]  # fmt: skip

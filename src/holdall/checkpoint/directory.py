@@ -16,10 +16,10 @@ from pathlib import Path
 
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
@@ -27,7 +27,8 @@ from holdall.checkpoint.manifest import (
     format_text,
     kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
@@ -42,8 +43,6 @@ _WRITE_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain."""
 _FULL_SYNC = 51
 """F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
-
-Buffer = bytes | bytearray | memoryview
 
 
 class FileSystem:
@@ -178,17 +177,13 @@ class DirectoryReader:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._disk.names(self.root / "manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._disk.names(self.root / "manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
         name = manifest_name(number)
         raw = self._read(f"manifests/{name}", MOST_MANIFEST_BYTES, f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/manifests/{name}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/manifests/{name} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/manifests/{name}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -300,13 +295,13 @@ class DirectoryWriter:
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self._disk = disk or FileSystem()
         self._root = root
         self._segments, self._manifests = root / "segments", root / "manifests"
         self._sequence = 0
         self.reader = DirectoryReader(root, self._disk)
-        with told(self.url, "opened for writing"):
+        with disk_errors_explained(self.url, "opened for writing"):
             for parent in reversed(root.parents):
                 self._make_directory(parent)
             for folder in (root, self._segments, self._manifests):
@@ -322,7 +317,7 @@ class DirectoryWriter:
     def new_file(self) -> DirectoryFile:
         """Begin a file of records."""
         self._sequence += 1
-        return DirectoryFile(self._disk, self._segments / data_name(self.epoch, self._sequence))
+        return DirectoryFile(self._disk, self._segments / data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
@@ -337,7 +332,7 @@ class DirectoryWriter:
         finally:
             self._disk.close(found)
         self._sequence += 1
-        path = self._segments / data_name(self.epoch, self._sequence)
+        path = self._segments / data_name(self.writer_id, self._sequence)
         try:
             self._disk.link(file.path, path)
         except OSError as error:
@@ -349,7 +344,7 @@ class DirectoryWriter:
     def commit(self, manifest: Manifest) -> None:
         """Make a checkpoint of what was finished; when this returns, it survives a power cut."""
         name = manifest_name(manifest.number)
-        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.epoch}{_TEMPORARY}"
+        final, temporary = self._manifests / name, self._manifests / f"{name}.{self.writer_id}{_TEMPORARY}"
         self._disk.sync_directory(self._segments)
         file = self._disk.create(temporary)
         try:
@@ -404,7 +399,7 @@ class DirectoryWriter:
         if "FORMAT" in self._disk.names(self._root):
             self.reader.require()
             return
-        temporary = self._root / f"FORMAT.{self.epoch}{_TEMPORARY}"
+        temporary = self._root / f"FORMAT.{self.writer_id}{_TEMPORARY}"
         file = self._disk.create(temporary)
         try:
             self._disk.write(file, format_text())
@@ -439,8 +434,8 @@ class DirectoryWriter:
 
 
 @contextlib.contextmanager
-def told(url: str, what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the place and the remedy."""
+def disk_errors_explained(url: str, what: str) -> Iterator[None]:
+    """Turn what the operating system says into an error that names the url and the remedy."""
     try:
         yield
     except (CheckpointError, DamageError):

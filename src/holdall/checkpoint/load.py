@@ -7,25 +7,28 @@ from, slice by slice, each against its own checksum; all the rest is read and ch
 
 from __future__ import annotations
 
-import contextlib
+import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from holdall.checkpoint.ledger import Ledger, RecordFiles
+from holdall.checkpoint.directory import DirectoryReader, disk_errors_explained
 from holdall.checkpoint.manifest import (
     BlockEntry,
     CheckpointReader,
     Chunk,
     Manifest,
-    Ref,
     SegmentEntry,
+    is_remote,
+    normalized_url,
+    require_whole,
 )
-from holdall.checkpoint.recover import LostTicks, blank_parts, blank_rows
-from holdall.errors import CheckpointError, DamageError, HoldallError
-from holdall.json_state import dtype_of, schema_of
+from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
+from holdall.errors import CheckpointError, DamageError
+from holdall.json_state import dtype_of, malformed_refused, schema_of
+from holdall.sampling.draw import Sampler, Uniform
 from holdall.schema import Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Extent, KeptBlock, SegmentFile, reserve
 from holdall.storage.codec import Dictionary
@@ -34,7 +37,6 @@ from holdall.storage.records import (
     Read,
     Record,
     unpack_dictionary,
-    unpack_file,
     unpack_logs,
     unpack_piece,
     unpack_rows,
@@ -42,13 +44,21 @@ from holdall.storage.records import (
     unpack_state,
     window_of,
 )
-from holdall.storage.segment import Segment
-from holdall.storage.slices import ClosedPart
+from holdall.storage.slices import ClosedPart, Segment
 from holdall.storage.snapshot import RowChunk, StoreContent
 from holdall.storage.store import Store
+from holdall.units import require_count
 
+if TYPE_CHECKING:
+    from holdall.checkpoint.autosave import BackgroundFetch
+    from holdall.checkpoint.streams import LoadedMemory
+
+_LOG = logging.getLogger("holdall")
 _HEAD_BYTES = 2**11
 _MOST_BLOCK_BYTES = 2**34
+
+_T = TypeVar("_T")
+_M = TypeVar("_M", bound="LoadedMemory")
 
 
 @dataclass(slots=True)
@@ -61,7 +71,7 @@ class Restored:
     content: StoreContent | None  # None: the transitions were added to the memory already
     state: dict[str, Any]
     attached: Attached
-    ledger: Ledger | None = None  # None: the next save begins from nothing
+    saved: SavedRecords | None = None  # None: the next save begins from nothing
     rows: Callable[[Like], Iterator[RowChunk]] = lambda _like: iter(())
     blocks: list[Extent] = field(default_factory=list)  # of full blocks, newest first
     interrupt: Callable[[], None] = lambda: None  # ends all waiting for an object store
@@ -73,15 +83,23 @@ class Restored:
         store.thaw(self.content)
         for chunk in self.rows(store.columns_like()):
             store.take_rows(chunk)
-        if self.ledger is not None:
-            self.ledger.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
+        if self.saved is not None:
+            self.saved.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
+
+    def fetch_the_rest(self) -> BackgroundFetch | None:
+        """Begin to fetch the blocks that lie in an object store; None if there are none."""
+        if not any(extent.file.is_awaited for extent in self.blocks):
+            return None
+        from holdall.checkpoint.autosave import BackgroundFetch  # noqa: PLC0415  for object stores only
+
+        return BackgroundFetch(self.blocks, self.interrupt)
 
 
 @dataclass(slots=True)
 class _LoadedBlocks:
     """Blocks as they are read, each once."""
 
-    shelf: RecordFiles
+    files: RecordFiles
     manifest: Manifest
     dictionaries: dict[str, Dictionary] = field(default_factory=dict)
     found: dict[int, KeptBlock] = field(default_factory=dict)
@@ -91,7 +109,7 @@ class _LoadedBlocks:
         """Return a block; full ones stay in their file."""
         if number not in self.found:
             entry = self.manifest.blocks[number]
-            record, file = self.shelf.record(entry.refs[0], _index_bytes(entry))
+            record, file = self.files.record(entry.refs[0], _index_bytes(entry))
             if record.kind == "piece":
                 self.found[number] = self._filled(entry)
             else:
@@ -113,7 +131,7 @@ class _LoadedBlocks:
         arena = reserve(entry.slices * entry.slice_bytes)
         done = 0
         for ref in entry.refs:
-            record, file = self.shelf.record(ref)
+            record, file = self.files.record(ref)
             slices = unpack_piece(record, file.read, entry.slice_bytes, done, entry.slices - done)
             arena[done * entry.slice_bytes :][: slices.size] = slices
             done += slices.size // entry.slice_bytes
@@ -132,46 +150,6 @@ class _LoadedBlocks:
         return KeptBlock(entry.slice_bytes, entry.slices, CarriedSlices(coded))
 
 
-class Attached(Mapping[str, bytes]):
-    """A trainer's own files, as they were saved with the memory; read when they are asked for."""
-
-    def __init__(self, shelf: RecordFiles | None = None, refs: Mapping[str, tuple[Ref, ...]] | None = None) -> None:
-        self._shelf = shelf
-        self._refs = dict(refs or {})
-
-    def __getitem__(self, name: str) -> bytes:
-        return b"".join(self._pieces(name))
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._refs)
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def extract(self, name: str, path: str | os.PathLike[str]) -> None:
-        """Write a file out, piece by piece."""
-        with Path(path).open("wb") as file:
-            for piece in self._pieces(name):
-                file.write(piece)
-
-    def _pieces(self, name: str) -> Iterator[bytes]:
-        for ref in self._refs[name]:
-            if self._shelf is not None:
-                record, file = self._shelf.record(ref)
-                yield unpack_file(record, file.read)
-
-
-@contextlib.contextmanager
-def sensible(what: str) -> Iterator[None]:
-    """Turn what goes wrong with words that make no sense into an error that says so."""
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, OverflowError, RecursionError) as error:
-        if isinstance(error, HoldallError):
-            raise
-        raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error})") from error
-
-
 def restored(
     manifest: Manifest, reader: CheckpointReader, capacity_ticks: int | None, losses: LostTicks | None = None
 ) -> Restored:
@@ -179,22 +157,22 @@ def restored(
 
     Args:
         reader: Where its files lie.
-        capacity_ticks: Ticks that the memory shall hold; None as saved. The oldest are passed over.
+        capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
-    with sensible(f"checkpoint {manifest.number} of {reader.url}"):
+    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
         schema = schema_of(manifest.schema)
-        shelf = RecordFiles(reader)
+        files = RecordFiles(reader)
         held = capacity_ticks or manifest.capacity_ticks
         first_tick = max(manifest.first_tick, manifest.next_tick - held)
-        _expect(manifest, shelf, first_tick)
-        record, file = shelf.record(manifest.state)
+        _expect(manifest, files, first_tick)
+        record, file = files.record(manifest.state)
         state = unpack_state(record, file.read)
         dictionaries = {}
         for name, ref in manifest.dictionaries.items():
-            record, file = shelf.record(ref)
+            record, file = files.record(ref)
             dictionaries[name] = unpack_dictionary(record, file.file)
-        blocks = _LoadedBlocks(shelf, manifest, dictionaries)
+        blocks = _LoadedBlocks(files, manifest, dictionaries)
         content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
         return Restored(
             url=reader.url,
@@ -203,8 +181,8 @@ def restored(
             content=content,
             state=state,
             attached=Attached(RecordFiles(reader.reopened()), manifest.attached),
-            ledger=None if losses is not None else _ledger(manifest, blocks, first_tick),
-            rows=lambda like: _rows(manifest, shelf, first_tick, like, losses),
+            saved=None if losses is not None else _saved(manifest, blocks, first_tick),
+            rows=lambda like: _rows(manifest, files, first_tick, like, losses),
             blocks=_extents(content.segments),
             interrupt=reader.interrupt,
         )
@@ -212,12 +190,12 @@ def restored(
 
 def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
     """Read only what was saved besides the transitions."""
-    with sensible(f"checkpoint {manifest.number} of {reader.url}"):
+    with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
         record, file = RecordFiles(reader).record(manifest.state)
         return unpack_state(record, file.read)
 
 
-def _expect(manifest: Manifest, shelf: RecordFiles, first_tick: int) -> None:
+def _expect(manifest: Manifest, files: RecordFiles, first_tick: int) -> None:
     """Have everything fetched that loading reads."""
     rows = [chunk.ref for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
     segments = [entry for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick]
@@ -225,7 +203,7 @@ def _expect(manifest: Manifest, shelf: RecordFiles, first_tick: int) -> None:
     in_pieces = [ref for block in blocks if len(block.refs) > 1 for ref in block.refs]
     whole = [manifest.state, *manifest.dictionaries.values(), *rows, *(entry.ref for entry in segments), *in_pieces]
     indexes = [(block.refs[0], _index_bytes(block)) for block in blocks if len(block.refs) == 1]
-    shelf.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
+    files.expect([*((ref, ref.nbytes) for ref in whole), *indexes])
 
 
 def _index_bytes(block: BlockEntry) -> int:
@@ -298,8 +276,8 @@ def _newest(saved: Any, observed: Sequence[Leaf], lanes: int) -> dict[int, Any]:
 def _parts(
     entry: SegmentEntry, blocks: _LoadedBlocks, lanes: int, leaves: list[Leaf], *, is_thorough: bool
 ) -> list[ClosedPart]:
-    with sensible(f"the segment of tick {entry.first_tick}"):
-        record, file = blocks.shelf.record(entry.ref)
+    with malformed_refused(f"the segment of tick {entry.first_tick}"):
+        record, file = blocks.files.record(entry.ref)
         named = [blocks.block(number) for number in entry.blocks]
         if is_thorough:
             for number in entry.blocks:
@@ -308,7 +286,7 @@ def _parts(
 
 
 def _rows(
-    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: LostTicks | None
+    manifest: Manifest, files: RecordFiles, first_tick: int, like: Like, losses: LostTicks | None
 ) -> Iterator[RowChunk]:
     done = first_tick
     for chunk in manifest.rows:
@@ -317,38 +295,38 @@ def _rows(
         if chunk.first_tick > done:
             raise DamageError(f"the rows of ticks {done} to {chunk.first_tick} are missing")
         if losses is None:
-            yield _chunk(shelf, chunk, like)
+            yield _chunk(files, chunk, like)
         done = chunk.first_tick + chunk.ticks
     if done != manifest.next_tick:
         raise DamageError(f"the rows end at tick {done}, not at {manifest.next_tick}")
     if losses is not None:
-        yield from _rows_left(manifest, shelf, first_tick, like, losses)
+        yield from _rows_left(manifest, files, first_tick, like, losses)
 
 
-def _chunk(shelf: RecordFiles, chunk: Chunk, like: Like) -> RowChunk:
-    with sensible(f"the rows of tick {chunk.first_tick}"):
-        record, file = shelf.record(chunk.ref)
+def _chunk(files: RecordFiles, chunk: Chunk, like: Like) -> RowChunk:
+    with malformed_refused(f"the rows of tick {chunk.first_tick}"):
+        record, file = files.record(chunk.ref)
         saved = {entry[0] for entry in record.head["columns"]}
         present = {name: kind for name, kind in like.items() if name in saved or name != "invalid.0"}
         return unpack_rows(record, file.read, chunk.first_tick, chunk.ticks, present)
 
 
 def _rows_left(
-    manifest: Manifest, shelf: RecordFiles, first_tick: int, like: Like, losses: LostTicks
+    manifest: Manifest, files: RecordFiles, first_tick: int, like: Like, losses: LostTicks
 ) -> Iterator[RowChunk]:
     """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
     entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
     found: dict[int, RowChunk | None] = {}
     for chunk in entries:  # once to know what is lost, since a chunk may be lost to the one before it
         try:
-            _chunk(shelf, chunk, like)
+            _chunk(files, chunk, like)
         except (DamageError, CheckpointError) as error:
             losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
             found[chunk.first_tick] = None
     lanes = int(manifest.schema["num_envs"])
     for chunk in entries:
         is_lost = chunk.first_tick in found
-        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(shelf, chunk, like)
+        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(files, chunk, like)
         yield losses.marked(rows, lanes)
 
 
@@ -357,14 +335,120 @@ def _extents(segments: list[Segment[ClosedPart]]) -> list[Extent]:
     return [extent for block in blocks.values() if (extent := block.extent) is not None]
 
 
-def _ledger(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> Ledger:
-    """Say what the place holds of the memory, so that the next save writes only what is new."""
-    ledger = Ledger(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
+def _saved(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> SavedRecords:
+    """Say what lies there of the memory, so that the next save writes only what is new."""
+    saved = SavedRecords(files=dict(manifest.files), dictionaries=dict(manifest.dictionaries))
     for number, block in blocks.found.items():
-        ledger.blocks[block] = manifest.blocks[number].refs
+        saved.blocks[block] = manifest.blocks[number].refs
         if block.sealed is None:
-            ledger.split.add(block)
-    ledger.logs = {
+            saved.split.add(block)
+    saved.logs = {
         entry.first_tick: entry.ref for entry in manifest.segments if entry.first_tick + entry.ticks > first_tick
     }
-    return ledger
+    return saved
+
+
+def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointReader:
+    """Return the checkpoints at a url or path, to be read.
+
+    Args:
+        cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
+    """
+    location = normalized_url(url)
+    if is_remote(location):
+        from holdall.checkpoint.object_store import Objects, ObjectStoreReader  # noqa: PLC0415  not for a local path
+
+        return ObjectStoreReader(Objects(location), cache_dir)
+    return DirectoryReader(Path(location))
+
+
+def attached_files(url: str | os.PathLike[str]) -> Attached:
+    """Return the files that were saved with the newest memory, without loading it."""
+    reader = open_reader(url)
+    return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
+
+
+def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
+    """Build something of the newest checkpoint that is whole; those before it are said to be passed over.
+
+    Args:
+        build: May refuse a checkpoint as damaged; then the one before it is tried.
+    """
+    with disk_errors_explained(reader.url, "read"):
+        reader.require()
+        sizes, numbers = reader.file_sizes(), reader.numbers()
+    refused: list[str] = []
+    first: Exception | None = None
+    for number in numbers:
+        try:
+            manifest = reader.manifest(number)
+            require_whole(manifest, reader, sizes)
+            built = build(manifest)
+        except (DamageError, CheckpointError) as error:
+            refused.append(f"checkpoint {number}: {error}")
+            first = first or error
+            continue
+        for reason in refused:
+            _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", reader.url, number, reason)
+        return built
+    why = f": {'; '.join(refused)}" if refused else ""
+    raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
+
+
+@dataclass(frozen=True)
+class Loading(Generic[_M]):
+    """How a checkpoint becomes a memory again.
+
+    Args:
+        make: Makes an empty memory of a schema that holds so many ticks. The last argument is False for one that is
+            only read: batches of it are of NumPy arrays.
+        restore: Has such a memory take over what was saved; the sampler is the one that it draws with from now on.
+        capacity: Transitions to hold; None: as many as before.
+        num_envs: Lanes; None: as many as before.
+        recover: Whether to load what is left of a damaged checkpoint.
+    """
+
+    make: Callable[[Schema, int, bool], _M]
+    restore: Callable[[_M, Restored, Sampler | None], None]
+    sampler: Sampler | None = None
+    capacity: int | None = None
+    num_envs: int | None = None
+    recover: bool = False
+
+    def load(self, reader: CheckpointReader) -> _M:
+        """Load the newest checkpoint that is whole."""
+        return newest(reader, lambda manifest: self._loaded(manifest, reader))
+
+    def _loaded(self, manifest: Manifest, reader: CheckpointReader) -> _M:
+        with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
+            schema = schema_of(manifest.schema)
+        lanes = schema.num_envs if self.num_envs is None else self.num_envs
+        if self.capacity is not None:
+            require_count("capacity", self.capacity, lanes, " (num_envs: it counts transitions over all lanes)")
+        if lanes == schema.num_envs and not manifest.shards:
+            return self.as_saved(manifest, reader, self.capacity, is_final=True)
+        from holdall.checkpoint.streams import converted  # noqa: PLC0415  for other lanes and shards only
+
+        return converted(self, manifest, reader, schema, lanes)
+
+    def as_saved(self, manifest: Manifest, reader: CheckpointReader, capacity: int | None, *, is_final: bool) -> _M:
+        """Load a memory in the lanes in which it was saved; one that is not final is only read."""
+        lost = LostTicks() if self.recover else None
+        ticks = None if capacity is None else int(capacity) // int(manifest.schema["num_envs"])
+        found = restored(manifest, reader, ticks, lost)
+        if not is_final:
+            found.saved = None
+        memory = self.make(found.schema, ticks or manifest.capacity_ticks, is_final)
+        self.restore_into(memory, found, self.sampler if is_final else Uniform())
+        if lost is not None:
+            lost.report(reader.url, manifest.number)
+        return memory
+
+    def restore_into(self, memory: _M, found: Restored, sampler: Sampler | None) -> None:
+        """Have a memory take over what was saved; if that fails, it is closed."""
+        try:
+            with malformed_refused(f"checkpoint {found.manifest.number} of {found.url}"):
+                self.restore(memory, found, sampler)
+        except BaseException:
+            memory.close()
+            raise

@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import itertools
 import json
+import os
 import re
 import secrets
 from collections.abc import Iterable
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.json_state import count_of, malformed_refused, text_of
 from holdall.storage.blocks import SegmentFile
 
 FORMAT = "holdall checkpoint"
@@ -33,9 +35,8 @@ MANIFEST_NAME = re.compile(r"[0-9]{16}\.json")
 ATTACHMENT_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}(/[A-Za-z0-9_][A-Za-z0-9_.\-]{0,254}){0,15}")
 _HEX32 = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_EPOCH = re.compile(r"[0-9a-f]{16}")
+_WRITER_ID = re.compile(r"[0-9a-f]{16}")
 _SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
-_MOST_NUMBER = 2**62
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +94,7 @@ class Manifest:
 
     number: int
     commit: str  # names this very attempt to write it
-    epoch: str  # names the writer
+    writer_id: str  # names the writer
     time: float  # seconds since 1970, for people
     first_tick: int
     next_tick: int
@@ -129,10 +130,10 @@ def manifest_name(number: int) -> str:
 
 def encode(manifest: Manifest) -> bytes:
     """Write a manifest."""
-    place = {name: index for index, name in enumerate(manifest.files)}
+    position = {name: index for index, name in enumerate(manifest.files)}
 
     def packed(ref: Ref) -> list[Any]:
-        return [place[ref.file], ref.start, ref.nbytes, ref.digest]
+        return [position[ref.file], ref.start, ref.nbytes, ref.digest]
 
     words = {
         "format": FORMAT,
@@ -140,7 +141,7 @@ def encode(manifest: Manifest) -> bytes:
         "features": [SHARDS] if manifest.shards else [],
         "number": manifest.number,
         "commit": manifest.commit,
-        "epoch": manifest.epoch,
+        "epoch": manifest.writer_id,
         "time": manifest.time,
         "first_tick": manifest.first_tick,
         "next_tick": manifest.next_tick,
@@ -172,16 +173,23 @@ def signed_text(raw: bytes) -> bytes:
     return text
 
 
-def decode(raw: bytes, name: str) -> Manifest:
-    """Read a manifest, or say why it is none."""
+def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
+    """Read a manifest, or say why it is none; `number` is the one that its name has."""
     try:
-        words = json.loads(signed_text(raw))
-        _require_readable(words)
-        return _decoded(words)
+        with malformed_refused("its text"):
+            words = json.loads(signed_text(raw))
+            _require_readable(words)
+            manifest = _decoded(words)
     except DamageError as error:
         raise DamageError(f"manifest {name}: {error}") from error
-    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
-        raise DamageError(f"manifest {name} makes no sense ({type(error).__name__}: {error})") from error
+    if number not in (None, manifest.number):
+        raise DamageError(f"manifest {name} says that it is number {manifest.number}")
+    return manifest
+
+
+def numbers_of(names: Iterable[str]) -> list[int]:
+    """Return the numbers of the manifests among some file names, newest first."""
+    return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
 
 
 def _require_readable(words: Any) -> None:
@@ -194,44 +202,46 @@ def _require_readable(words: Any) -> None:
 
 
 def _decoded(words: Any) -> Manifest:
-    files = {_match(DATA_NAME, name): _count(nbytes) for name, nbytes in words["files"]}
+    files = {text_of(name, DATA_NAME): count_of(nbytes) for name, nbytes in words["files"]}
     names = list(files)
 
     def unpacked(packed: Any) -> Ref:
         index, start, nbytes, digest = packed
-        ref = Ref(names[_count(index)], _count(start), _count(nbytes), _match(_HEX32, digest))
+        ref = Ref(names[count_of(index)], count_of(start), count_of(nbytes), text_of(digest, _HEX32))
         if ref.start + ref.nbytes > files[ref.file]:
             raise ValueError(f"a record of {ref.file} ends behind its file")
         return ref
 
     blocks = tuple(
-        BlockEntry(_count(slice_bytes), _count(slices), tuple(unpacked(ref) for ref in refs))
+        BlockEntry(count_of(slice_bytes), count_of(slices), tuple(unpacked(ref) for ref in refs))
         for slice_bytes, slices, refs in words["blocks"]
     )
     segments = tuple(
-        SegmentEntry(_count(first), _count(ticks), unpacked(ref), tuple(_below(len(blocks), b) for b in numbers))
+        SegmentEntry(
+            count_of(first), count_of(ticks), unpacked(ref), tuple(count_of(b, len(blocks) - 1) for b in numbers)
+        )
         for first, ticks, numbers, *ref in words["segments"]
     )
-    rows = tuple(Chunk(_count(first), _count(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
+    rows = tuple(Chunk(count_of(first), count_of(ticks), unpacked(ref)) for first, ticks, *ref in words["rows"])
     if not isinstance(words["schema"], dict):
         raise TypeError("its schema is no object")
     return Manifest(
-        number=_count(words["number"]),
-        commit=_match(_HEX32, words["commit"]),
-        epoch=_match(_EPOCH, words["epoch"]),
+        number=count_of(words["number"]),
+        commit=text_of(words["commit"], _HEX32),
+        writer_id=text_of(words["epoch"], _WRITER_ID),
         time=float(words["time"]),
-        first_tick=_count(words["first_tick"]),
-        next_tick=_count(words["next_tick"]),
-        capacity_ticks=_count(words["capacity_ticks"]),
+        first_tick=count_of(words["first_tick"]),
+        next_tick=count_of(words["next_tick"]),
+        capacity_ticks=count_of(words["capacity_ticks"]),
         schema=words["schema"],
         files=files,
         state=unpacked(words["state"]),
         rows=_in_order(rows),
         segments=_in_order(segments),
         blocks=blocks,
-        dictionaries={_match(_SHA256, name): unpacked(ref) for name, ref in words["dictionaries"].items()},
+        dictionaries={text_of(name, _SHA256): unpacked(ref) for name, ref in words["dictionaries"].items()},
         attached={
-            _match(ATTACHMENT_NAME, name): tuple(unpacked(ref) for ref in refs)
+            text_of(name, ATTACHMENT_NAME): tuple(unpacked(ref) for ref in refs)
             for name, refs in words["attached"].items()
         },
         shards=tuple(_shard_of(*shard) for shard in words.get(SHARDS, [])),
@@ -240,7 +250,11 @@ def _decoded(words: Any) -> Manifest:
 
 def _shard_of(folder: Any, number: Any, commit: Any, transitions: Any, nbytes: Any) -> ShardEntry:
     return ShardEntry(
-        _match(SHARD_FOLDER, folder), _count(number), _match(_HEX32, commit), _count(transitions), _count(nbytes)
+        text_of(folder, SHARD_FOLDER),
+        count_of(number),
+        text_of(commit, _HEX32),
+        count_of(transitions),
+        count_of(nbytes),
     )
 
 
@@ -250,24 +264,6 @@ def _in_order(runs: Any) -> Any:
         if before.first_tick + before.ticks != after.first_tick:
             raise ValueError(f"ticks {before.first_tick + before.ticks} to {after.first_tick} are missing")
     return runs
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value <= _MOST_NUMBER:
-        raise ValueError(f"{value!r} is no count")
-    return value
-
-
-def _below(limit: int, value: Any) -> int:
-    if _count(value) >= limit:
-        raise ValueError(f"block {value} of {limit}")
-    return int(value)
-
-
-def _match(pattern: re.Pattern[str], value: Any) -> str:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise ValueError(f"{value!r} is no name here")
-    return value
 
 
 MOST_FORMAT_BYTES = 4096
@@ -309,7 +305,7 @@ class CheckpointReader(Protocol):
         """Return the bytes of every file of records that is there, by name."""
 
     def require(self) -> None:
-        """Refuse a place that holds no checkpoints, or of a version to come."""
+        """Refuse a url that holds no checkpoints, or of a version to come."""
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Open a file of records, to be read by position; return it and its bytes."""
@@ -328,10 +324,10 @@ class CheckpointReader(Protocol):
 
 
 class CheckpointWriter(Protocol):
-    """A place that one writer holds."""
+    """Checkpoints that this writer alone writes to."""
 
     url: str
-    epoch: str
+    writer_id: str
     behind_bytes: int
     """Bytes from which on a file that is written behind the memory is finished before the next commit."""
 
@@ -364,17 +360,17 @@ class CheckpointWriter(Protocol):
         """Give up waiting for a server that does not answer."""
 
 
-def next_number(reader: CheckpointReader, last: int, epoch: str) -> int:
+def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
     """Return the number of a writer's next checkpoint.
 
     A writer whose number was taken by another stops for good: what it wrote may have been collected meanwhile.
 
     Args:
         last: The newest number when the writer came, or its own last one.
-        epoch: The writer's name.
+        writer_id: The writer's name.
     """
     newest = max(reader.numbers(), default=0)
-    if newest > last and reader.manifest(newest).epoch != epoch:
+    if newest > last and reader.manifest(newest).writer_id != writer_id:
         raise FencedError(
             f"{reader.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
             "own, or load what is there"
@@ -406,14 +402,14 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     return kept, sorted(set(numbers) - {manifest.number for manifest in kept})
 
 
-def new_epoch() -> str:
+def new_writer_id() -> str:
     """Name a writer: without it, one that comes after a crash would use the same names again."""
     return secrets.token_hex(8)
 
 
-def data_name(epoch: str, sequence: int) -> str:
+def data_name(writer_id: str, sequence: int) -> str:
     """Name a file of records."""
-    return f"{epoch}-{sequence:016x}.seg"
+    return f"{writer_id}-{sequence:016x}.seg"
 
 
 def format_text() -> bytes:
@@ -423,7 +419,7 @@ def format_text() -> bytes:
 
 
 def require_format(raw: bytes, url: str) -> None:
-    """Refuse a place that is none of holdall's, or newer than this reader."""
+    """Refuse a url that is none of holdall's, or newer than this reader."""
     try:
         words = json.loads(signed_text(raw))
         known = words["format"] == FORMAT
@@ -461,3 +457,18 @@ def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
             raise CheckpointError(
                 f"checkpoint {manifest.number} needs {nbytes} bytes of the file {name}, which has {sizes[name]}"
             )
+
+
+SCHEMES = ("s3://", "gs://", "az://")
+
+
+def is_remote(url: str | os.PathLike[str]) -> bool:
+    """Whether a url names a prefix of an object store."""
+    return isinstance(url, str) and url.startswith(SCHEMES)
+
+
+def normalized_url(url: str | os.PathLike[str]) -> str:
+    """Return what a url or a path names, in one way of writing it."""
+    if is_remote(url):
+        return os.fspath(url).rstrip("/")
+    return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed

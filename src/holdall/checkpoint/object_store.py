@@ -20,13 +20,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from holdall.checkpoint.directory import Buffer
 from holdall.checkpoint.manifest import (
     DATA_NAME,
-    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
+    Buffer,
     Manifest,
     data_name,
     decode,
@@ -34,7 +33,8 @@ from holdall.checkpoint.manifest import (
     format_text,
     kept_and_stale,
     manifest_name,
-    new_epoch,
+    new_writer_id,
+    numbers_of,
     require_format,
 )
 from holdall.errors import (
@@ -46,7 +46,6 @@ from holdall.errors import (
 from holdall.storage.blocks import SegmentFile
 from holdall.storage.remote_file import AwaitedFile
 
-SCHEMES = ("s3://", "gs://", "az://")
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
 _FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
@@ -56,11 +55,6 @@ _RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
 
 _LOG = logging.getLogger("holdall")
 _T = TypeVar("_T")
-
-
-def is_remote(url: str | os.PathLike[str]) -> bool:
-    """Whether a url names a prefix of an object store."""
-    return isinstance(url, str) and url.startswith(SCHEMES)
 
 
 class Objects:
@@ -83,13 +77,13 @@ class Objects:
             raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
 
     def elsewhere(self, url: str) -> Objects:
-        """Return the objects below another url; whoever stops these stops those."""
+        """Return the objects below another url; to stop these is to stop those."""
         other = Objects(url)
         other.stopped = self.stopped
         return other
 
     def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; say whether it was done, as far as the answer tells."""
+        """Put an object where none is; return whether it was done, as far as the answer says."""
         try:
             self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
         except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
@@ -134,7 +128,7 @@ class Objects:
             )
         except (self._errors.NotFoundError, FileNotFoundError) as error:
             raise CheckpointError(
-                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load anew"
+                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load it again"
             ) from error
         return found
 
@@ -149,14 +143,14 @@ class Objects:
         return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
 
     def delete(self, keys: list[str]) -> None:
-        """Remove objects; those that are gone already are no matter."""
+        """Remove objects; some may be gone already."""
         for key in keys:
             with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
                 self._patiently(partial(self._obstore.delete, self._store, key))
 
     def honours_conditions(self) -> bool:
         """Whether creating an object twice fails the second time."""
-        key = f"probe/{new_epoch()}"
+        key = f"probe/{new_writer_id()}"
         try:
             self.create(key, b"first")
             return not self.create(key, b"second")
@@ -165,7 +159,7 @@ class Objects:
 
     def _patiently(self, call: Callable[[], _T]) -> _T:
         """Do something until it is answered; a server that restarts is waited for."""
-        wait, told = _FIRST_WAIT_S, False
+        wait, is_logged = _FIRST_WAIT_S, False
         while True:
             try:
                 return call()
@@ -181,9 +175,9 @@ class Objects:
             except Exception as error:
                 if _FINAL.search(str(error)):
                     raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
-                if not told:
+                if not is_logged:
                     _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
-                told = True
+                is_logged = True
             if self.stopped.wait(wait):
                 raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
             wait = min(2 * wait, _LONGEST_WAIT_S)
@@ -207,8 +201,7 @@ class ObjectStoreReader:
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        names = self._objects.sizes("manifests")
-        return sorted((int(name[:16]) for name in names if MANIFEST_NAME.fullmatch(name)), reverse=True)
+        return numbers_of(self._objects.sizes("manifests"))
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
@@ -216,10 +209,7 @@ class ObjectStoreReader:
         raw = self._objects.get(key, MOST_MANIFEST_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} has no checkpoint {number}")
-        manifest = decode(raw, f"{self.url}/{key}")
-        if manifest.number != number:
-            raise DamageError(f"manifest {self.url}/{key} says that it is number {manifest.number}")
-        return manifest
+        return decode(raw, f"{self.url}/{key}", number)
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
@@ -311,7 +301,7 @@ class ObjectStoreWriter:
     def __init__(self, url: str, objects: Objects | None = None) -> None:
         self._objects = objects or Objects(url)
         self.url = self._objects.url
-        self.epoch = new_epoch()
+        self.writer_id = new_writer_id()
         self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
@@ -327,14 +317,14 @@ class ObjectStoreWriter:
     def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
         self._sequence += 1
-        return ObjectStoreFile(self._objects, data_name(self.epoch, self._sequence))
+        return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
 
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of another place."""
+        """Put a finished file of a directory."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
@@ -363,7 +353,9 @@ class ObjectStoreWriter:
         named = set(in_use).union(*(manifest.files for manifest in kept))
         self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
         sizes = self.reader.file_sizes()
-        old = sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.epoch))}
+        old = (
+            sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.writer_id))}
+        )
         unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(unnamed.values())

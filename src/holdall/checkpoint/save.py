@@ -1,424 +1,490 @@
-"""Saving: a snapshot becomes records, and the records a checkpoint.
+"""Saving: `save` returns a handle at once, and a thread for each url writes one checkpoint after another.
 
-In:  a snapshot, and what the place holds already.  Out: the manifest, committed.
-Invariant: what is held in memory beyond the snapshot's own references is one record at a time. Whatever fails, the
-ledger names nothing that is not there, and the checkpoints before are as they were.
-
-Rows come first, since the memory goes on writing over them; then the blocks that are still being filled, since they
-pin their arenas; then full blocks, oldest first, since they are the next to be evicted.
+In:  snapshots.  Out: handles, which wait for the checkpoint or for its error.
+Invariant: saves to one url are written in the order in which they were asked for, whichever memory, shard or timer
+asks. A save that fails changes nothing: the checkpoints before it are as they were, and the memory goes on.
 """
 
 from __future__ import annotations
 
-import itertools
-import secrets
+import logging
+import os
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
-import numpy as np
-
-from holdall.checkpoint.background import Checkpoint
-from holdall.checkpoint.ledger import Filling, Ledger, RecordWriter, adoptable, merge, ref_of
+from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
 from holdall.checkpoint.manifest import (
-    BlockEntry,
     CheckpointWriter,
-    Chunk,
-    Manifest,
-    Ref,
-    SegmentEntry,
-    ShardEntry,
-    shard_folder,
+    is_remote,
+    next_number,
+    normalized_url,
 )
-from holdall.errors import CheckpointError, DamageError
-from holdall.json_state import dtype_name
-from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.records import (
-    PIECE_BYTES,
-    Buffer,
-    dictionary_name,
-    pack_dictionary,
-    pack_file,
-    pack_logs,
-    pack_piece,
-    pack_rows,
-    pack_slices,
-    pack_state,
-    window_words,
-)
-from holdall.storage.snapshot import (
-    FrozenRows,
-    FrozenSegments,
-    FrozenStore,
-    FullBlock,
-    OpenSlices,
-    is_settled,
-)
+from holdall.checkpoint.saved_records import Attached, RowsKey, SavedRecords
+from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, checked_attachments
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.sampling.draw import require_number
+from holdall.storage.blocks import Coder, SliceBlock
+from holdall.storage.snapshot import FullBlock
+from holdall.units import require_count
 
-_MOST_PIECES = 16
-"""Pieces of a block being filled, after which it is written anew as one."""
-_MOST_SPLIT = 8
-"""Full blocks that may stay in the pieces in which they were saved."""
-_FILE_PIECE_BYTES = 16 * 2**20
+if TYPE_CHECKING:
+    from holdall.checkpoint.autosave import Autosave, BackgroundFetch, CheckpointMirror
+    from holdall.checkpoint.load import Restored
 
 
-@dataclass(slots=True)
-class Snapshot:
-    """All that a checkpoint holds, at the moment of `save`."""
+_YIELD_S = 0.001
+"""A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
 
-    store: FrozenStore | None  # None once its parts are being written, so that they can be freed one by one
-    schema: dict[str, Any]
-    capacity_ticks: int
-    state: dict[str, Any]  # of sampler and generator, and what else the owner wants back
-    attach: Mapping[str, Path | bytes]
-    lock: threading.Lock  # of the memory: rows are read under it
-    release: Callable[[FrozenRows], None]
+_LOG = logging.getLogger("holdall")
+
+Progress = Callable[[str, int], None]
+"""Called with what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
 
 
-@dataclass(slots=True)
-class ShardsSnapshot:
-    """What a checkpoint of a memory over shards holds besides the shards' own checkpoints."""
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checkpoint that was acknowledged."""
 
-    schema: dict[str, Any]
-    capacity_ticks: int
-    state: dict[str, Any]
-    attach: Mapping[str, Path | bytes]
-    wait: Callable[[], Mapping[int, Checkpoint]]
-    """Waits for the saves of all shards that were begun with this one, each to `shard_url`; returns them by number."""
-
-
-class _Pending(NamedTuple):
-    """A full block that may have to be written."""
-
-    number: int  # in the manifest
-    full: FullBlock
+    url: str
+    number: int
+    bytes_written: int  # by this save: what earlier checkpoints wrote is not written again
+    bytes_total: int  # of all files that the checkpoint names
+    transitions: int
+    seconds: float
 
 
-class Saving:
-    """One checkpoint on its way into a place; it may begin before the snapshot is taken."""
+class SaveHandle:
+    """A save under way."""
 
-    def __init__(self, place: CheckpointWriter, ledger: Ledger, coder: Coder) -> None:
-        self._place = place
-        self._owner = self._ledger = ledger
-        self._fresh = Ledger()
+    def __init__(
+        self,
+        url: str,
+        interrupt: Callable[[], None],
+        wait_for_mirror: Callable[[int, float | None], None] | None = None,
+    ) -> None:
+        self.url = url
+        self._interrupt = interrupt
+        self._wait_for_mirror = wait_for_mirror
+        self._ended = threading.Event()
+        self._checkpoint: Checkpoint | None = None
+        self._error: BaseException | None = None
+
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return self._ended.is_set()
+
+    def result(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint is safe, and return it; raise what went wrong if it is not."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the checkpoint at {self.url} was not complete after {timeout} s; it goes on")
+        if self._error is not None:
+            raise self._error
+        if self._checkpoint is None:
+            raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
+        return self._checkpoint
+
+    def mirrored(self, timeout: float | None = None) -> Checkpoint:
+        """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
+        if self._wait_for_mirror is None:
+            raise ArgumentError("mirrored() was called, but the save had no mirror; call save(path, mirror=url)")
+        began = time.monotonic()
+        checkpoint = self.result(timeout)
+        left = None if timeout is None else max(0.0, timeout - (time.monotonic() - began))
+        self._wait_for_mirror(checkpoint.number, left)
+        return checkpoint
+
+    def cancel(self) -> None:
+        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
+        self._interrupt()
+
+    def succeed(self, checkpoint: Checkpoint) -> None:
+        """End well."""
+        self._checkpoint = checkpoint
+        self._ended.set()
+
+    def fail(self, error: BaseException) -> None:
+        """End badly."""
+        self._error = error
+        self._ended.set()
+
+
+def open_writer(url: str | os.PathLike[str]) -> CheckpointWriter:
+    """Begin to write checkpoints to a url."""
+    location = normalized_url(url)
+    if is_remote(location):
+        from holdall.checkpoint.object_store import ObjectStoreWriter  # noqa: PLC0415  not for a local path
+
+        return ObjectStoreWriter(location)
+    return DirectoryWriter(Path(location))
+
+
+class _SaveJob(NamedTuple):
+    """A checkpoint to be made."""
+
+    snapshot: Snapshot | ShardsSnapshot
+    handle: SaveHandle
+    keep: int | None
+    progress: Progress | None
+    mirror: CheckpointMirror | None
+
+
+class Saver:
+    """Writes checkpoints to one url.
+
+    Args:
+        open_writer: Opens the url for writing; called in the background, with the first save.
+        saved: What lies there of the memory already, if it was loaded from there.
+    """
+
+    def __init__(
+        self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, saved: SavedRecords | None = None
+    ) -> None:
+        self.url = url
+        self._open_target = open_writer
         self._coder = coder
-        self._told: Callable[[str, int], None] = lambda _phase, _bytes: None
-        self._phase = "blocks"
-        self.bytes_written = 0
-        # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
-        self._lasting = RecordWriter(place, self._wrote)
-        self._pieces = RecordWriter(place, self._wrote)
-        self._brief = RecordWriter(place, self._wrote)
+        self._records = saved or SavedRecords()
+        self._target: CheckpointWriter | None = None
+        self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
+        self._mirrors: dict[str, CheckpointMirror] = {}
+        self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
+        self._ahead: list[FullBlock] = []
+        self._jobs: deque[_SaveJob] = deque()
+        self._changed = threading.Condition()
+        self._is_busy = False
+        # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+        self._process = os.getpid()
 
-    @property
-    def _writers(self) -> tuple[RecordWriter, ...]:
-        return self._lasting, self._pieces, self._brief
+    def rows_saved(self) -> dict[int, RowsKey]:
+        """Name the chunks of rows that need not be written again."""
+        return self._records.rows_saved()
 
-    def knows(self, block: SliceBlock) -> bool:
-        """Whether a block was written, now or before."""
-        return block in self._ledger.blocks or block in self._fresh.blocks
-
-    def write_ahead(self, blocks: Iterable[FullBlock]) -> None:
-        """Write blocks that are full, for a snapshot to come."""
-        try:
-            for full in blocks:
-                self._write_block(full)
-            self._lasting.settle()
-        except BaseException:
-            self.abandon()
-            raise
-
-    def abandon(self) -> None:
-        """Throw away what was written."""
-        for writer in self._writers:
-            writer.abandon()
-
-    def run(self, snapshot: Snapshot | ShardsSnapshot, number: int, told: Callable[[str, int], None]) -> Manifest:
-        """Write everything and commit it.
+    def save(
+        self,
+        snapshot: Snapshot | ShardsSnapshot,
+        keep: int | None,
+        progress: Progress | None,
+        mirror: str | None,
+    ) -> SaveHandle:
+        """Have a snapshot written, after those before it.
 
         Args:
-            told: Is told of what is written now, and of the bytes so far.
+            keep: How many checkpoints stay. None: what the manifest above names, or will name; for shards.
         """
-        self._told = told
-        try:
-            if isinstance(snapshot, ShardsSnapshot):
-                manifest = self._write_shards(snapshot, number)
+        if mirror is not None and isinstance(snapshot, ShardsSnapshot):
+            raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
+        behind = None if mirror is None else self._mirror(mirror)
+        handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
+        with self._changed:
+            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
+            self._wake()
+        return handle
+
+    def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
+        """Have blocks written that are full, for the next checkpoint; nothing if the saver is busy.
+
+        Args:
+            full_blocks: Returns those that are not known already.
+        """
+        with self._changed:
+            if self._is_busy:
+                return
+            saving = self._saving
+            known = self._records.blocks.__contains__ if saving is None else saving.knows
+            self._ahead = full_blocks(known)[::-1]
+            if self._ahead:
+                self._wake()
+
+    def _wake(self) -> None:
+        if self._process != os.getpid():  # a fork's child has the saver, not its thread
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
+            self._process, self._is_busy = os.getpid(), False
+        if not self._is_busy:
+            self._is_busy = True
+            self._thread.submit(self._run)
+
+    def interrupt(self) -> None:
+        """Give up waiting for a server that does not answer."""
+        target = self._target
+        if target is not None:
+            target.interrupt()
+        for mirror in self._mirrors.values():
+            mirror.interrupt()
+
+    def close(self) -> None:
+        """Wait for every save, and let another writer in."""
+        self._thread.shutdown()
+        for mirror in self._mirrors.values():
+            mirror.close()
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+        target, self._target = self._target, None
+        if target is not None:
+            target.close()
+
+    def _run(self) -> None:
+        time.sleep(_YIELD_S)
+        while True:
+            with self._changed:
+                ahead, self._ahead = self._ahead, []
+                if not self._jobs and not ahead:
+                    self._is_busy = False
+                    return
+                job = self._jobs.popleft() if self._jobs else None
+            if job is None:
+                self._write_ahead(ahead)
+                continue
+            try:
+                checkpoint = self._written(job)
+            except BaseException as error:  # raised by the handle; training goes on
+                _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
+                self._drop(job.snapshot)
+                job.handle.fail(error)
             else:
-                manifest = self._write(snapshot, number)
-            self._told("commit", self.bytes_written)
-            self._place.commit(manifest)
-        except BaseException:
-            self.abandon()
-            raise
-        self._owner.take_over(self._ledger)
-        self._ledger = self._owner
-        self._ledger.merge(self._fresh)
-        self._ledger.forget_before(manifest.first_tick)
-        in_use = self._ledger.files_in_use() | set(manifest.files)
-        self._ledger.files = {name: nbytes for name, nbytes in self._ledger.files.items() if name in in_use}
-        return manifest
+                job.handle.succeed(checkpoint)
+            del job
 
-    def _write(self, snapshot: Snapshot, number: int) -> Manifest:
-        store, snapshot.store = snapshot.store, None
-        if store is None:
-            raise CheckpointError("a snapshot was saved twice; report this")
-        state = {"store": store_words(store), **snapshot.state}
-        unsettled = self._write_rows(store, snapshot)
-        self._ledger.forget_before(store.first_tick)
-        self._ledger = merge(self._ledger, self._place.reader, self._lasting)
-        blocks: list[BlockEntry] = []
-        segments: list[SegmentEntry] = []
-        if store.segments is not None:
-            segments, pending = self._write_logs(store.segments, blocks)
-            store = replace(store, segments=None)
-            self._write_blocks(pending, blocks)
-        attached = self._write_files(snapshot.attach)
-        state_ref = self._brief.append(pack_state(state))
-        for writer in self._writers:
-            writer.finish()
-            self._fresh.files |= writer.files
-        manifest = Manifest(
+    def _written(self, job: _SaveJob) -> Checkpoint:
+        began = time.perf_counter()
+        store = None if isinstance(job.snapshot, ShardsSnapshot) else job.snapshot.store
+        transitions = 0 if store is None else store.transitions
+        del store  # its parts are freed as they are written
+        with disk_errors_explained(self.url, "written to"):
+            target = self._opened()
+            number = next_number(target.reader, self._last, target.writer_id)
+            saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
+            manifest = saving.run(job.snapshot, number, _reporting(job.progress))
+        self._last = number
+        if job.mirror is not None and job.keep is not None:
+            job.mirror.send(manifest, job.keep)
+        self._collect(target, job.keep)
+        return Checkpoint(
+            url=self.url,
             number=number,
-            commit=secrets.token_hex(16),
-            epoch=self._place.epoch,
-            time=time.time(),
-            first_tick=store.first_tick,
-            next_tick=store.next_tick,
-            capacity_ticks=snapshot.capacity_ticks,
-            schema=snapshot.schema,
-            files={},
-            state=state_ref,
-            rows=self._chunks(store, unsettled),
-            segments=tuple(segments),
-            blocks=tuple(blocks),
-            dictionaries=self._ledger.dictionaries | self._fresh.dictionaries,
-            attached=attached,
-        )
-        known = self._ledger.files | self._fresh.files
-        names = dict.fromkeys(ref.file for ref in manifest.refs)
-        return replace(manifest, files={name: known[name] for name in names})
-
-    def _write_shards(self, snapshot: ShardsSnapshot, number: int) -> Manifest:
-        """Name the checkpoints of all shards, which are complete by then."""
-        self._phase = "shards"
-        shards = []
-        for shard, saved in sorted(snapshot.wait().items()):
-            self._wrote(saved.bytes_written)
-            folder = shard_folder(shard)
-            commit = self._place.reader.below(folder).manifest(saved.number).commit
-            shards.append(ShardEntry(folder, saved.number, commit, saved.transitions, saved.bytes_total))
-        attached = self._write_files(snapshot.attach)
-        state = self._brief.append(pack_state(snapshot.state))
-        self._brief.finish()
-        return Manifest(
-            number=number,
-            commit=secrets.token_hex(16),
-            epoch=self._place.epoch,
-            time=time.time(),
-            first_tick=0,
-            next_tick=0,
-            capacity_ticks=snapshot.capacity_ticks,
-            schema=snapshot.schema,
-            files=dict(self._brief.files),
-            state=state,
-            attached=attached,
-            shards=tuple(shards),
+            bytes_written=saving.bytes_written,
+            bytes_total=sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
+            transitions=transitions + sum(shard.transitions for shard in manifest.shards),
+            seconds=time.perf_counter() - began,
         )
 
-    def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
-        """Write the rows that are new; return those that will have to be written again."""
-        self._phase = "rows"
-        rows = store.rows
-        unsettled: dict[int, Chunk] = {}
+    def _write_ahead(self, blocks: list[FullBlock]) -> None:
+        """Write blocks for the next checkpoint; if that fails, it will say so."""
         try:
-            for number in rows.wanted:
-                with snapshot.lock:
-                    chunk = rows.take(number)
-                if is_settled(number, rows.chunk_ticks, store.next_tick):
-                    key = (store.versions.get(number, 0), tuple(chunk.columns))
-                    ref = self._lasting.append(pack_rows(chunk))
-                    self._fresh.rows[number] = (key, Chunk(chunk.first_tick, chunk.ticks, ref))
-                else:
-                    ref = self._brief.append(pack_rows(chunk))
-                    unsettled[number] = Chunk(chunk.first_tick, chunk.ticks, ref)
-        finally:
-            with snapshot.lock:
-                snapshot.release(rows)
-        return unsettled
+            with disk_errors_explained(self.url, "written to"):
+                if self._saving is None:
+                    self._saving = SnapshotWriter(self._opened(), self._records, self._coder)
+                self._saving.write_ahead(blocks)
+        except (HoldallError, OSError) as error:
+            self._saving = None
+            _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
-    def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
-        """Name the chunks of all rows, written now or before."""
-        ticks = store.rows.chunk_ticks
-        numbers = range(store.first_tick // ticks, -(-store.next_tick // ticks))
-        known = self._ledger.rows | self._fresh.rows
-        return tuple(unsettled[number] if number in unsettled else known[number][1] for number in numbers)
+    def _mirror(self, url: str) -> CheckpointMirror:
+        if is_remote(self.url):
+            raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
+        if not is_remote(url):
+            raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
+        found = self._mirrors.get(url)
+        if found is None:
+            from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores
 
-    def _write_logs(
-        self, segments: FrozenSegments, blocks: list[BlockEntry]
-    ) -> tuple[list[SegmentEntry], deque[_Pending]]:
-        """Write logs, and the blocks that are still being filled; return the blocks that are full, oldest first."""
-        self._phase = "logs"
-        open_parts = segments.open.parts
-        filling = {id(part.block): slices for part, slices in zip(open_parts, segments.filling, strict=True)}
-        numbers: dict[int, int] = {}
-        pending: deque[_Pending] = deque()
-        entries = []
-        held = [*segments.closed, segments.open] if segments.open.ticks else segments.closed
-        for segment in held:
-            for part in segment.parts:
-                block = part.block
-                if id(block) in numbers:
-                    continue
-                numbers[id(block)] = len(blocks)
-                if id(block) in filling:
-                    blocks.append(self._write_filling(filling[id(block)]))
-                else:
-                    pending.append(_Pending(len(blocks), FullBlock(block, part.log is None)))
-                    blocks.append(BlockEntry(block.slice_bytes, block.used, ()))
-            if segment is segments.open:
-                ref = self._brief.append(pack_logs(segment.parts))
-            else:
-                known = self._ledger.logs.get(segment.first_tick)
-                ref = self._lasting.append(pack_logs(segment.parts)) if known is None else known
-                self._fresh.logs[segment.first_tick] = ref
-            named = tuple(numbers[id(part.block)] for part in segment.parts)
-            entries.append(SegmentEntry(segment.first_tick, segment.ticks, ref, named))
-        return entries, pending
+            found = self._mirrors[url] = CheckpointMirror(url, Path(self.url) / "segments")
+        return found
 
-    def _write_filling(self, filling: OpenSlices) -> BlockEntry:
-        """Write what is new in a block that is still being filled."""
-        count = filling.slices.size // filling.slice_bytes
-        done = self._ledger.filling.get(filling.key, Filling())
-        if len(done.refs) >= _MOST_PIECES:
-            done = Filling()
-        new = self._write_pieces(self._pieces, filling.slices, filling.slice_bytes, done.slices)
-        refs = done.refs + tuple(new)
-        self._fresh.filling[filling.key] = Filling(refs, count)
-        return BlockEntry(filling.slice_bytes, count, refs)
+    def _opened(self) -> CheckpointWriter:
+        if self._target is None:
+            target = self._open_target()
+            try:
+                self._last = max(target.reader.numbers(), default=0)
+                # Between loading and now another writer may have collected what was loaded.
+                self._records.keep_only(target.reader.file_sizes())
+            except BaseException:
+                target.close()
+                raise
+            self._target = target
+        return self._target
+
+    def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
+        """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
+        try:
+            mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
+            target.collect(keep, self._records.files_in_use().union(*mirrored))
+        except OSError as error:
+            _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
     @staticmethod
-    def _write_pieces(writer: RecordWriter, slices: Bytes, slice_bytes: int, first: int) -> list[Ref]:
-        """Write slices from a number on, some at a time."""
-        count = slices.size // slice_bytes
-        at_once = max(1, PIECE_BYTES // slice_bytes)
-        refs = []
-        for start in range(first, count, at_once):
-            end = min(start + at_once, count)
-            refs.append(writer.append(pack_piece(slices[start * slice_bytes : end * slice_bytes], slice_bytes, start)))
-        return refs
+    def _drop(snapshot: Snapshot | ShardsSnapshot) -> None:
+        if isinstance(snapshot, ShardsSnapshot):
+            return
+        store, snapshot.store = snapshot.store, None
+        if store is not None:
+            with snapshot.lock:
+                snapshot.release(store.rows)
 
-    def _write_blocks(self, pending: deque[_Pending], blocks: list[BlockEntry]) -> None:
-        self._phase = "blocks"
-        self._adopt_files(pending)
-        while pending:
-            number, full = pending.popleft()
-            blocks[number] = replace(blocks[number], refs=self._write_block(full))
 
-    def _write_block(self, full: FullBlock) -> tuple[Ref, ...]:
-        """Write a full block, unless it is there; say where it is."""
-        block, is_direct = full
-        refs = self._ledger.blocks.get(block) or self._fresh.blocks.get(block)
-        if refs is None and is_direct:
-            slices = block.arena[: block.used * block.slice_bytes]
-            refs = tuple(self._write_pieces(self._lasting, slices, block.slice_bytes, 0))
-        elif refs is None:
-            refs = self._write_rest(block) or (self._lasting.append(self._packed(block)),)
-        self._fresh.blocks[block] = refs
-        return refs
+class Savers:
+    """The savers of one memory, by url."""
 
-    def _adopt_files(self, pending: Iterable[_Pending]) -> None:
-        """Take over files of this disk in which full blocks lie, most of them spilled."""
-        for file, blocks in adoptable(full.block for _, full in pending if not self.knows(full.block)):
-            adopted = self._place.adopt(file)
-            if adopted is None:
-                continue
-            name, nbytes = adopted
-            self._fresh.files[name] = nbytes
-            for block, extent in blocks:
-                self._fresh.blocks[block] = (ref_of(extent, name, nbytes),)
-                if block.sealed is not None:
-                    self._see_to_dictionary(block.sealed.codec)
+    def __init__(self, coder: Coder) -> None:
+        self._coder = coder
+        self._savers: dict[str, Saver] = {}
 
-    def _see_to_dictionary(self, codec: Codec) -> None:
-        """Write the dictionary of a codec, unless it is there."""
-        dictionary = codec.dictionary
-        if dictionary is not None:
-            name = dictionary_name(dictionary)
-            if name not in self._ledger.dictionaries and name not in self._fresh.dictionaries:
-                self._fresh.dictionaries[name] = self._lasting.append(pack_dictionary(dictionary))
+    def to(self, url: str, saved: SavedRecords | None = None) -> Saver:
+        """Return the saver to a url; `saved` is what lies there of a memory that was loaded from it."""
+        saver = self._savers.get(url)
+        if saver is None:
+            saver = self._savers[url] = Saver(url, lambda: open_writer(url), self._coder, saved)
+        return saver
 
-    def _write_rest(self, block: SliceBlock) -> tuple[Ref, ...]:
-        """Write what is new in a block that was saved while it was filled; nothing if it is better written whole.
+    def close(self) -> None:
+        """Wait for all that is being saved."""
+        savers, self._savers = self._savers, {}
+        for saver in savers.values():
+            saver.close()
 
-        Such a block has to be read whole when it is loaded, so there may be only a few.
+
+def _reporting(progress: Progress | None) -> Callable[[str, int], None]:
+    """Call the user's callback, and survive whatever it does."""
+
+    def report(phase: str, nbytes: int) -> None:
+        if progress is None:
+            return
+        try:
+            progress(phase, nbytes)
+        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
+            _LOG.warning("the progress callback failed (%s)", error)
+
+    return report
+
+
+class SavedMemory(ABC):
+    """What a memory has to do with checkpoints: those that it writes, and the one that it came from."""
+
+    def __init__(self, coder: Coder) -> None:
+        self._savers = Savers(coder)
+        self._attached = Attached()
+        self._autosave: Autosave | None = None
+        self._fetch: BackgroundFetch | None = None
+
+    @property
+    @abstractmethod
+    def next_id(self) -> int:
+        """Id of the first transition of the next `add`."""
+
+    @abstractmethod
+    def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
+        """Return all that a checkpoint holds at this moment, without the rows that are saved as they are."""
+
+    @abstractmethod
+    def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        """Return the blocks that take no more slices and are not known yet."""
+
+    def save(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        attach: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint of this moment in the background, and return at once.
+
+        Saving again to the same place writes only what is new. A save that fails says so when its handle is asked for
+        the result; the memory goes on, and the checkpoints before are intact.
+
+        Args:
+            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
+            attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
+                done. They are part of the checkpoint, see `attached`.
+            keep: How many checkpoints stay; older ones are removed once this one is safe.
+            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
+                handle's `mirrored()` waits for that.
+            progress: Called in the background with what is written now and the bytes so far.
         """
-        arena, done = block.arena, self._ledger.filling.get(block)
-        if done is None or not arena.size or len(self._ledger.split) + len(self._fresh.split) >= _MOST_SPLIT:
-            return ()
-        self._fresh.split.add(block)
-        slices = arena[: block.used * block.slice_bytes]
-        return done.refs + tuple(self._write_pieces(self._pieces, slices, block.slice_bytes, done.slices))
+        require_count("keep", keep, 1)
+        files = checked_attachments(attach)
+        saver = self._savers.to(normalized_url(url))
+        return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
 
-    def _packed(self, block: SliceBlock) -> list[Buffer]:
-        """Return a full block as a record, in the form that it has now."""
-        arena, sealed = block.arena, block.sealed  # in this order: once the arena is empty, the sealed form is there
-        if sealed is None:
-            nbytes = block.used * block.slice_bytes
-            stored = Codec(Method.STORED, 0, Transform(block.slice_bytes))
-            offsets = (np.arange(block.used + 1, dtype=np.uint64) * block.slice_bytes).astype(np.uint32)
-            coded = Coded(stored, block.used, offsets, np.empty(0, np.uint8), arena[:nbytes])
-        else:
-            coded = sealed.coded
-        extent = coded.data
-        if isinstance(extent, Extent):
-            data = np.frombuffer(extent.read(0, extent.nbytes), np.uint8)
-            coded = replace(coded, data=data)
-            checks = self._coder.checksums(data, coded.offsets)
-            if not np.array_equal(checks, extent.checks):
-                raise DamageError(f"{extent.file.path} was damaged since it was written, so the memory cannot be saved")
-        else:
-            checks = self._coder.checksums(extent, coded.offsets)
-        self._see_to_dictionary(coded.codec)
-        return pack_slices(coded, checks)
+    def save_every(
+        self,
+        url: str | os.PathLike[str],
+        seconds: float | None = None,
+        *,
+        transitions: int | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+    ) -> None:
+        """Save in the background, until the memory is closed; a crash costs no more than what was added since.
 
-    def _write_files(self, attach: Mapping[str, Path | bytes]) -> dict[str, tuple[Ref, ...]]:
-        self._phase = "files"
-        return {name: tuple(self._write_file(content)) for name, content in attach.items()}
+        Every block is written as soon as it is full and compressed; a checkpoint is made of them when it is due, and
+        has little left to write then. Calling it again replaces what was said before.
 
-    def _write_file(self, content: Path | bytes) -> list[Ref]:
-        if isinstance(content, bytes):
-            starts = range(0, max(len(content), 1), _FILE_PIECE_BYTES)
-            return [self._brief.append(pack_file(content[start : start + _FILE_PIECE_BYTES])) for start in starts]
-        refs: list[Ref] = []
-        with content.open("rb") as file:
-            for number in itertools.count():
-                piece = file.read(_FILE_PIECE_BYTES)
-                if not piece and number:
-                    return refs
-                refs.append(self._brief.append(pack_file(piece)))
-        return refs
+        Args:
+            seconds: Make a checkpoint after so many seconds ...
+            transitions: ... or after so many transitions, whichever comes first.
+        """
+        if seconds is None and transitions is None:
+            raise ArgumentError("save_every was told neither seconds nor transitions; name one of them, or both")
+        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
+        if transitions is not None:
+            require_count("transitions", transitions, 1)
+        require_count("keep", keep, 1)
+        from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
 
-    def _wrote(self, nbytes: int) -> None:
-        self.bytes_written += nbytes
-        self._told(self._phase, self.bytes_written)
+        interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
+        _ = self.next_id  # a memory that was closed is refused
+        if self._autosave is not None:
+            self._autosave.stop()
 
+        def save(memory: Any) -> SaveHandle:
+            handle: SaveHandle = memory.save(location, keep=kept, mirror=mirror)
+            return handle
 
-def store_words(frozen: FrozenStore) -> dict[str, Any]:
-    """Describe what of a store is neither rows nor segments."""
-    segments = frozen.segments
-    return {
-        "large": frozen.large,
-        "paired": frozen.paired,
-        "newest": {str(i): rows for i, rows in frozen.newest.items()},
-        "scouts": frozen.scouts,
-        "windows": [] if segments is None else [window_words(window) for window in segments.windows],
-        "searches": None if segments is None else segments.searches,
-        "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
-        "has_invalid": frozen.has_invalid,
-    }
+        def write_ahead(memory: Any) -> None:
+            memory._savers.to(location).write_ahead(memory._full_blocks)
+
+        self._autosave = Autosave(self, save, write_ahead, interval)
+
+    @property
+    def attached(self) -> Attached:
+        """Files that were saved with the memory that this one was loaded from, by name."""
+        return self._attached
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _came_from(self, found: Restored) -> None:
+        """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""
+        if found.saved is not None:
+            self._savers.to(found.url, found.saved)
+        self._fetch = found.fetch_the_rest()
+        self._attached = found.attached
+
+    def _end_saving(self) -> None:
+        """Wait for what is being saved, and end all that goes on in the background."""
+        autosave, self._autosave = self._autosave, None
+        if autosave is not None:
+            autosave.stop()
+        self._savers.close()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.stop()

@@ -18,20 +18,35 @@ last of its episode: it is marked as truncated, unless it is terminated.
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
+from holdall.checkpoint.load import Loading, Restored, restored_state
+from holdall.checkpoint.manifest import (
+    CheckpointReader,
+    CheckpointWriter,
+    Manifest,
+    normalized_url,
+    shard_folder,
+    shard_manifest,
+)
+from holdall.checkpoint.save import open_writer
+from holdall.checkpoint.saved_records import Attached, RecordFiles
 from holdall.errors import DamageError
+from holdall.json_state import malformed_refused
 from holdall.schema import Array, Schema
 
 _BYTES_AT_ONCE = 4 * 2**20
 _MOST_TICKS_AT_ONCE = 1024
 _OUTCOME_BYTES = 16
+
+_M = TypeVar("_M", bound="LoadedMemory")
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -43,8 +58,26 @@ class TransitionSource(Protocol):
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
 
-    def are_valid(self, ids: Any) -> Flags:
+    def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which ids are transitions."""
+
+
+class LoadedMemory(TransitionSource, Protocol):
+    """What is made of a checkpoint."""
+
+    @property
+    def first_id(self) -> int:
+        """Id of the oldest transition held."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition."""
+
+    def extend(self, *fields: Any) -> None:
+        """Add whole trajectories."""
+
+    def close(self) -> None:
+        """Free everything."""
 
 
 class WriterRun(NamedTuple):
@@ -237,3 +270,72 @@ def _leaves(batch: Batch, schema: Schema) -> list[Array]:
         *schema.observation.flatten(batch.next_obs, leading, "next_obs"),
         *schema.extras.flatten(batch.extras, leading, "extras"),
     ]
+
+
+def shard_url(url: str | os.PathLike[str], shard: int) -> str:
+    """Return where a shard of a memory saves its own checkpoints."""
+    return f"{normalized_url(url)}/{shard_folder(shard)}"
+
+
+def collect_all(target: CheckpointWriter, keep: int) -> int:
+    """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
+    named = {s.folder for number in target.reader.numbers() for s in target.reader.manifest(number).shards}
+    freed = target.collect(keep, ())
+    for folder in sorted(named):
+        below = open_writer(f"{target.url}/{folder}")
+        try:
+            freed += below.collect(keep, ())
+        finally:
+            below.close()
+    return freed
+
+
+def converted(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, schema: Schema, lanes: int) -> _M:
+    """Load a checkpoint of shards, or of other lanes than are wanted: every transition is added to a new memory.
+
+    Args:
+        schema: Of the memory that was saved.
+    """
+    sources: list[_M] = []
+    state = restored_state(manifest, reader)
+    try:
+        if manifest.shards:
+            streams = _shard_streams(loading, manifest, reader, sources)
+        else:
+            # One tick at least, whatever the capacity of the memory that is made of it.
+            most = None if loading.capacity is None else max(int(loading.capacity), schema.num_envs)
+            sources.append(loading.as_saved(manifest, reader, most, is_final=False))
+            streams = Streams.of_lanes(sources[0].first_id, sources[0].next_id, schema.num_envs)
+        # As many as before: lanes that get less than others must not push out what others got.
+        ticks = max(manifest.capacity_ticks * schema.num_envs // lanes, -(-len(streams) // lanes), 1)
+        new_schema = replace(schema, num_envs=lanes)
+        memory = loading.make(new_schema, ticks if loading.capacity is None else int(loading.capacity) // lanes, True)
+        try:
+            for fields in trajectories(sources, streams, lanes, new_schema):
+                memory.extend(*fields)
+        except BaseException:
+            memory.close()
+            raise
+    finally:
+        for source in sources:
+            source.close()
+    attached = Attached(RecordFiles(reader.reopened()), manifest.attached)
+    found = Restored(reader.url, manifest, new_schema, None, state, attached)
+    loading.restore_into(memory, found, loading.sampler)
+    return memory
+
+
+def _shard_streams(loading: Loading[_M], manifest: Manifest, reader: CheckpointReader, sources: list[_M]) -> Streams:
+    """Load every shard into a memory of its own, and describe what they hold."""
+    below = [reader.below(shard.folder) for shard in manifest.shards]
+    saved = [shard_manifest(*each) for each in zip(below, manifest.shards, strict=True)]
+    held = [each.next_tick - each.first_tick for each in saved]
+    described = []
+    for of_shard, each, rows in zip(saved, below, held, strict=True):
+        share = None if loading.capacity is None else max(1, int(loading.capacity) * rows // max(sum(held), 1))
+        source = loading.as_saved(of_shard, each, share, is_final=False)
+        sources.append(source)
+        with malformed_refused(f"the state of {each.url}"):
+            runs = runs_of(restored_state(of_shard, each)["runs"])
+        described.append((source.first_id, source.next_id, runs))
+    return Streams.of_shards(described)

@@ -11,7 +11,9 @@ from typing import Any
 
 import typer
 
-from holdall.cli.error_output import OneLineErrors, Verbose
+from holdall.cli.conventions import OneLineErrors, Verbose
+
+__all__ = ["app", "main"]
 
 COMMANDS = ("bench", "checkpoint", "demo", "lint", "plan", "report", "trim", "watch")
 """Each is a module here, with a function, or a Typer of subcommands, of the same name."""
@@ -37,8 +39,6 @@ class LazyCommands(OneLineErrors):
         alone.command(cmd_name)(found)
         return typer.main.get_command(alone)
 
-
-__all__ = ["app", "main"]
 
 app = typer.Typer(cls=LazyCommands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 

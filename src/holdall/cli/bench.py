@@ -11,41 +11,58 @@ import time
 from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import AsJson, Verbose, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.compare_buffers import (
+from holdall.tools.bench import (
     CASES,
+    BenchSettings,
     BufferCase,
+    Calibration,
+    ResultWriter,
+    Search,
+    SearchTrial,
+    bench_tables,
+    calibrate,
     case_named,
     case_table,
     cases_of,
-    compare_buffers,
-    remarks,
-)
-from holdall.tools.bench.ranking import bench_tables, rankings
-from holdall.tools.bench.run import (
-    ResultWriter,
-    TrainingRun,
     expected_seconds,
     header,
+    measure_buffers,
     planned_runs,
+    rankings,
     read_results,
+    remarks,
     run_bench,
     runs_of,
+    settings_of,
+    setups_named,
 )
-from holdall.tools.bench.search import Search, SearchTrial
-from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
+from holdall.tools.report import TrainingRun
 from holdall.units import format_bytes
+
+FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
+_LONG_S = 3_600
+_MOST_TRIALS_SHOWN = 12
+_WIDTH_WITHOUT_TERMINAL = 160
 
 
 def repeat_option_names(words: Sequence[str], options: Collection[str], stops: Collection[str] = ()) -> list[str]:
@@ -62,28 +79,21 @@ def repeat_option_names(words: Sequence[str], options: Collection[str], stops: C
     return found
 
 
-class MultiValueCommand(TyperCommand):
-    """A command some of whose options take several words; subclasses name them."""
-
-    lists: ClassVar[Collection[str]] = ()
+class BuffersCommand(TyperCommand):
+    """`bench buffers`, some of whose options take several words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words."""
-        return list(super().parse_args(ctx, repeat_option_names(args, self.lists)))
+        return list(super().parse_args(ctx, repeat_option_names(args, {"--case", "--libraries", "--trace"})))
 
 
-class MultiValueGroup(TyperGroup):
-    """A group some of whose own options take several words; subclasses name them."""
-
-    lists: ClassVar[Collection[str]] = ()
+class BenchGroup(TyperGroup):
+    """`bench`, some of whose own options take several words."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Read the words up to a subcommand's name; what follows is the subcommand's."""
         own = next((place for place, word in enumerate(args) if word in self.commands), len(args))
-        return list(super().parse_args(ctx, repeat_option_names(args[:own], self.lists) + args[own:]))
-
-
-_WIDTH_WITHOUT_TERMINAL = 160
+        return list(super().parse_args(ctx, repeat_option_names(args[:own], {"--profiles", "--buffers"}) + args[own:]))
 
 
 def wide_console() -> Console:
@@ -92,13 +102,9 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
 
 
-STOPPED_EXIT_CODE = 130
-
-
-class BuffersCommand(MultiValueCommand):
-    """Its options that take several words."""
-
-    lists = ("--case", "--libraries", "--trace")
+def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+    """Return a bar that is gone when the work is done."""
+    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
 
 
 def buffers(
@@ -115,7 +121,7 @@ def buffers(
     ] = None,
     rounds: Annotated[int, typer.Option(help="Processes per library; figures are medians over them.", min=1)] = 3,
     out: Annotated[Path | None, typer.Option(help="Write the results there, a JSON object a line.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the lines in place of the tables.")] = False,
+    json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Measure replay buffers alone: memory, add, sample, save, load, and whether the data came back right."""
@@ -123,19 +129,17 @@ def buffers(
     ways = setups_named(libraries or ["all"])
     records: list[dict[str, Any]] = []
     stopped = False
-    told = Console(stderr=True)
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:3.0f}%"),
-        TimeElapsedColumn(),
-    )
+    console = Console(stderr=True)
     with ExitStack() as stack:
-        lines = None if out is None else stack.enter_context(_open_output(out))
-        bars = stack.enter_context(Progress(*columns, console=told, transient=True))
+        lines = None
+        if out is not None:
+            with writing("out", out):
+                lines = stack.enter_context(out.open("w", encoding="utf-8"))
+        share = TextColumn("{task.percentage:3.0f}%")
+        bars = stack.enter_context(_progress(console, share, TimeElapsedColumn()))
         task = bars.add_task("", total=1.0)
         try:
-            for record in compare_buffers(
+            for record in measure_buffers(
                 cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
             ):
                 records.append(record)
@@ -148,7 +152,7 @@ def buffers(
     if not json:
         _show_buffers(records)
     if stopped:
-        told.print("Stopped; the rounds that were done are kept.", style="yellow")
+        console.print("Stopped; the rounds that were done are kept.", style="yellow")
         raise typer.Exit(STOPPED_EXIT_CODE)
 
 
@@ -167,15 +171,6 @@ def _chosen_cases(
     return [case_named(name) for name in names or ["atari", "camera"]]
 
 
-def _open_output(path: Path) -> Any:
-    try:
-        return path.open("w", encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"out ({path}) cannot be written: {error.strerror}; name a file in a folder that exists"
-        ) from error
-
-
 def _show_buffers(records: list[dict[str, Any]]) -> None:
     console = wide_console()
     for case in cases_of(records):
@@ -183,9 +178,6 @@ def _show_buffers(records: list[dict[str, Any]]) -> None:
         console.print()
     for line in remarks(records):
         console.print(line, style="dim", highlight=False, soft_wrap=True)
-
-
-_MOST_TRIALS_SHOWN = 12
 
 
 def search(
@@ -198,16 +190,16 @@ def search(
     storage: Annotated[Path, typer.Option(help="Remembers trials; the same one again goes on.")] = Path(
         "search.journal"
     ),
-    json: Annotated[bool, typer.Option("--json", help="Print trials as JSON lines in place of the table.")] = False,
+    json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Search for settings that learn from most samples per second with the largest memory that fits."""
-    told = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
-    if before := len(study.found()):
-        told.print(f"{before} trials are in {storage} already.")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=told, transient=True) as bars:
+    if before := len(study.trials()):
+        console.print(f"{before} trials are in {storage} already.")
+    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    with _progress(console, *columns) as bars:
         task = bars.add_task("", total=trials, completed=before)
         try:
             for found in study.run(trials, lambda what, share: bars.update(task, description=f"{what}, {share:.0%}")):
@@ -215,7 +207,7 @@ def search(
                 if json:
                     typer.echo(json_format.dumps(asdict(found)))
         except KeyboardInterrupt:
-            told.print(f"Stopped; the trials are in {storage}, and the same command goes on.", style="yellow")
+            console.print(f"Stopped; the trials are in {storage}, and the same command goes on.", style="yellow")
             raise typer.Exit(STOPPED_EXIT_CODE) from None
     if not json:
         _show_search(study)
@@ -223,11 +215,11 @@ def search(
 
 def _show_search(study: Search) -> None:
     console = wide_console()
-    found = study.found()
+    found = study.trials()
     best = sorted((one for one in found if one.is_best), key=lambda one: -one.capacity)
     table = Table(title="No other trial is both faster and larger", title_justify="left", box=None, pad_edge=False)
-    for number, head in enumerate(("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory")):
-        table.add_column(head, justify="left" if number < 0 else "right")
+    for head in ("capacity", "batch", "envs", "threads", "samples/s", "steps/s", "peak memory"):
+        table.add_column(head, justify="right")
     for one in best[:_MOST_TRIALS_SHOWN]:
         table.add_row(*_search_cells(one))
     console.print(table)
@@ -246,16 +238,6 @@ def _search_cells(one: SearchTrial) -> tuple[str, ...]:
     counts = (one.settings[name] for name in ("capacity", "batch_size", "num_envs", "threads"))
     samples, steps = one.samples_per_second or 0.0, one.steps_per_second or 0.0
     return (*(f"{count:,}" for count in counts), f"{samples:,.0f}", f"{steps:.1f}", format_bytes(one.peak_bytes or 0))
-
-
-FAILED_EXIT_CODE, RESUMABLE_EXIT_CODE = 3, 130
-_LONG_S = 3_600
-
-
-class BenchGroup(MultiValueGroup):
-    """Its options that take several words."""
-
-    lists = ("--profiles", "--buffers")
 
 
 bench = typer.Typer(cls=BenchGroup, invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
@@ -283,13 +265,13 @@ def profiles(
     fill: Annotated[bool, typer.Option(help="Fill buffers before training; without, memory is not ranked.")] = True,
     out: Annotated[Path, typer.Option(help="Results, a JSON object a line.")] = Path("results.jsonl"),
     resume: Annotated[Path | None, typer.Option(help="Finish a bench that was stopped: its results.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the lines in place of the table.")] = False,
+    json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Train every profile with every buffer, each in a fresh process, and say which is best where that can be told."""
+    """Train every profile with every buffer, each in a fresh process, and rank them where the figures allow it."""
     if context.invoked_subcommand is not None:
         return
-    told = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
     _require_sb3()
     if resume is not None:
         settings, calibration, done, first = _resumed(resume)
@@ -306,32 +288,30 @@ def profiles(
             fills=fill,
             threads=threads,
         )
-        calibration, done = _calibrated(settings, told), []
+        calibration, done = _calibrated(settings, console), []
         first = header(settings, calibration, expected_seconds(settings, calibration))
-    _announce(settings, calibration, done, told)
+    _announce(settings, calibration, done, console)
     with ExitStack() as stack:
-        try:
+        with writing("out", out):
             file = stack.enter_context(out.open("a" if resume else "w", encoding="utf-8"))
-        except OSError as error:
-            raise ArgumentError(f"out ({out}) cannot be written: {error.strerror}; name another file") from error
         lines = ResultWriter(file)
         if resume is None:
             lines.write(first)
-        runs, stopped = _run_all(settings, calibration, done, lines, told)
+        runs, stopped = _run_all(settings, calibration, done, lines, console)
         found = rankings(runs, missing=len(planned_runs(settings)) - len(runs))
         if not stopped:
             for ranking in found:
                 lines.write(ranking.as_dict())
     _show_results(json, first, runs, found, out)
     if stopped:
-        told.print(f"Stopped; {len(runs)} runs are kept. Go on with `holdall bench --resume {out}`.", style="yellow")
-        raise typer.Exit(RESUMABLE_EXIT_CODE)
+        console.print(f"Stopped; {len(runs)} runs are kept. Go on with `holdall bench --resume {out}`.", style="yellow")
+        raise typer.Exit(STOPPED_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
         raise typer.Exit(FAILED_EXIT_CODE)
 
 
 def _calibrated(settings: BenchSettings, console: Console) -> Calibration:
-    with Progress(TextColumn("{task.description}"), BarColumn(), console=console, transient=True) as bars:
+    with _progress(console) as bars:
         task = bars.add_task("", total=1.0)
         return calibrate(settings, lambda what, done: bars.update(task, description=what, completed=done))
 
@@ -357,14 +337,7 @@ def _run_all(
     runs = list(done)
     total = expected_seconds(settings, calibration, done)
     start = time.perf_counter()
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bars:
+    with _progress(console, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()) as bars:
         task = bars.add_task("", total=total)
         try:
             for run in run_bench(
@@ -408,7 +381,5 @@ def _minutes(seconds: float) -> str:
 
 
 def _require_sb3() -> None:
-    import importlib.util  # noqa: PLC0415 asked here alone
-
-    if importlib.util.find_spec("stable_baselines3") is None:
+    if find_spec("stable_baselines3") is None:
         raise MissingPackageError("holdall bench trains with stable-baselines3; run `pip install 'holdall[sb3]'`")

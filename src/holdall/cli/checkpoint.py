@@ -29,31 +29,26 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from holdall.checkpoint.manifest import CheckpointReader, Manifest, require_whole
-from holdall.checkpoint.source import collect_all, damages, open_reader, open_writer
-from holdall.cli.error_output import OneLineErrors, Verbose
+from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
+from holdall.cli.conventions import AsJson, OneLineErrors, Verbose
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling.draw import Uniform
 from holdall.units import format_bytes
 
 _MINARI = "minari:"
 DAMAGED = 3  # exit code: the checkpoints were read, and something is damaged
-
-
-class PlaceholderSampler(Uniform):
-    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
-
-
 checkpoint = typer.Typer(
     cls=OneLineErrors, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
     help="List, check, clean up and import checkpoints.",
 )  # fmt: skip
-
 Url = Annotated[str, typer.Argument(help="A directory, or a prefix of an object store: s3://, gs://, az://.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+
+
+class PlaceholderSampler(Uniform):
+    """Stands in for whatever sampler a memory was saved with: nothing is drawn."""
 
 
 @checkpoint.command()
@@ -106,7 +101,7 @@ def verify(
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
-    """Read every byte of the checkpoints and hold it against its checksum."""
+    """Read every byte of the checkpoints and compare it with its checksum."""
     reader = open_reader(url)
     reader.require()
     numbers = reader.numbers() if number is None else [number]
@@ -121,10 +116,11 @@ def verify(
             except DamageError as error:
                 results.append({"number": each, "damages": [{"file": "", "start": 0, "reason": str(error)}]})
                 continue
-            task = bar.add_task(f"checkpoint {each}", total=sum(ref.nbytes for ref in dict.fromkeys(manifest.refs)))
+            nbytes = [ref.nbytes for ref in dict.fromkeys(manifest.refs)] + [shard.nbytes for shard in manifest.shards]
+            task = bar.add_task(f"checkpoint {each}", total=sum(nbytes))
             found = damages(reader, manifest, coder, lambda nbytes, task=task: bar.advance(task, nbytes))  # type: ignore[misc]
-            told = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
-            results.append({"number": each, "damages": told})
+            reasons = [{"file": one.file, "start": one.start, "reason": one.reason} for one in found]
+            results.append({"number": each, "damages": reasons})
     if json:
         typer.echo(json_.dumps({"url": reader.url, "checkpoints": results}))
     else:
@@ -165,8 +161,11 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     from holdall.tools.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as told:
-        episodes, transitions = export_minari(memory, dataset, told), len(memory)
+    with (
+        ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory,
+        _transition_progress("exporting") as report_progress,
+    ):
+        episodes, transitions = export_minari(memory, dataset, report_progress), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
 
@@ -184,8 +183,8 @@ def import_(
     if source.startswith(_MINARI):
         from holdall.tools.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with _transition_progress("importing") as told:
-            imported = import_minari(source.removeprefix(_MINARI), told)
+        with _transition_progress("importing") as report_progress:
+            imported = import_minari(source.removeprefix(_MINARI), report_progress)
         _save(imported, url)
         return
     file = Path(source)
@@ -205,8 +204,8 @@ def import_(
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.tools.datasets import memory_from_arrays  # noqa: PLC0415  torch is loaded with it
 
-        with _transition_progress("importing") as told:
-            imported = memory_from_arrays(Path(folder), told)
+        with _transition_progress("importing") as report_progress:
+            imported = memory_from_arrays(Path(folder), report_progress)
         _save(imported, url)
 
 
@@ -218,7 +217,7 @@ def _save(memory: ReplayMemory, url: str) -> None:
 
 @contextlib.contextmanager
 def _transition_progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar over transitions, with rate and time left; yield what is told of them."""
+    """Show a bar over transitions, with rate and time left; yield the function that moves it."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
     with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
         task = bar.add_task(what, total=None)

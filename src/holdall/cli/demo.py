@@ -11,8 +11,8 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from holdall.cli.error_output import Verbose
-from holdall.tools.demo.walkthrough import run_demo, table, verdict
+from holdall.cli.conventions import AsJson, Verbose
+from holdall.tools.demo import run_demo, table, verdict
 from holdall.units import parse_bytes
 
 DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
@@ -25,7 +25,7 @@ def demo(
         str | None, typer.Option(help="What the plan is held against; half-way between both needs by default.")
     ] = None,
     out: Annotated[Path, typer.Option(help="Where checkpoint, record and page are left.")] = Path("holdall-demo"),
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the table.")] = False,
+    json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Plan, train, watch, checkpoint, kill -9, resume, and compare with Stable-Baselines3's replay buffer."""

@@ -14,13 +14,23 @@ from typing import Annotated
 import typer
 
 import holdall
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError
-from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
-from holdall.tools.lint.finding import Finding, apply_edits
-from holdall.tools.lint.output import as_json, as_sarif, as_text
-from holdall.tools.lint.output import explain as explain_rule
-from holdall.tools.lint.rules import RULES
+from holdall.tools.lint import (
+    RULES,
+    Finding,
+    LintSettings,
+    apply_edits,
+    as_json,
+    as_sarif,
+    as_text,
+    check_text,
+    find_files,
+    find_settings,
+    read_text,
+    write_text,
+)
+from holdall.tools.lint import explain as explain_rule
 
 FOUND = 3  # exit code: the files were read, and something was found
 
@@ -37,19 +47,19 @@ def lint(
     paths: Annotated[list[Path] | None, typer.Argument(help="Scripts, YAML files, or directories of them.")] = None,
     select: Annotated[list[str] | None, typer.Option(help="Only these rules: ids or prefixes, as M or M01.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="All but these rules: ids or prefixes.")] = None,
-    form: Annotated[LintFormat, typer.Option("--format", help="How to print what is found.")] = LintFormat.TEXT,
+    form: Annotated[LintFormat, typer.Option("--format", help="How to print the findings.")] = LintFormat.TEXT,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     fix: Annotated[bool, typer.Option("--fix", help="Make the safe corrections in the files.")] = False,
-    explain: Annotated[str | None, typer.Option(help="Print one rule in words, and nothing else.")] = None,
+    explain: Annotated[str | None, typer.Option(help="Explain one rule, and check nothing.")] = None,
     fail_on: Annotated[
         str | None, typer.Option(help="What makes the exit code 3: error (the default), warning, info or never.")
     ] = None,
     budget: Annotated[
-        str | None, typer.Option(help="Judge by this much memory instead of this machine's: 32GB.")
+        str | None, typer.Option(help="Compare with this much memory instead of this machine's: 32GB.")
     ] = None,
     vram: Annotated[str | None, typer.Option(help="The memory of the GPU: 16GiB. Not known otherwise.")] = None,
     sb3_version: Annotated[
-        str | None, typer.Option(help="Judge by this Stable-Baselines3 instead of the installed one.")
+        str | None, typer.Option(help="Assume this version of Stable-Baselines3 instead of the installed one.")
     ] = None,
     exclude: Annotated[
         list[str] | None, typer.Option(help="Leave these out of directories: names or patterns.")

@@ -15,14 +15,25 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.error_output import Verbose
-from holdall.errors import HoldallError
-from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
-from holdall.tools.plan.phases import RunPhase, largest
-from holdall.tools.plan.planner import ColumnUnits, Plan, heading, largest_sizes, make_plan, row_name, size_name
+from holdall.cli.conventions import AsJson, Verbose, set_error_code, writing
+from holdall.tools.plan import (
+    ColumnUnits,
+    Plan,
+    RunPhase,
+    heading,
+    largest_phase,
+    largest_sizes,
+    make_plan,
+    parse_count,
+    read_config_file,
+    row_name,
+    size_name,
+    spec_from_settings,
+)
 from holdall.units import format_bytes, parse_bytes
 
 UNREADABLE = 64
+_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 _File = Annotated[Path | None, typer.Argument(help="TOML, YAML or rl-zoo hyperparameter file.")]
 _Obs = Annotated[list[str] | None, typer.Option(help="[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")]
@@ -64,11 +75,11 @@ def plan(
     vram: Annotated[_Text, typer.Option(help="Free memory of a GPU that is not here.")] = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go; the disk is checked.")] = None,
     networks: Annotated[bool, typer.Option(help="Trace an update, or count buffers and libraries alone.")] = True,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the tables.")] = False,
+    json: AsJson = False,
     html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots.")] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Say whether a training run fits into this machine, by phase, and what would fit."""
+    """Check whether a training run fits in memory before you start it, phase by phase, and see what would fit."""
     given: dict[str, Any] = {
         "obs": obs or None, "action": action, "algo": algo, "capacity": capacity, "num_envs": num_envs,
         "n_steps": n_steps, "batch_size": batch_size, "policy": policy, "vec_env": vec_env,
@@ -78,33 +89,28 @@ def plan(
         "uses_holdall": holdall, "sb3": sb3, "env": env, "wrapper": wrapper, "budget": budget,
         "memory": memory, "vram": vram,
     }  # fmt: skip
-    try:
-        if net_arch is not None:
-            given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
-        from_file = read_config_file(file, (algo or "").lower(), env or "") if file is not None else {}
-        settings = from_file | {name: value for name, value in given.items() if value is not None}
-        sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
-        limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
-        spec, environment = spec_from_settings(settings)
-        planned = make_plan(
-            spec,
-            **limits,
-            networks=networks,
-            probe_steps=parse_count(probe, "probe"),
-            prefer=prefer,
-            checkpoint_dir=checkpoint_dir,
-            environment=environment,
-        )
-        if html is not None:
-            from holdall.tools.plan.html_page import write_plan_page  # noqa: PLC0415 who wants no page does not wait for it
+    set_error_code(context, UNREADABLE)  # 1 and 2 are verdicts of this command
+    if net_arch is not None:
+        given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
+    from_file = read_config_file(file, (algo or "").lower(), env or "") if file is not None else {}
+    settings = from_file | {name: value for name, value in given.items() if value is not None}
+    sizes = {name: settings.pop(name, None) for name in ("budget", "memory", "vram")}
+    limits = {f"{name}_bytes": None if size is None else parse_bytes(size, name) for name, size in sizes.items()}
+    spec, environment = spec_from_settings(settings)
+    planned = make_plan(
+        spec,
+        **limits,
+        networks=networks,
+        probe_steps=parse_count(probe, "probe"),
+        prefer=prefer,
+        checkpoint_dir=checkpoint_dir,
+        environment=environment,
+    )
+    if html is not None:
+        from holdall.tools.plan import write_plan_page  # noqa: PLC0415 only a page needs the charts
 
-            _write_page(html, write_plan_page(planned))
-    except HoldallError as error:
-        # Codes 1 and 2 are verdicts of this command, so its errors have one of their own.
-        if context.meta.get("holdall.verbose", False):
-            raise
-        typer.echo(f"holdall: {error}", err=True)
-        raise typer.Exit(UNREADABLE) from error
+        with writing("html", html):
+            html.write_text(write_plan_page(planned), encoding="utf-8")
     if json:
         typer.echo(json_format.dumps(planned.as_dict(), indent=2))
     else:
@@ -116,20 +122,8 @@ def plan(
     raise typer.Exit(planned.verdict.value)
 
 
-def _write_page(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise HoldallError(
-            f"html ({path}) cannot be written: {error.strerror}; name a file in a directory that exists"
-        ) from error
-
-
-_STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
-
-
 def plan_tables(plan: Plan) -> Iterator[RenderableType]:
-    """Yield everything that is said about a run, the verdict first; 80 columns are enough for all but code."""
+    """Yield everything that is printed about a run, the verdict first; 80 columns are enough for all but code."""
     yield Text.assemble((heading(plan), "bold"), "  ", _styled_verdict(plan.verdict))
     yield _checks(plan)
     yield _phases("With Stable-Baselines3's buffer", plan.phases)
@@ -142,7 +136,7 @@ def plan_tables(plan: Plan) -> Iterator[RenderableType]:
     yield _largest(plan)
     if plan.change is not None:
         yield Text(f"Cheapest change that makes it fit: {plan.change.title} ({plan.change.why}).")
-    elif plan.verdict.value:
+    elif plan.verdict:
         yield Text("No single change makes it fit here.")
     yield Text(plan.code, style="cyan", no_wrap=True)
     if plan.notes:
@@ -163,7 +157,7 @@ def _table(title: str, heads: Sequence[str]) -> Table:
 
 
 def _checks(plan: Plan) -> Table:
-    table = _table("Against what there is", ("", "needs", "at most", "free", ""))
+    table = _table("Need and limits", ("", "needs", "at most", "free", ""))
     for check in plan.checks:
         sizes = (check.need_bytes, check.most_bytes, check.limit.free_bytes)
         name = Text.assemble(check.what, (f"\n  of {check.limit.name}", "dim"))
@@ -172,11 +166,11 @@ def _checks(plan: Plan) -> Table:
 
 
 def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
-    table = _table(title, ("phase", "needs", "at most", "known by"))
-    peak = largest(phases)
+    table = _table(title, ("phase", "needs", "at most", "source"))
+    peak = largest_phase(phases)
     for phase in phases:
         style = "bold" if phase is peak else ""
-        name = phase.name if phase.happens else f"{phase.name}, if ever"
+        name = phase.name if phase.happens else f"{phase.name} (not in this run)"
         table.add_row(name, format_bytes(phase.nbytes), format_bytes(phase.most_bytes), style=style)
         if phase is peak:
             for part in phase.parts:
@@ -188,7 +182,7 @@ def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
 def _capacities(plan: Plan) -> Table:
     units = ColumnUnits.for_largest(row.sb3_bytes for row in plan.table)
     heads = [row_name(plan.spec).lower(), f"SB3, {units.decimal}", units.binary, "the run"]
-    if plan.known.experience is not None:
+    if plan.known.need is not None:
         heads += [f"holdall, {units.decimal}", units.binary, "the run"]
     table = _table("What fits", heads)
     for row in plan.table:
@@ -215,7 +209,7 @@ def _profiles(plan: Plan) -> Table:
 
 
 def _largest(plan: Plan) -> Table:
-    table = _table("Largest that fits", ("all else as it is", ""))
+    table = _table("Largest that fits", ("if nothing else changes", ""))
     for name, size in largest_sizes(plan):
         table.add_row(name, size)
     return table

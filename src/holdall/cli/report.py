@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import Verbose, writing
 from holdall.errors import ArgumentError
 from holdall.tools.report import read_report
 
@@ -33,12 +33,8 @@ def report(
     target = output or file.with_suffix(".html")
     if target.absolute() == file.absolute() or (target.exists() and target.samefile(file)):
         raise ArgumentError(f"output ({target}) is the file itself; name another one")
-    try:
+    with writing("output", target):
         target.write_text(found.page(), encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(
-            f"output ({target}) cannot be written: {error.strerror}; name a file in a directory that exists"
-        ) from error
     typer.echo(str(target))
     if show:
         webbrowser.open(target.absolute().as_uri())

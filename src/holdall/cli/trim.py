@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import AsJson, Verbose
 from holdall.errors import ArgumentError
-from holdall.tools.watch.agent_files import trim_process, trim_self
-from holdall.tools.watch.process_watcher import ProcessWatcher
+from holdall.tools.watch import ProcessWatcher, trim_process, trim_self
 from holdall.units import format_bytes
 
 
@@ -18,7 +17,7 @@ def trim(
     pid: Annotated[int | None, typer.Argument(help="A process with an agent: see `holdall watch`.")] = None,
     this: Annotated[bool, typer.Option("--self", help="Trim this very process, to see that it works.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what a trim would return.")] = False,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
     """Return free memory of a process to the system."""

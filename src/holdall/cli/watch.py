@@ -11,7 +11,7 @@ import json as json_
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import psutil
 import typer
@@ -20,14 +20,34 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.error_output import Verbose
+from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError, WatchError
-from holdall.tools.watch.one_pass import WatchLoop, WatchPass
-from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.session import LaunchedCommand
-from holdall.tools.watch.verdicts import WatchVerdict
-from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
+from holdall.tools.watch import (
+    GROUPS,
+    AttributedPart,
+    LaunchedCommand,
+    MemoryReading,
+    PrometheusServer,
+    ReadingHistory,
+    WatchLoop,
+    WatchPass,
+    WatchRecorder,
+    WatchVerdict,
+    record_header,
+)
 from holdall.units import format_bytes, parse_bytes
+
+DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns
+_TITLES = {
+    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
+    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
+    "other": "other", "unattributed": "unattributed",
+}  # fmt: skip
+_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")  # groups whose parts are shown, too
+_MOST_PARTS = 4
+_BAR = 16
+_LEVELS = "▁▂▃▄▅▆▇█"
+_SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
 
 def watch(
@@ -51,19 +71,19 @@ def watch(
     verbose: Verbose = False,
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
+    options = OutputOptions(once, json, record, prometheus, bind)
     if ray:
         if limit is not None:
             raise typer.BadParameter("a cluster has limits of its own", param_hint="--limit")
         from holdall.cli.watch_ray import watch_ray  # noqa: PLC0415  Ray takes a second to import
 
-        watch_ray(target or [], once, interval, json, record, prometheus, bind)
+        watch_ray(target or [], interval, options)
         return
     if not target:
         raise typer.BadParameter("name a process id, or a command after --", param_hint="TARGET")
     limit_bytes = None if limit is None else parse_bytes(limit, "--limit")
-    launched = (
-        None if len(target) == 1 and target[0].isdigit() else LaunchedCommand(target, captured=shows_live(once, json))
-    )
+    is_pid = len(target) == 1 and target[0].isdigit()
+    launched = None if is_pid else LaunchedCommand(target, captured=options.shows_live)
     pid = int(target[0]) if launched is None else launched.pid
     code = 0
     try:
@@ -71,15 +91,8 @@ def watch(
         # What was just started may not have its own command line yet.
         command = _command_line_of(pid) if launched is None else target
         title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
-        outputs = open_outputs(
-            record_header(pid, command, interval),
-            lambda turn, width: process_view(turn, turns.history, title, width),
-            once,
-            json,
-            record,
-            prometheus,
-            bind,
-        )
+        first = record_header(pid, command, interval)
+        outputs = options.open(first, lambda turn, width: process_view(turn, turns.history, title, width))
         try:
             _watch_until_end(turns, outputs, launched, once)
         finally:
@@ -99,7 +112,7 @@ def _watch_until_end(
 ) -> None:
     while turns.watcher.is_alive():
         try:
-            turn = turns.take()
+            turn = turns.run_pass()
         except WatchError:
             if turns.watcher.is_alive() or not turns.history.readings:
                 raise
@@ -119,21 +132,7 @@ def _command_line_of(pid: int) -> list[str]:
         raise ArgumentError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
 
 
-DrawPass = Callable[[Any, int], RenderableType]
-"""Draws a turn in so many columns."""
-
-
-class WatchOutput:
-    """Somewhere that turns go."""
-
-    def show(self, turn: WatchPass) -> None:
-        """Take a turn."""
-
-    def close(self) -> None:
-        """End."""
-
-
-class JsonLinesOutput(WatchOutput):
+class JsonLinesOutput:
     """JSON lines on stdout."""
 
     def __init__(self, first: dict[str, object]) -> None:
@@ -144,9 +143,12 @@ class JsonLinesOutput(WatchOutput):
         for line in turn.lines():
             typer.echo(json_.dumps(line))
 
+    def close(self) -> None:
+        """Do nothing: stdout stays open."""
 
-class LiveOutput(WatchOutput):
-    """A table in the terminal that is drawn anew."""
+
+class LiveOutput:
+    """A table in the terminal that each reading redraws."""
 
     def __init__(self, draw: DrawPass) -> None:
         self._draw = draw
@@ -163,7 +165,7 @@ class LiveOutput(WatchOutput):
         self._live.stop()
 
 
-class PrintedOutput(WatchOutput):
+class PrintedOutput:
     """One table at the end, and verdicts on stderr as they come: for logs and pipes."""
 
     def __init__(self, draw: DrawPass) -> None:
@@ -171,9 +173,9 @@ class PrintedOutput(WatchOutput):
         self._last: WatchPass | None = None
 
     def show(self, turn: WatchPass) -> None:
-        """Keep a turn; tell what is new in it."""
+        """Keep a turn; print its new verdicts."""
         self._last = turn
-        for verdict in turn.news:
+        for verdict in turn.new_verdicts:
             typer.echo(f"holdall watch: {verdict.name}: {verdict.text}", err=True)
 
     def close(self) -> None:
@@ -183,77 +185,34 @@ class PrintedOutput(WatchOutput):
             console.print(self._draw(self._last, console.width))
 
 
-class RecordFileOutput(WatchOutput):
-    """A file."""
-
-    def __init__(self, path: Path, first: dict[str, object]) -> None:
-        self._recorder = WatchRecorder(path, first)
-
-    def show(self, turn: WatchPass) -> None:
-        """Add a turn."""
-        self._recorder.show(turn)
-
-    def close(self) -> None:
-        """Close it."""
-        self._recorder.close()
+WatchOutput = JsonLinesOutput | LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
 
 
-class PrometheusOutput(WatchOutput):
-    """A page for Prometheus."""
+class OutputOptions(NamedTuple):
+    """Where readings go, as the options say."""
 
-    def __init__(self, port: int, bind: str) -> None:
-        self._exposition = PrometheusServer(port, bind)
+    once: bool
+    json: bool
+    record: Path | None
+    prometheus: int | None
+    bind: str
 
-    def show(self, turn: WatchPass) -> None:
-        """Serve a turn."""
-        self._exposition.show(turn)
+    @property
+    def shows_live(self) -> bool:
+        """Whether a reading is drawn over the one before."""
+        return sys.stdout.isatty() and not self.once and not self.json
 
-    def close(self) -> None:
-        """End the server."""
-        self._exposition.close()
-
-
-def shows_live(once: bool, json: bool) -> bool:
-    """Whether turns are drawn over each other."""
-    return sys.stdout.isatty() and not once and not json
-
-
-def open_outputs(
-    first: dict[str, Any],
-    draw: DrawPass,
-    once: bool,
-    json: bool,
-    record: Path | None,
-    prometheus: int | None,
-    bind: str,
-) -> list[WatchOutput]:
-    """Open what was asked for.
-
-    Args:
-        first: The first line of a record.
-    """
-    if json:
-        outputs: list[WatchOutput] = [JsonLinesOutput(first)]
-    else:
-        outputs = [LiveOutput(draw) if shows_live(once, json) else PrintedOutput(draw)]
-    if record is not None:
-        outputs.append(RecordFileOutput(record, first))
-    if prometheus is not None:
-        outputs.append(PrometheusOutput(prometheus, bind))
-    return outputs
-
-
-_TITLES = {
-    "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
-    "stacks": "thread stacks", "libraries": "libraries", "shared": "shared memory", "workers": "workers",
-    "other": "other", "unattributed": "unattributed",
-}  # fmt: skip
-_EXPANDED_GROUPS = ("buffers", "torch", "workers", "unattributed")
-"""Groups whose parts are shown, too."""
-_MOST_PARTS = 4
-_BAR = 16
-_LEVELS = "▁▂▃▄▅▆▇█"
-_SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
+    def open(self, first: dict[str, Any], draw: DrawPass) -> list[WatchOutput]:
+        """Open the outputs; `first` is the first line of a record."""
+        if self.json:
+            outputs: list[WatchOutput] = [JsonLinesOutput(first)]
+        else:
+            outputs = [LiveOutput(draw) if self.shows_live else PrintedOutput(draw)]
+        if self.record is not None:
+            outputs.append(WatchRecorder(self.record, first))
+        if self.prometheus is not None:
+            outputs.append(PrometheusServer(self.prometheus, self.bind))
+        return outputs
 
 
 def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:
@@ -266,7 +225,9 @@ def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: in
         lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
     lines += [verdict_line(verdict) for verdict in turn.verdicts]
     if not reading.exact:
-        lines.append(Text("This system tells only sums: mappings and pages are not told apart.", style="yellow"))
+        lines.append(
+            Text("This system reports only sums: there is nothing about single mappings and pages.", style="yellow")
+        )
     return Group(*lines)
 
 

@@ -6,17 +6,16 @@ In:  the address of Ray's head.  Out: a table of shards for every memory, for 80
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.watch import curve_of, open_outputs, verdict_line
+from holdall.cli.watch import OutputOptions, curve_of, verdict_line
 from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.watch.reading import ReadingHistory
+from holdall.tools.watch import ReadingHistory
 from holdall.units import format_bytes
 
 if TYPE_CHECKING:
@@ -30,18 +29,13 @@ _QUIET_RAY_SETTINGS = {
 """What Ray reads when it is imported: the terminal belongs to the view."""
 
 _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
-"""How long shards may take to answer; they are asked anew when the next turn is due."""
+"""How long shards may take to answer; they are asked again when the next turn is due."""
+_WIDE = 92  # columns from which on there is room for more than at 80
+_STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
+_UNREACHABLE_COLOUR = "bold red"
 
 
-def watch_ray(
-    target: list[str],
-    once: bool,
-    interval: float,
-    json: bool,
-    record: Path | None,
-    prometheus: int | None,
-    bind: str,
-) -> None:
+def watch_ray(target: list[str], interval: float, options: OutputOptions) -> None:
     """Watch a cluster until interrupted."""
     if len(target) > 1:
         raise ArgumentError(f"TARGET ({' '.join(target)}) is no address; name host and port of Ray's head, or nothing")
@@ -56,21 +50,13 @@ def watch_ray(
         raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
     monitor = ClusterMonitor(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
     turns = ClusterWatch(monitor, interval)
-    outputs = open_outputs(
-        turns.header(),
-        lambda turn, width: cluster_view(turn, turns.history, width),
-        once,
-        json,
-        record,
-        prometheus,
-        bind,
-    )
+    outputs = options.open(turns.header(), lambda turn, width: cluster_view(turn, turns.history, width))
     try:
         while True:
             turn = turns.take()
             for output in outputs:
                 output.show(turn)
-            if once:
+            if options.once:
                 break
             turns.pause()
     except KeyboardInterrupt:
@@ -79,12 +65,6 @@ def watch_ray(
         for output in outputs:
             output.close()
         monitor.close()
-
-
-_WIDE = 92
-"""Columns from which on there is room for more than at 80."""
-_STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
-_UNREACHABLE_COLOUR = "bold red"
 
 
 def cluster_view(turn: ClusterPass, history: ReadingHistory, width: int = 80) -> RenderableType:

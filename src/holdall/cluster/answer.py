@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
-from holdall.delivery.host import Delivery, ObservationAssembler
+from holdall.delivery.batches import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import Coded, KeptBlock
 from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
-from holdall.storage.records import MOST_SEGMENT_ROWS, Buffer, codec_of, pack, records_in
+from holdall.storage.records import Buffer, codec_of, pack, records_in
+from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, Log, Places
 from holdall.threads import ThreadPool
 

@@ -19,15 +19,8 @@ from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coded, Coder, KeptBlock, reserve
 from holdall.storage.codec import COST_CAPS, Codec, Dictionary, Method, Transform, choose
 from holdall.storage.layout import Window, WindowSearches
-from holdall.storage.records import (
-    Buffer,
-    SealedSegment,
-    codec_of,
-    codec_words,
-    pack,
-    records_in,
-    window_words,
-)
+from holdall.storage.records import Buffer, codec_of, codec_words, pack, records_in, window_words
+from holdall.storage.sealed_segment import SealedSegment
 from holdall.storage.slices import ClosedPart, Cursors, Kernels, OpenPart
 from holdall.storage.snapshot import RowChunk, Tick
 

@@ -30,7 +30,7 @@ from holdall.errors import ArgumentError, ShardError
 from holdall.sampling.draw import Sampler, Uniform, require_number
 from holdall.sampling.prioritized import Prioritized
 from holdall.storage.codec import COST_CAPS
-from holdall.storage.records import segment_needs
+from holdall.storage.sealed_segment import segment_needs
 
 _TALKS = 16
 """Questions that the roster hears at a time."""

@@ -21,12 +21,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.directory import FileSystem
-from holdall.checkpoint.object_store import Objects, is_remote
+from holdall.checkpoint import FileSystem, Objects, is_remote
 from holdall.cluster.protocol import dictionary_of, packed_dictionary, whole
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
 from holdall.storage.codec import Dictionary
-from holdall.storage.records import DICTIONARY, Record, SealedSegment, dictionary_name, pack, records_in
+from holdall.storage.records import DICTIONARY, Record, dictionary_name, pack, records_in
+from holdall.storage.sealed_segment import SealedSegment
 
 _NAME = re.compile(r"[0-9a-f]{16}\.slot")
 MOST_SLOT_BYTES = 2**30

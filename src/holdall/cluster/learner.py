@@ -20,7 +20,7 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint.background import Checkpoint
+from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
 from holdall.cluster.fleet import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of

@@ -25,12 +25,18 @@ import ray
 from gymnasium import spaces
 
 from holdall.batch import Batch
-from holdall.checkpoint.background import SaveHandle
-from holdall.checkpoint.load import restored_state
-from holdall.checkpoint.manifest import CheckpointReader, Manifest
-from holdall.checkpoint.save import ShardsSnapshot
-from holdall.checkpoint.saver import Savers
-from holdall.checkpoint.source import newest, normalized_url, open_reader, shard_url
+from holdall.checkpoint import (
+    CheckpointReader,
+    Manifest,
+    SaveHandle,
+    Savers,
+    ShardsSnapshot,
+    newest,
+    normalized_url,
+    open_reader,
+    restored_state,
+    shard_url,
+)
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
@@ -48,7 +54,7 @@ from holdall.json_state import (
     schema_of,
     schema_words,
 )
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized

@@ -16,9 +16,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.checkpoint.background import Checkpoint
-from holdall.checkpoint.load import Restored, restored
-from holdall.checkpoint.source import open_reader
+from holdall.checkpoint import Checkpoint, Restored, open_reader, restored
 from holdall.cluster.answer import Payload
 from holdall.cluster.journal import (
     Committer,
@@ -49,7 +47,8 @@ from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardErr
 from holdall.json_state import generator_of
 from holdall.sampling.draw import Sampler, as_ids
 from holdall.sampling.prioritized import Prioritized
-from holdall.storage.records import dictionary_name, segment_needs
+from holdall.storage.records import dictionary_name
+from holdall.storage.sealed_segment import segment_needs
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4}
 """Threads by kind of call, so that none waits behind another kind."""

@@ -17,28 +17,25 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.checkpoint.background import Arrival, SaveHandle
-from holdall.checkpoint.load import Restored
-from holdall.checkpoint.save import Snapshot
-from holdall.checkpoint.saver import Savers
-from holdall.checkpoint.streams import WriterRun, runs_of, runs_state
+from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
 from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, SliceForm, pack_answer
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.delivery.host import Staging
+from holdall.delivery.batches import host_pool
 from holdall.delivery.loader import Prefetched
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Array, Leaf, Schema
 from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
-from holdall.storage.records import SealedSegment, codec_words, dictionary_name, pack_segment, unpack_segment
+from holdall.storage.records import codec_words, dictionary_name
 from holdall.storage.remote_file import bring_places
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
 from holdall.storage.slices import Held as HeldArrays
 from holdall.storage.store import Rows, Store
@@ -83,7 +80,7 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[Codec, Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._arrival: Arrival | None = None
+        self._fetch: Any = None  # of blocks in an object store, in the background
         self.store = self.begin_at(0)
 
     def begin_at(self, first_row: int) -> Store:
@@ -150,9 +147,9 @@ class ShardData:
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
-        if checkpoint.ledger is not None:
-            self._savers.to(checkpoint.url, checkpoint.ledger)
-        self._arrival = Arrival(checkpoint.blocks, checkpoint.interrupt)
+        if checkpoint.saved is not None:
+            self._savers.to(checkpoint.url, checkpoint.saved)
+        self._fetch = checkpoint.fetch_the_rest()
         self._runs.extend(runs_of(state["runs"]))
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
@@ -245,7 +242,7 @@ class RowFinder:
         self._leaves = schema.observation.leaves
         self._kernels = kernels
         self._threads = ThreadPool()
-        self._staging = Staging()
+        self._staging = host_pool()
         self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
 
     def columns(self, rows: Rows) -> dict[str, Array]:

@@ -22,7 +22,7 @@ from holdall.cluster.security import join_cluster, require_head
 from holdall.cluster.status import ShardStatus, actor_state
 from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, in_time
+from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, format_time_span
 from holdall.tools.watch.watcher_process import RECORD_FORMAT
 from holdall.units import format_bytes
 
@@ -99,7 +99,7 @@ class ShardForecast:
             capacity = sum(status.capacity for _, status in shards)
             rate = sum(self._rate(name, status, moment) for name, status in shards)
             seconds = (reached - full) * capacity / rate if rate > 0 else None
-            when = "" if seconds is None else f", in {in_time(seconds)}"
+            when = "" if seconds is None else f", in {format_time_span(seconds)}"
             numbers = _named([status.number for _, status in shards])
             found.append(
                 WatchVerdict(
@@ -149,7 +149,9 @@ def _away(memory: SeenMemory) -> list[WatchVerdict]:
             continue
         longest = max(each.silent_s for each in away)
         said = {"lost": "ended for good", "silent": "no answer", "restarts": "being restarted", "starts": "not up yet"}
-        text = f"{_named([each.number for each in away])} of {memory.name}: {said[state]}, for {in_time(longest)}"
+        text = (
+            f"{_named([each.number for each in away])} of {memory.name}: {said[state]}, for {format_time_span(longest)}"
+        )
         evidence = {"of": memory.name, "shards": [each.number for each in away], "seconds": longest}
         found.append(WatchVerdict(state, severity, text, remedy, evidence))
     return found

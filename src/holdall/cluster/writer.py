@@ -21,12 +21,13 @@ from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError,
 from holdall.cluster.roster import NAMESPACE, RateLimit
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema, Tree
 from holdall.storage.codec import Dictionary
-from holdall.storage.records import dictionary_name, pack_segment, segment_needs
+from holdall.storage.records import dictionary_name
+from holdall.storage.sealed_segment import pack_segment, segment_needs
 from holdall.storage.snapshot import Tick
 
 _SEGMENT_ROWS = 128

@@ -1,113 +1,431 @@
-"""Batches of one memory: which way they go, given the device they are wanted on.
+"""A draw becomes a batch: rows of all fields, brought together for the caller.
 
-In:  draws.  Out: jobs that end in batches.
+In:  draws.  Out: batches of arrays, or of tensors that share their memory.
+The flow: `look_up` finds the rows under the memory's lock; `start`, `work` and `receive` make the batch without it.
+Invariant: a batch belongs to the caller. Its memory is used again only when no array and no tensor of it is left.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import threading
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from holdall.batch import Batch, Draw
-from holdall.delivery.device import CudaStream, DeviceStream, HostStream
-from holdall.delivery.device_batch import DeviceBuilder
-from holdall.delivery.device_store import DeviceMirror, PinnedArenas
-from holdall.delivery.host import (
-    BatchBuilder,
-    BatchJob,
-    Builder,
-    Delivery,
-    DrawnRows,
-    ObservationAssembler,
-)
-from holdall.native.slice_names import SliceNamer
-from holdall.schema import Schema
-from holdall.storage.slices import Kernels
-from holdall.storage.store import Store
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.batch import Batch, Draw, Goals
+from holdall.errors import ArgumentError, DamageError, MissingPackageError
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage.blocks import address
+from holdall.storage.remote_file import bring_places
+from holdall.storage.slices import Kernels, Places
+from holdall.storage.store import Rows, Store
+from holdall.threads import ThreadPool
 
 if TYPE_CHECKING:
     import torch
 
+    from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 
-class Batches:
-    """Looks transitions up, and makes batches of them.
+
+ALIGNMENT_BYTES = 64
+"""Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another
+order, so that the last bits differ."""
+_POOLED_BYTES = 1 << 16
+"""Arrays below this are cheap to allocate; above it, fresh pages cost more than the copy."""
+_POOLED_BLOCKS = 4
+"""Blocks of one size that are kept: one in use, one being filled, two for latecomers."""
+_POOLED_SIZES = 16
+"""Sizes that are kept: a batch has one per large field, and batches of ever new sizes must not pile up."""
+
+
+# ---------------------------------------------------------------- memory of batches
+
+
+class BlockPool:
+    """Memory for batches: a block is handed out again when nothing refers to it any more.
 
     Args:
-        mirrored: Keep all slices on the delivery's device, and make batches of them there.
-        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
+        allocate: Returns a block of so many bytes.
+        lend: Returns what a caller sees of a block, and an object that lives as long as any view of it does.
+        least_bytes: Smaller blocks are not kept.
+        most_bytes: Most bytes that are kept.
     """
 
     def __init__(
         self,
-        schema: Schema,
-        kernels: Kernels,
-        assembler: ObservationAssembler,
-        delivery: Delivery,
-        mirrored: bool,
-        pins: bool,
+        allocate: Callable[[int], Any],
+        lend: Callable[[Any], tuple[Any, Any]],
+        least_bytes: int = 0,
+        most_bytes: int = 1 << 62,
     ) -> None:
-        self._parts = (schema, kernels, assembler)
-        self._pins = pins
-        self._mirror: DeviceMirror | None = None
-        self._arenas: PinnedArenas | None = None
-        self._namer: SliceNamer | None = None
-        plain = BatchBuilder(schema, assembler, delivery)
-        self._builder: Builder = plain
-        torch, device = delivery.module, delivery.torch_device
-        if device is not None and (mirrored or is_remote(device)):
-            line: DeviceStream = CudaStream(torch, device) if device.type == "cuda" else HostStream(torch)
-            self._build_on(line, plain, mirrored, torch)
+        self.most = _POOLED_BLOCKS
+        self._allocate = allocate
+        self._lend = lend
+        self._least_bytes = least_bytes
+        self._most_bytes = most_bytes
+        self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
+        self._lock = threading.Lock()
 
-    def _build_on(self, line: DeviceStream, plain: BatchBuilder, mirrored: bool, torch: Any) -> None:
-        schema, kernels, _ = self._parts
-        self._namer = kernels.namer()
-        self._builder = DeviceBuilder(schema, plain, line, self._namer, torch)
-        if self._namer is None:
+    def take(self, nbytes: int) -> Any:
+        """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
+        if nbytes < self._least_bytes:
+            return self._lend(self._allocate(nbytes))[0]
+        with self._lock:
+            blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
+            if len(self._blocks_by_size) > _POOLED_SIZES:
+                del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
+            for block in blocks:
+                if block.lease() is None:
+                    seen, lease = self._lend(block.memory)
+                    block.lease = weakref.ref(lease)
+                    return seen
+            memory = self._allocate(nbytes)
+            seen, lease = self._lend(memory)
+            kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
+            if len(blocks) < self.most and kept + nbytes <= self._most_bytes:
+                blocks.append(_PooledBlock(memory, weakref.ref(lease)))
+            return seen
+
+    def arrays(self) -> list[Bytes]:
+        """Return what a pool on the host keeps for the next batches."""
+        with self._lock:
+            return [np.asarray(block.memory) for blocks in self._blocks_by_size.values() for block in blocks]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes kept for the next batches."""
+        with self._lock:
+            return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
+
+
+class _PooledBlock:
+    """A block, and a weak reference to what was lent of it last."""
+
+    __slots__ = ("lease", "memory")
+
+    def __init__(self, memory: Any, lease: weakref.ref[Any]) -> None:
+        self.memory = memory
+        self.lease = lease
+
+
+def host_pool(most_bytes: int = 1 << 62) -> BlockPool:
+    """Make a pool of arrays on the host."""
+    return BlockPool(aligned_block, lend_array, _POOLED_BYTES, most_bytes)
+
+
+def aligned_block(nbytes: int) -> memoryview:
+    """Allocate bytes on the host from an aligned address on."""
+    block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    start = -address(block) % ALIGNMENT_BYTES
+    return block.data[start : start + nbytes]
+
+
+def lend_array(block: memoryview) -> tuple[Bytes, Bytes]:
+    """Return a block as an array, which every view of it refers to, and the same once more."""
+    array = np.frombuffer(block, np.uint8)
+    return array, array
+
+
+class ObservationAssembler:
+    """Copies windows of slices into pooled memory: observations and next observations of a batch."""
+
+    def __init__(self, kernels: Kernels, pool: ThreadPool, most_staged_bytes: int) -> None:
+        self.staging = host_pool(most_staged_bytes)
+        self.pool = pool
+        self._kernels = kernels
+
+    def assemble(
+        self, places: Places, field: int, leaf: Leaf, wanted: tuple[bool, bool] = (True, True)
+    ) -> tuple[Array, Array]:
+        """Build observation and next observation of one field for every place; one that is not wanted stays empty."""
+        rows = len(places.segment)
+        nbytes = rows * leaf.nbytes
+        second = -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES if all(wanted) else 0
+        both = self.staging.take(second + nbytes)
+        ends = (both[:nbytes], both[second:])
+        obs, next_obs = (
+            end.reshape(rows, leaf.nbytes) if want else None for end, want in zip(ends, wanted, strict=True)
+        )
+        if rows:
+            self._kernels.gather(places, field, obs, next_obs, self.pool)
+        shape = (rows, *leaf.shape)
+        return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+
+# ---------------------------------------------------------------- where batches go
+
+
+class Delivery:
+    """Returns arrays as they are, or as tensors on a device."""
+
+    def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
+        self.torch_device: torch.device | None = None  # None for arrays
+        self.torch: Any = None  # the module, if tensors are asked for
+        if device is None:
             return
-        if mirrored:
-            self._mirror = DeviceMirror(line, kernels.coder)
-        elif self._pins:
-            self._arenas = PinnedArenas(line)
+        self.torch = _import_torch()
+        try:
+            self.torch_device = self.torch.device(device)
+        except (RuntimeError, TypeError) as error:
+            raise ArgumentError(
+                f"device ({device}) is none that torch knows ({error}); use 'cpu' or 'cuda', or None for NumPy arrays"
+            ) from error
+        if self.torch_device.type == "cuda" and not self.torch.cuda.is_available():
+            raise ArgumentError(
+                f"device ({device}): torch finds no CUDA device here; use 'cpu', or None for NumPy arrays"
+            )
+        for leaf in leaves:
+            self.require(leaf)
 
-    def keep(self, batches: int) -> None:
-        """See to it that so many batches can be in use without new memory for each."""
-        staging = self._parts[2].staging
-        staging.most = max(staging.most, batches + 1)
-        if isinstance(self._builder, DeviceBuilder):
-            self._builder.blocks.most = max(self._builder.blocks.most, batches + 1)
+    @classmethod
+    def of(cls, device: str | None, store_device: str | None, leaves: list[Leaf]) -> Delivery:
+        """Deliver to the device that the store is on, unless none was named for it."""
+        if store_device is not None and device not in {None, store_device}:
+            raise ArgumentError(
+                f"store_device ({store_device}) and device ({device}) differ; batches are made where the store is, so "
+                "leave device out"
+            )
+        return cls(device if store_device is None else store_device, leaves)
 
-    def elsewhere(self, delivery: Delivery) -> Batches:
-        """Return the same for another device."""
-        return Batches(*self._parts, delivery, mirrored=False, pins=self._pins)
+    @property
+    def is_remote(self) -> bool:
+        """Whether the device has memory of its own, so that batches have to be sent there."""
+        return self.torch_device is not None and self.torch_device.type == "cuda"
 
+    def hand_over(self, array: Array) -> Any:
+        """Return the array, or a tensor that shares its memory or is its copy on the device."""
+        if self.torch_device is None:
+            return array
+        return self.torch.from_numpy(array).to(self.torch_device)
+
+    def require(self, leaf: Leaf) -> None:
+        """Refuse a leaf that cannot be handed over."""
+        if self.torch_device is None:
+            return
+        try:
+            self.torch.from_numpy(np.empty(0, leaf.dtype))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"device ({self.torch_device}): torch has no dtype for {leaf.name or 'the space'} "
+                f"({leaf.dtype}); use device=None for NumPy arrays"
+            ) from error
+
+
+def _import_torch() -> Any:
+    try:
+        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
+    except ImportError as error:
+        raise MissingPackageError(
+            "device is given, but torch is not installed; run \"pip install 'holdall[torch]'\" "
+            "or use device=None for NumPy arrays"
+        ) from error
+    return torch
+
+
+# ---------------------------------------------------------------- batches
+
+
+class DrawnRows(NamedTuple):
+    """All that a draw needs of the store, found in one go."""
+
+    rows: Rows  # of the ids
+    last: Rows | None  # of the last ids, if they are others
+    outcomes: Rows | None  # of the transitions that become goals
+    on_device: DeviceSnapshot | None = None  # where the slices are on a device
+    pinned: PinnedSnapshot | None = None  # where a device may read them on the host
+
+    @classmethod
+    def of(cls, draw: Draw, store: Store) -> DrawnRows:
+        """Read the rows of a draw, all of whose ids are held."""
+        return cls(
+            store.read(draw.ids.reshape(-1)),
+            None if draw.last_ids is None else store.read(draw.last_ids.reshape(-1)),
+            None if draw.goals is None else store.read(draw.goals.ids),
+        )
+
+    def fetch(self) -> None:
+        """Fetch what will be read of files that are still on their way here."""
+        for rows in (self.rows, self.last, self.outcomes):
+            if rows is not None and rows.places is not None and rows.places.awaits_files:
+                bring_places(rows.places)
+
+
+class BatchJob(Protocol):
+    """A batch that was drawn and looked up, and is not put together yet."""
+
+    is_quick: bool
+    """Whether `work` only asks a device for something, which takes less time than to wake a thread for it."""
+
+    def work(self) -> None:
+        """Do what takes long, in any thread."""
+
+    def receive(self) -> Batch:
+        """Return the batch to the thread that will use it."""
+
+
+class Batches(ABC):
+    """Makes batches of one memory's transitions."""
+
+    @abstractmethod
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """Find all that a draw needs; under the memory's lock."""
-        return DrawnRows.of(draw, store, self._mirror, self._arenas)
 
-    def start(self, draw: Draw, reading: DrawnRows) -> BatchJob:
+    @abstractmethod
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """Begin a batch; without the lock, in the thread that will use it."""
-        return self._builder.start(draw, reading)
 
-    def make(self, draw: Draw, reading: DrawnRows) -> Batch:
+    @abstractmethod
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """Make a batch at once."""
-        job = self.start(draw, reading)
-        job.work()
-        return job.receive()
+
+    @abstractmethod
+    def keep(self, batches: int) -> None:
+        """Keep memory for so many batches in use, so that none of them needs new memory."""
+
+    @property
+    @abstractmethod
+    def pinned_bytes(self) -> int:
+        """Bytes of pinned memory on the host."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End the threads, and release what is pinned."""
+
+
+class HostBatches(Batches):
+    """Makes batches in arrays, and hands them over as they are or as tensors."""
+
+    def __init__(self, schema: Schema, assembler: ObservationAssembler, delivery: Delivery) -> None:
+        self._schema = schema
+        self._assembler = assembler
+        self._delivery = delivery
+
+    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+        """See `Batches`."""
+        return DrawnRows.of(draw, store)
+
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
+        """See `Batches`."""
+        return _HostBatchJob(self, draw, drawn)
+
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """Copy the large fields, which takes no lock, and make the batch."""
+        drawn.fetch()
+        schema, rows = self._schema, drawn.rows
+        last = drawn.last or rows
+        pairs = [self.observation_pair(drawn, leaf) for leaf in range(len(schema.observation.leaves))]
+        obs, next_obs = dict(enumerate(pair[0] for pair in pairs)), dict(enumerate(pair[1] for pair in pairs))
+        reward = self.relabel_goals(draw, drawn, obs, next_obs)
+
+        def deliver(array: Array) -> Any:
+            return self._delivery.hand_over(array.reshape(*draw.ids.shape, *array.shape[1:]))
+
+        hand_over = self._delivery.hand_over
+        return Batch(
+            obs=schema.observation.build([deliver(array) for array in obs.values()]),
+            action=schema.action.build([deliver(array) for array in rows.action]),
+            reward=deliver(reward),
+            next_obs=schema.observation.build([deliver(array) for array in next_obs.values()]),
+            terminated=deliver(last.terminated),
+            truncated=deliver(last.truncated),
+            extras=schema.extras.build([deliver(array) for array in rows.extras]),
+            ids=draw.ids,
+            weights=hand_over(draw.weights),
+            discount=None if draw.discount is None else hand_over(draw.discount),
+            mask=None if draw.mask is None else hand_over(draw.mask),
+        )
+
+    def keep(self, batches: int) -> None:
+        """See `Batches`."""
+        staging = self._assembler.staging
+        staging.most = max(staging.most, batches + 1)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory on the host."""
-        return self._builder.pinned_bytes if isinstance(self._builder, DeviceBuilder) else 0
+        """See `Batches`."""
+        return 0
 
-    def dismiss(self) -> None:
-        """End the threads, and let go of what is pinned."""
-        if isinstance(self._builder, DeviceBuilder):
-            self._builder.finish()
-        if self._arenas is not None:
-            self._arenas.close()
-        if self._namer is not None:
-            self._namer.hands.dismiss()
+    def close(self) -> None:
+        """Do nothing: threads and memory are the assembler's."""
+
+    def observation_pair(self, drawn: DrawnRows, leaf: int) -> tuple[Array, Array]:
+        """Return observations and next observations of one leaf."""
+        if drawn.last is None:
+            return self._pair(drawn.rows, leaf, wanted=(True, True))
+        first = self._pair(drawn.rows, leaf, wanted=(True, False))[0]
+        return first, self._pair(drawn.last, leaf, wanted=(False, True))[1]
+
+    def _pair(self, rows: Rows, leaf: int, wanted: tuple[bool, bool]) -> tuple[Array, Array]:
+        """Return observation and next observation of one leaf; one that is not wanted may be empty."""
+        if leaf in rows.small or rows.places is None:
+            return rows.small[leaf]
+        field = rows.large.index(leaf)
+        return self._assembler.assemble(rows.places, field, self._schema.observation.leaves[leaf], wanted)
+
+    def has_goals_among(self, draw: Draw, leaves: Collection[int]) -> bool:
+        """Whether a draw puts other goals into one of some leaves."""
+        goals = draw.goals
+        return goals is not None and any(self._leaf(k) in leaves for k in (goals.achieved_key, goals.desired_key))
+
+    def relabel_goals(self, draw: Draw, drawn: DrawnRows, obs: dict[int, Array], next_obs: dict[int, Array]) -> Array:
+        """Return the rewards of a draw; put its other goals, if it has any, into rows that are not handed over yet."""
+        reward = drawn.rows.reward if draw.reward is None else draw.reward
+        goals = draw.goals
+        if goals is None or drawn.outcomes is None or not goals.rows.size:
+            return reward
+        achieved, desired = self._leaf(goals.achieved_key), self._leaf(goals.desired_key)
+        goal = self._pair(drawn.outcomes, achieved, wanted=(False, True))[1]
+        for observed in (obs, next_obs):
+            observed[desired][goals.rows] = goal
+        reward[goals.rows] = self._rewards_for(goals, next_obs[achieved][goals.rows], goal, drawn.rows.extras)
+        return reward
+
+    def _rewards_for(self, goals: Goals, achieved: Array, goal: Array, extras: list[Array]) -> Array:
+        info = self._schema.extras.build([array[goals.rows] for array in extras])
+        rewards = np.asarray(goals.reward_fn(achieved, goal.copy(), info))
+        if rewards.shape != goals.rows.shape:
+            raise ArgumentError(
+                f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows; return one reward a "
+                "row"
+            )
+        return rewards
+
+    def _leaf(self, key: str) -> int:
+        keys = self._schema.observation.keys or ()
+        if key not in keys:
+            raise ArgumentError(
+                f"sampler: hindsight needs the key {key!r}, but the observation space has {list(keys)}; name the keys "
+                "with achieved_key and desired_key"
+            )
+        return keys.index(key)
 
 
-def is_remote(device: torch.device) -> bool:
-    """Whether a device has memory of its own, so that batches have to be sent there."""
-    return device.type == "cuda"
+class _HostBatchJob:
+    """A batch in arrays, or in tensors that share their memory."""
+
+    is_quick = False
+
+    def __init__(self, batches: HostBatches, draw: Draw, drawn: DrawnRows) -> None:
+        self._arguments = (batches, draw, drawn)
+        self._batch: Batch | None = None
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+        batches, draw, drawn = self._arguments
+        self._batch = batches.make(draw, drawn)
+
+    def receive(self) -> Batch:
+        """See `BatchJob`."""
+        batch, self._batch = self._batch, None
+        if batch is None:
+            raise DamageError("a batch was received before it was made; report this")
+        return batch
+
+
+def of_ids(ids: NDArray[np.int64]) -> Draw:
+    """Return the recipe of a plain batch of given transitions."""
+    return Draw(ids, np.ones(len(ids), np.float32))

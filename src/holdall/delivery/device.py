@@ -1,204 +1,110 @@
-"""The CUDA driver, for copies that C starts by itself: outside the GIL, in the middle of a loop.
+"""Memory and streams of a device, and pinned memory of the host on the way to it.
 
-In:  a stream of torch's.  Out: the address of the driver's function, and the stream as it knows it.
-Invariant: it is only asked for what torch would ask it for too; where it is not found, torch does it all.
+In:  a torch device.  Out: a `DeviceStream`, which copies and computes in order beside the consumer's own stream; a
+`StagingRing` of host memory that the device reads by itself; the `BatchLayout` of a batch's block.
+Invariant: host memory is written again only after the copies from it are done. Only these are waited for, never the
+device as a whole. A `DeviceStream` of the host's own runs the same code without a device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import sys
-import threading
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Protocol
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from holdall.delivery.host import ALIGNMENT_BYTES
-from holdall.storage.blocks import address
+from holdall.delivery.batches import ALIGNMENT_BYTES, aligned_block, lend_array
+from holdall.native import Cut, Names
+from holdall.schema import Array, Leaf
 
 if TYPE_CHECKING:
     import torch
 
 
-_FILES = ("libcuda.so.1", "nvcuda.dll")
+class DeviceStream:
+    """How bytes get to a device, in order. This one is the host's own, without a device: everything is done at once."""
 
-
-class Driver:
-    """The driver, and the context of one stream."""
-
-    def __init__(self, library: ctypes.CDLL, stream: int) -> None:
-        self.stream = stream
-        self.sender = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
-        self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
-        self._context = ctypes.c_void_p()
-        self._popped = ctypes.c_void_p()
-        if library.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(self._context)):
-            self.sender = 0
-
-    @contextlib.contextmanager
-    def current(self) -> Iterator[None]:
-        """Make the stream's context that of the calling thread: a thread that is new to CUDA has none."""
-        if self.sender == 0 or self._push(self._context):
-            yield
-            return
-        try:
-            yield
-        finally:
-            self._pop(ctypes.byref(self._popped))
-
-
-def found_driver(stream: int) -> Driver | None:
-    """Return the driver, or None where torch reaches its devices by another one."""
-    for file in _FILES:
-        try:
-            return Driver(ctypes.CDLL(file), stream)
-        except (OSError, AttributeError):
-            continue
-    return None
-
-
-_KEPT_SIZES = 8
-"""Sizes of batches whose blocks are kept."""
-
-
-class DeviceStream(Protocol):
-    """How bytes get to a device."""
-
-    device: torch.device
-    works_alone: bool
-    """Whether the device does what it was asked for while the host goes on."""
-
-    def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory on the host that the device can read by itself."""
-
-    def device_bytes(self, nbytes: int) -> torch.Tensor:
-        """Allocate memory on the device."""
-
-    def anchor(self, nbytes: int) -> Any:
-        """Allocate memory for batches, and return what refers to it."""
-
-    def lend(self, anchor: Any) -> torch.Tensor:
-        """Return the memory of an anchor as bytes; the anchor is referred to for as long as they can be seen."""
-
-    def at_work(self) -> contextlib.AbstractContextManager[Any]:
-        """Let the calling thread's copies and kernels take their turn on this line."""
-
-    def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """Let the calling thread use `sender`."""
-
-    def sender(self, here: int) -> tuple[int, int]:
-        """Return the function by which C starts copies to the device, 0 for none, and the stream for it.
-
-        Args:
-            here: The function for where the device is the host.
-        """
-
-    def mark(self) -> Any:
-        """Return a mark of all that this line was given so far."""
-
-    def mark_consumer(self) -> Any:
-        """Return a mark of all that the calling thread gave its own stream so far."""
-
-    def hold(self, mark: Any) -> None:
-        """Let this line go on only behind a mark."""
-
-    def hold_consumer(self, mark: Any) -> None:
-        """Let the calling thread's own stream go on only behind a mark."""
-
-    def wait(self, mark: Any) -> None:
-        """Wait, on the host, until a mark was passed."""
-
-    def passed(self, mark: Any) -> bool:
-        """Whether a mark was passed."""
-
-    def pin(self, start: int, nbytes: int) -> bool:
-        """Let the device read memory of the host where it lies; False if it cannot."""
-
-    def unpin(self, start: int) -> None:
-        """Take that back."""
-
-    def span(self, start: int, nbytes: int) -> torch.Tensor:
-        """See a stretch of the host's memory as a tensor that the device may use; only what is pinned may be read."""
-
-
-class HostStream:
-    """The host itself: everything is done when it is asked for."""
-
-    works_alone = False
+    is_asynchronous = False
+    """Whether the device works while the host continues."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
         self.device = torch.device("cpu")
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
+        """Allocate memory on the host that the device can read by itself."""
         return self.device_bytes(nbytes)
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
-        tensor: torch.Tensor = self._torch.from_numpy(self.anchor(nbytes))
+        """Allocate memory on the device."""
+        tensor: torch.Tensor = self._torch.from_numpy(np.frombuffer(aligned_block(nbytes), np.uint8))
         return tensor
 
-    def anchor(self, nbytes: int) -> Any:
-        """See `Line`."""
-        block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-        start = -address(block) % ALIGNMENT_BYTES
-        # An array of its own, so that views refer to it and not to the block behind it.
-        return np.frombuffer(block.data[start : start + nbytes], np.uint8)
+    def lend(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Return memory as bytes for a batch, and an object that lives as long as any tensor of them."""
+        array, lease = lend_array(memory.numpy().data)
+        return self._torch.from_numpy(array), lease
 
-    def lend(self, anchor: Any) -> torch.Tensor:
-        """See `Line`."""
-        tensor: torch.Tensor = self._torch.from_numpy(anchor[:])
-        return tensor
-
-    def at_work(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Line`."""
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """Let the calling thread's copies and kernels run on this stream."""
         return contextlib.nullcontext()
 
-    def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Line`."""
+    def driver_context(self) -> contextlib.AbstractContextManager[Any]:
+        """Let the calling thread use the `copy_function`."""
         return contextlib.nullcontext()
 
-    def sender(self, here: int) -> tuple[int, int]:
-        """See `Line`."""
+    def copy_function(self, here: int) -> tuple[int, int]:
+        """Return the function by which C starts copies to the device, 0 for none, and the stream for it.
+
+        Args:
+            here: The function for where the device is the host.
+        """
         return here, 0
 
-    def mark(self) -> Any:
-        """See `Line`."""
+    def record(self) -> Any:
+        """Return an event behind everything that this stream has been given."""
         return None
 
-    mark_consumer = mark
+    def record_consumer(self) -> Any:
+        """Return an event behind everything that the calling thread gave its own stream."""
+        return None
 
-    def hold(self, mark: Any) -> None:
-        """See `Line`."""
+    def wait_for(self, event: Any) -> None:
+        """Let this stream continue only after an event."""
 
-    hold_consumer = hold
-    wait = hold
+    def let_consumer_wait(self, event: Any) -> None:
+        """Let the calling thread's own stream continue only after an event."""
 
-    def passed(self, mark: Any) -> bool:
-        """See `Line`."""
-        return mark is None
+    def synchronize(self, event: Any) -> None:
+        """Wait on the host for an event."""
+
+    def has_passed(self, event: Any) -> bool:
+        """Whether an event has happened."""
+        return event is None
 
     def pin(self, start: int, nbytes: int) -> bool:
-        """See `Line`."""
+        """Let the device read host memory in place; False if it cannot."""
         return nbytes > 0 and start > 0
 
     def unpin(self, start: int) -> None:
-        """See `Line`."""
+        """Undo `pin`."""
 
-    def span(self, start: int, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
+    def view_host(self, start: int, nbytes: int) -> torch.Tensor:
+        """Return host memory as a tensor for the device; only the pinned part of it may be read."""
         memory = ctypes.cast(start, ctypes.POINTER(ctypes.c_uint8))
         tensor: torch.Tensor = self._torch.from_numpy(np.ctypeslib.as_array(memory, (nbytes,)))
         return tensor
 
 
-class CudaStream:
+class CudaStream(DeviceStream):
     """A CUDA device, reached over a stream of its own."""
 
-    works_alone = True
+    is_asynchronous = True
 
     def __init__(self, torch: Any, device: torch.device) -> None:
         self._torch = torch
@@ -208,27 +114,23 @@ class CudaStream:
         self._driver = found_driver(self._stream.cuda_stream)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
+        """See `DeviceStream`."""
         tensor: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
         return tensor
 
     def device_bytes(self, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
+        """See `DeviceStream`."""
         tensor: torch.Tensor = self._torch.empty(nbytes, dtype=self._torch.uint8, device=self.device)
         tensor.record_stream(self._stream)
         return tensor
 
-    def anchor(self, nbytes: int) -> Any:
-        """See `Line`."""
-        return _Anchor(self.device_bytes(nbytes))
+    def lend(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """See `DeviceStream`."""
+        lease = _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
+        return self._torch.as_tensor(lease, device=self.device), lease
 
-    def lend(self, anchor: Any) -> torch.Tensor:
-        """See `Line`."""
-        tensor: torch.Tensor = self._torch.as_tensor(_Lease(anchor), device=self.device)
-        return tensor
-
-    def at_work(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Line`."""
+    def active(self) -> contextlib.AbstractContextManager[Any]:
+        """See `DeviceStream`."""
         on_stream: contextlib.AbstractContextManager[Any]
         cuda = self._torch.cuda
         if cuda.current_device() == self.device.index:
@@ -237,50 +139,55 @@ class CudaStream:
             on_stream = cuda.stream(self._stream)
         return on_stream
 
-    def sending(self) -> contextlib.AbstractContextManager[Any]:
-        """See `Line`."""
+    def driver_context(self) -> contextlib.AbstractContextManager[Any]:
+        """See `DeviceStream`."""
         return self._driver.current() if self._driver else contextlib.nullcontext()
 
-    def sender(self, here: int) -> tuple[int, int]:
-        """See `Line`."""
-        return (self._driver.sender, self._driver.stream) if self._driver else (0, 0)
+    def copy_function(self, here: int) -> tuple[int, int]:
+        """See `DeviceStream`."""
+        return (self._driver.copy_function, self._driver.stream) if self._driver else (0, 0)
 
-    def mark(self) -> Any:
-        """See `Line`."""
+    def record(self) -> Any:
+        """See `DeviceStream`."""
         return self._stream.record_event()
 
-    def mark_consumer(self) -> Any:
-        """See `Line`."""
+    def record_consumer(self) -> Any:
+        """See `DeviceStream`."""
         return self._torch.cuda.current_stream(self.device.index).record_event()
 
-    def hold(self, mark: Any) -> None:
-        """See `Line`."""
-        self._stream.wait_event(mark)
+    def wait_for(self, event: Any) -> None:
+        """See `DeviceStream`."""
+        self._stream.wait_event(event)
 
-    def hold_consumer(self, mark: Any) -> None:
-        """See `Line`."""
-        self._torch.cuda.current_stream(self.device.index).wait_event(mark)
+    def let_consumer_wait(self, event: Any) -> None:
+        """See `DeviceStream`."""
+        self._torch.cuda.current_stream(self.device.index).wait_event(event)
 
-    def wait(self, mark: Any) -> None:
-        """See `Line`."""
-        mark.synchronize()
+    def synchronize(self, event: Any) -> None:
+        """See `DeviceStream`."""
+        event.synchronize()
 
-    def passed(self, mark: Any) -> bool:
-        """See `Line`."""
-        return bool(mark.query())
+    def has_passed(self, event: Any) -> bool:
+        """See `DeviceStream`."""
+        return bool(event.query())
 
     def pin(self, start: int, nbytes: int) -> bool:
-        """See `Line`."""
+        """See `DeviceStream`."""
         return int(self._torch.cuda.cudart().cudaHostRegister(start, nbytes, 0)) == 0
 
     def unpin(self, start: int) -> None:
-        """See `Line`."""
+        """See `DeviceStream`."""
         self._torch.cuda.cudart().cudaHostUnregister(start)
 
-    def span(self, start: int, nbytes: int) -> torch.Tensor:
-        """See `Line`."""
-        tensor: torch.Tensor = self._torch.as_tensor(_Foreign(start, nbytes), device=self.device)
+    def view_host(self, start: int, nbytes: int) -> torch.Tensor:
+        """See `DeviceStream`."""
+        tensor: torch.Tensor = self._torch.as_tensor(_DeviceMemory(start, nbytes, None), device=self.device)
         return tensor
+
+
+def stream_to(torch: Any, device: torch.device) -> DeviceStream:
+    """Return a stream to a device."""
+    return CudaStream(torch, device) if device.type == "cuda" else DeviceStream(torch)
 
 
 class _OnStream:
@@ -298,17 +205,11 @@ class _OnStream:
         self._cuda.set_stream(self._before)
 
 
-class _Anchor:
-    """Memory on a device that leases refer to."""
+class _DeviceMemory:
+    """Memory as torch takes it over without copying it; torch refers to this until the last tensor of it is gone."""
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.memory = memory
-
-
-class _Foreign:
-    """Memory under the protocol by which torch takes over memory of others without copying it."""
-
-    def __init__(self, start: int, nbytes: int) -> None:
+    def __init__(self, start: int, nbytes: int, owner: torch.Tensor | None) -> None:
+        self._owner = owner
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -318,84 +219,253 @@ class _Foreign:
         }
 
 
-class _Lease(_Foreign):
-    """An anchor's memory; torch refers to the lease until the last tensor that looks into it is gone."""
-
-    def __init__(self, anchor: _Anchor) -> None:
-        super().__init__(anchor.memory.data_ptr(), anchor.memory.numel())
-        self._anchor = anchor
+_DRIVER_FILES = ("libcuda.so.1", "nvcuda.dll")
 
 
-class DeviceBlocks:
-    """Memory for batches on a device: a block is lent again when no tensor looks into it any more."""
+class CudaDriver:
+    """The CUDA driver, for copies that C starts by itself, outside the GIL in the middle of a loop.
 
-    def __init__(self, line: DeviceStream) -> None:
-        self.most = 4
-        self._line = line
-        self._anchors_by_size: dict[int, list[Any]] = {}
-        self._lock = threading.Lock()
+    It is only asked for what torch asks it for too; where it is not found, torch does everything.
+    """
 
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` bytes on the device that nobody else can see."""
-        with self._lock:
-            anchors = self._anchors_by_size[nbytes] = self._anchors_by_size.pop(nbytes, [])
-            if len(self._anchors_by_size) > _KEPT_SIZES:
-                del self._anchors_by_size[next(iter(self._anchors_by_size))]  # the size not asked for the longest
-            for position in range(len(anchors)):
-                # One reference by the list, one by the call: no lease is left.
-                if sys.getrefcount(anchors[position]) <= 2:
-                    return self._line.lend(anchors[position])
-            anchor = self._line.anchor(nbytes)
-            if len(anchors) < self.most:
-                anchors.append(anchor)
-            return self._line.lend(anchor)
+    def __init__(self, library: ctypes.CDLL, stream: int) -> None:
+        self.stream = stream
+        self.copy_function = ctypes.cast(library.cuMemcpyHtoDAsync_v2, ctypes.c_void_p).value or 0
+        self._push, self._pop = library.cuCtxPushCurrent_v2, library.cuCtxPopCurrent_v2
+        self._context = ctypes.c_void_p()
+        self._popped = ctypes.c_void_p()
+        if library.cuStreamGetCtx(ctypes.c_void_p(stream), ctypes.byref(self._context)):
+            self.copy_function = 0
+
+    @contextlib.contextmanager
+    def current(self) -> Iterator[None]:
+        """Give the calling thread the stream's context: a thread that is new to CUDA has none."""
+        if self.copy_function == 0 or self._push(self._context):
+            yield
+            return
+        try:
+            yield
+        finally:
+            self._pop(ctypes.byref(self._popped))
 
 
-class StagingBuffer:
-    """Memory that grows to what is needed, on the host and on the device, for what travels between them."""
+def found_driver(stream: int) -> CudaDriver | None:
+    """Return the driver, or None where torch reaches its devices by another one."""
+    for file in _DRIVER_FILES:
+        try:
+            return CudaDriver(ctypes.CDLL(file), stream)
+        except (OSError, AttributeError):
+            continue
+    return None
 
-    def __init__(self, line: DeviceStream) -> None:
-        self._line = line
-        self.host = line.host_bytes(0)
-        self.device = line.device_bytes(0)
-        self.array = self.host.numpy()
-        self.left: Any = None  # a mark behind all copies from here, and to here
-        self._rows: dict[tuple[Any, int], torch.Tensor] = {}
+
+class StagingSlot:
+    """Pinned memory of the host.
+
+    Attributes:
+        read: An event behind the last copy from here; None if there was none.
+    """
+
+    def __init__(self, stream: DeviceStream, number: int, nbytes: int) -> None:
+        self.number = number
+        self.read: Any = None
+        self._stream = stream
+        self._allocate(nbytes)
 
     def make_room(self, nbytes: int) -> None:
-        """See to it that `nbytes` fit and that what was here before has left."""
-        if self.left is not None:
-            self._line.wait(self.left)
-            self.left = None
+        """Wait until the device has read what is here, and make `nbytes` fit."""
+        if self.read is not None:
+            self._stream.synchronize(self.read)
+            self.read = None
         if self.host.numel() < nbytes:
-            self.host = self._line.host_bytes(_roomy(nbytes))
-            self.array = self.host.numpy()
-        self.make_room_there(nbytes)
+            self._allocate(_with_spare(nbytes))
 
-    def make_room_there(self, nbytes: int) -> None:
-        """See to it that `nbytes` fit on the device alone."""
-        if self.device.numel() < nbytes:
-            self.device = self._line.device_bytes(_roomy(nbytes))
-            self._rows = {}
+    def _allocate(self, nbytes: int) -> None:
+        self.host = self._stream.host_bytes(nbytes)
+        self.array = self.host.numpy()
 
-    def send(self, first: int, end: int) -> None:
-        """Start the copy of some bytes to the device; called at work on the line."""
-        self.device[first:end].copy_(self.host[first:end], non_blocking=True)
 
-    def rows(self, word: torch.dtype, words: int) -> torch.Tensor:
-        """See what is on the device as rows of so many words."""
-        key = (word, words)
-        if key not in self._rows:
-            whole = self.device.numel() // (words * word.itemsize)
-            self._rows[key] = self.device[: whole * words * word.itemsize].view(word).view(whole, words)
-        return self._rows[key]
+class StagingRing:
+    """A few slots of pinned memory, filled in turn while the device still reads the ones before.
+
+    Slots are allocated when their turn first comes, and grow to what is asked for.
+    """
+
+    def __init__(self, stream: DeviceStream, slots: int = 2, slot_bytes: int = 0) -> None:
+        self._stream = stream
+        self._count = slots
+        self._slot_bytes = slot_bytes
+        self._slots: list[StagingSlot] = []
+        self._turn = -1
+
+    def next_slot(self, nbytes: int = 0) -> StagingSlot:
+        """Return the next slot, with room for `nbytes`; set its `read` when the copies from it are started."""
+        self._turn = (self._turn + 1) % self._count
+        if self._turn == len(self._slots):
+            self._slots.append(StagingSlot(self._stream, self._turn, self._slot_bytes))
+        slot = self._slots[self._turn]
+        slot.make_room(nbytes)
+        return slot
 
     @property
     def nbytes(self) -> int:
-        """Bytes held on the host."""
-        return self.host.numel()
+        """Pinned bytes held."""
+        return sum(slot.host.numel() for slot in self._slots)
 
 
-def _roomy(nbytes: int) -> int:
-    """Leave a quarter to spare, and an end where any dtype may end."""
+class DeviceScratch:
+    """Memory of the device that grows to what is needed, seen as rows."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream = stream
+        self.memory = stream.device_bytes(0)
+        self._rows: dict[tuple[Any, int], torch.Tensor] = {}
+
+    def make_room(self, nbytes: int) -> None:
+        """Make `nbytes` fit."""
+        if self.memory.numel() < nbytes:
+            self.memory = self._stream.device_bytes(_with_spare(nbytes))
+            self._rows = {}
+
+    def rows(self, word: torch.dtype, words: int) -> torch.Tensor:
+        """View the memory as rows of so many words."""
+        key = (word, words)
+        if key not in self._rows:
+            whole = self.memory.numel() // (words * word.itemsize)
+            self._rows[key] = self.memory[: whole * words * word.itemsize].view(word).view(whole, words)
+        return self._rows[key]
+
+
+def _with_spare(nbytes: int) -> int:
+    """Add a quarter, and end where any dtype may end."""
     return -(-(nbytes + nbytes // 4) // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+_NAME, _PLACE = np.dtype(np.int32), np.dtype(np.int64)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockSpan:
+    """Where a field lies in a block, in bytes and in elements."""
+
+    first: int
+    end: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]  # in elements
+    offset: int  # in elements
+    dtype: np.dtype[Any]
+    kind: torch.dtype  # the same, as torch calls it
+
+
+class DeviceMove(NamedTuple):
+    """Names in a block, and where in it the slices go that they name."""
+
+    names_offset: int  # in names
+    names: int
+    first: int
+    nbytes: int
+
+
+class PackedField(NamedTuple):
+    """An array whose bytes are sent, and the shape in which the batch shows them."""
+
+    array: Array
+    shape: tuple[int, ...]
+
+
+class BatchLayout:
+    """Where every field of a batch lies in its block; one layout for all batches of the same shapes and dtypes.
+
+        block:  large observations, one field after another | small fields | names of slices | places of slices
+        head:                                                 small fields | names of slices | places of slices
+
+    Spans do not overlap, and each begins where any dtype may. The head is pinned memory.
+
+    Args:
+        kind_of: Returns torch's name of a dtype.
+        rows: The shape of a batch's ids.
+        large: The leaves that lie in segments, by their position, and how each is cut; None for one that is not.
+        small: All other fields.
+    """
+
+    def __init__(
+        self,
+        stream: DeviceStream,
+        kind_of: Callable[[np.dtype[Any]], torch.dtype],
+        rows: tuple[int, ...],
+        large: dict[int, tuple[Leaf, Cut | None]],
+        small: Sequence[PackedField],
+    ) -> None:
+        self.nbytes = 0
+        self._kind_of = kind_of
+        self.large = {
+            position: (self._add((*rows, *leaf.shape), leaf.dtype), self._add((*rows, *leaf.shape), leaf.dtype))
+            for position, (leaf, _) in large.items()
+        }
+        self.head_first = self.nbytes
+        self.small = [self._add(shown.shape, shown.array.dtype) for shown in small]
+        self.names_first = self.nbytes
+        count = math.prod(rows)
+        cuts = {position: cut for position, (_, cut) in large.items() if cut is not None}
+        self.names = {
+            position: (self._add((count, cut[2]), _NAME), self._add((count, cut[2]), _NAME))
+            for position, cut in cuts.items()
+        }
+        self.places = {position: self._add((2 * count * cut[2],), _PLACE) for position, cut in cuts.items()}
+        self.moves = {position: _moves(self.names[position], self.large[position]) for position in cuts}
+        self._shapes = [shown.array.shape for shown in small]
+        self.ring = StagingRing(stream, slot_bytes=self.nbytes - self.head_first)
+        self._heads: dict[int, PinnedHead] = {}
+
+    def next_head(self) -> PinnedHead:
+        """Return pinned memory for the next batch."""
+        slot = self.ring.next_slot()
+        if slot.number not in self._heads:
+            self._heads[slot.number] = PinnedHead(slot, self, self._shapes)
+        return self._heads[slot.number]
+
+    def _add(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> BlockSpan:
+        nbytes = math.prod(shape) * dtype.itemsize
+        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
+        first = self.nbytes
+        self.nbytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return BlockSpan(first, first + nbytes, shape, strides, first // dtype.itemsize, dtype, self._kind_of(dtype))
+
+
+class PinnedHead:
+    """Pinned memory for small fields and names; used by one batch at a time."""
+
+    def __init__(self, slot: StagingSlot, layout: BatchLayout, shapes: list[tuple[int, ...]]) -> None:
+        self.slot = slot
+        small_bytes = layout.names_first - layout.head_first
+        self.fields, self.named = slot.host[:small_bytes], slot.host[small_bytes:]
+
+        def seen(span: BlockSpan, shape: tuple[int, ...]) -> Array:
+            piece: Array = slot.array[span.first - layout.head_first : span.end - layout.head_first]
+            return piece.view(span.dtype).reshape(shape)
+
+        self.places: dict[int, NDArray[np.int64]] = {
+            position: seen(span, span.shape) for position, span in layout.places.items()
+        }
+        self._small = [seen(span, shape) for span, shape in zip(layout.small, shapes, strict=True)]
+        self.names: dict[int, tuple[Names, Names]] = {
+            position: (seen(pair[0], pair[0].shape), seen(pair[1], pair[1].shape))
+            for position, pair in layout.names.items()
+        }
+
+    def pack(self, fields: Sequence[PackedField]) -> None:
+        """Copy the small fields to their places."""
+        for place, shown in zip(self._small, fields, strict=True):
+            place[...] = shown.array
+
+
+def _moves(names: tuple[BlockSpan, BlockSpan], out: tuple[BlockSpan, BlockSpan]) -> list[DeviceMove]:
+    """Return which names go where: both observations at once, if neither names nor bytes have a gap in between."""
+    pairs = [
+        DeviceMove(named.offset, math.prod(named.shape), span.first, span.end - span.first)
+        for named, span in zip(names, out, strict=True)
+    ]
+    if names[0].end == names[1].first and out[0].end == out[1].first:
+        first, second = pairs
+        return [DeviceMove(first.names_offset, first.names + second.names, first.first, first.nbytes + second.nbytes)]
+    return pairs

@@ -1,163 +1,56 @@
-"""Where every field of a batch lies in its block on a device: worked out once for all batches that look alike.
+"""Batches on a device: unique slices are sent once, and stacked there.
 
-In:  shapes and dtypes.  Out: spans of the block, and pinned memory that lies as the end of it does.
-Invariant: spans do not overlap, and each begins where any dtype may.
+In:  draws.  Out: batches whose tensors are views of one block on the device.
+Invariant: the host never waits for the device, but for pinned memory that it writes to again. A block is used again
+only when no tensor of it is left, and only after everything that the consumer asked for before.
 
-    block:  large observations, one field after another | small fields | names of slices | places of slices
-    head:                                                 small fields | names of slices | places of slices
-
-The head is pinned. Names and places are sent first, so that the bus is busy while small fields are packed; places
-only tell of slices that the device reads on the host by itself.
+Names and places of slices are sent first, so that the bus is busy while small fields are packed; places are only used
+for slices that the device reads on the host by itself.
 """
 
 from __future__ import annotations
 
-import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery.device import DeviceBlocks, DeviceStream, StagingBuffer
-from holdall.delivery.host import ALIGNMENT_BYTES, BatchBuilder, BatchJob, DrawnRows
+from holdall.delivery.batches import (
+    Batches,
+    BatchJob,
+    BlockPool,
+    Delivery,
+    DrawnRows,
+    HostBatches,
+    ObservationAssembler,
+)
+from holdall.delivery.device import (
+    BatchLayout,
+    BlockSpan,
+    DeviceMove,
+    DeviceScratch,
+    DeviceStream,
+    PackedField,
+    PinnedHead,
+    StagingRing,
+    StagingSlot,
+    stream_to,
+)
+from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.errors import DamageError
-from holdall.native.slice_names import CopyPlan, Cut, Names, SliceNamer
-from holdall.schema import Array, Leaf, Schema
-from holdall.storage.slices import Places
-from holdall.storage.store import Rows
+from holdall.native import CopyPlan, Cut, Names, SliceNamer
+from holdall.schema import Schema
+from holdall.storage.slices import Kernels
+from holdall.storage.store import Rows, Store
 
 if TYPE_CHECKING:
     import torch
 
 
-_NAME, _PLACE = np.dtype(np.int32), np.dtype(np.int64)
-_HEADS = 2
-"""While one batch leaves its pinned memory, the next is put into the other's."""
-
-
-@dataclass(frozen=True, slots=True)
-class BlockSpan:
-    """A field's place in a block, in bytes and as torch counts."""
-
-    first: int
-    end: int
-    shape: tuple[int, ...]
-    strides: tuple[int, ...]  # in elements
-    offset: int  # in elements
-    dtype: np.dtype[Any]
-    kind: torch.dtype  # the same, as torch calls it
-
-
-class DeviceMove(NamedTuple):
-    """Names in a block, and where in it the slices they name are to stand."""
-
-    names_offset: int  # in names
-    names: int
-    first: int
-    nbytes: int
-
-
-class PackedField(NamedTuple):
-    """An array whose bytes are sent, and the shape in which the batch shows them."""
-
-    array: Array
-    shape: tuple[int, ...]
-
-
-class BatchLayout:
-    """The layout of batches with the same fields, shapes and dtypes.
-
-    Args:
-        kind_of: Returns torch's name of a dtype.
-        rows: The shape of a batch's ids.
-        large: The leaves that lie in segments, by their position, and how each is cut; None for one that is not.
-        small: All other fields.
-    """
-
-    def __init__(
-        self,
-        line: DeviceStream,
-        kind_of: Callable[[np.dtype[Any]], torch.dtype],
-        rows: tuple[int, ...],
-        large: dict[int, tuple[Leaf, Cut | None]],
-        small: Sequence[PackedField],
-    ) -> None:
-        self.nbytes = 0
-        self._kind_of = kind_of
-        self.large = {
-            position: (self._add((*rows, *leaf.shape), leaf.dtype), self._add((*rows, *leaf.shape), leaf.dtype))
-            for position, (leaf, _) in large.items()
-        }
-        self.head_first = self.nbytes
-        self.small = [self._add(shown.shape, shown.array.dtype) for shown in small]
-        self.names_first = self.nbytes
-        count = math.prod(rows)
-        cuts = {position: cut for position, (_, cut) in large.items() if cut is not None}
-        self.names = {
-            position: (self._add((count, cut[2]), _NAME), self._add((count, cut[2]), _NAME))
-            for position, cut in cuts.items()
-        }
-        self.places = {position: self._add((2 * count * cut[2],), _PLACE) for position, cut in cuts.items()}
-        self.moves = {position: _moves(self.names[position], self.large[position]) for position in cuts}
-        shapes = [shown.array.shape for shown in small]
-        self.heads = [PinnedHead(line, self, shapes) for _ in range(_HEADS)]
-
-    def _add(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> BlockSpan:
-        nbytes = math.prod(shape) * dtype.itemsize
-        strides = tuple(math.prod(shape[axis + 1 :]) for axis in range(len(shape)))
-        first = self.nbytes
-        self.nbytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return BlockSpan(first, first + nbytes, shape, strides, first // dtype.itemsize, dtype, self._kind_of(dtype))
-
-
-class PinnedHead:
-    """Pinned memory for small fields and names; used by one batch at a time."""
-
-    def __init__(self, line: DeviceStream, layout: BatchLayout, shapes: list[tuple[int, ...]]) -> None:
-        self.host: torch.Tensor = line.host_bytes(layout.nbytes - layout.head_first)
-        small_bytes = layout.names_first - layout.head_first
-        self.fields, self.named = self.host[:small_bytes], self.host[small_bytes:]
-        self.left: Any = None  # a mark behind the copy from here
-        array = self.host.numpy()
-
-        def seen(span: BlockSpan, shape: tuple[int, ...]) -> Array:
-            piece: Array = array[span.first - layout.head_first : span.end - layout.head_first]
-            return piece.view(span.dtype).reshape(shape)
-
-        self.places: dict[int, NDArray[np.int64]] = {
-            position: seen(span, span.shape) for position, span in layout.places.items()
-        }
-        self._small = [seen(span, shape) for span, shape in zip(layout.small, shapes, strict=True)]
-        self.names: dict[int, tuple[Names, Names]] = {
-            position: (seen(pair[0], pair[0].shape), seen(pair[1], pair[1].shape))
-            for position, pair in layout.names.items()
-        }
-
-    def pack(self, fields: Sequence[PackedField]) -> None:
-        """Copy the small fields to their places."""
-        for place, shown in zip(self._small, fields, strict=True):
-            place[...] = shown.array
-
-
-def _moves(names: tuple[BlockSpan, BlockSpan], out: tuple[BlockSpan, BlockSpan]) -> list[DeviceMove]:
-    """Tell which names go where: both observations at once, if neither names nor bytes have a gap in between."""
-    pairs = [
-        DeviceMove(named.offset, math.prod(named.shape), span.first, span.end - span.first)
-        for named, span in zip(names, out, strict=True)
-    ]
-    if names[0].end == names[1].first and out[0].end == out[1].first:
-        first, second = pairs
-        return [DeviceMove(first.names_offset, first.names + second.names, first.first, first.nbytes + second.nbytes)]
-    return pairs
-
-
-_PASSAGES = 2
-"""As many as a layout has heads."""
 _KEPT_LAYOUTS = 8
 """Kinds of batches whose layouts are kept, with their pinned heads."""
 
@@ -170,48 +63,108 @@ class _NamedSlices(NamedTuple):
     unique: int
     word: torch.dtype
     words: int  # of a slice
-    source: torch.Tensor | None = None  # on the device, as rows of words; None: the device is to read them ...
+    source: torch.Tensor | None = None  # on the device, as rows of words; None: the device reads them ...
     on_host: torch.Tensor | None = None  # ... from here
 
 
-class DeviceBuilder:
+def batches_for(
+    schema: Schema,
+    kernels: Kernels,
+    assembler: ObservationAssembler,
+    delivery: Delivery,
+    store_on_device: bool = False,
+    pins: bool = False,
+) -> Batches:
+    """Return what makes batches for a delivery.
+
+    Args:
+        store_on_device: Keep all slices on the delivery's device, and make batches of them there.
+        pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
+    """
+    plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
+    if device is None or not (store_on_device or delivery.is_remote):
+        return plain
+    torch = delivery.torch
+    return DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+
+
+class DeviceBatches(Batches):
     """Makes batches on one device.
 
     Args:
-        plain: Makes the same batches in arrays, and copies them over; goals that are images are told anew there.
-        namer: Names slices; None where the loops for that were not compiled: observations then travel whole.
+        plain: Makes the same batches in arrays, and copies them over; goals that are images are relabelled there.
+        kernels: Where the loops that name slices are not compiled, observations are sent whole.
     """
 
     def __init__(
-        self, schema: Schema, plain: BatchBuilder, line: DeviceStream, namer: SliceNamer | None, torch: Any
+        self,
+        schema: Schema,
+        plain: HostBatches,
+        stream: DeviceStream,
+        kernels: Kernels,
+        torch: Any,
+        store_on_device: bool,
+        pins: bool,
     ) -> None:
         self.schema = schema
         self.plain = plain
-        self.line = line
-        self.blocks = DeviceBlocks(line)
+        self.stream = stream
+        self.blocks = BlockPool(stream.device_bytes, stream.lend)
         self.torch = torch
-        self._namer = namer
-        self._passages: list[dict[int, StagingBuffer]] = [{} for _ in range(_PASSAGES)]
-        self._turn = 0
+        self._namer: SliceNamer | None = kernels.namer()
+        named = self._namer is not None
+        self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
+        self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
+        self._rings: dict[int, StagingRing] = {}  # by leaf
+        self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
+        self._picked = DeviceScratch(stream)
         self._under_way: deque[tuple[Any, DrawnRows]] = deque()  # batches that the device reads from the host
         self._rows_on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by leaf: a span of arenas, and its rows
-        self._scratch = line.device_bytes(0)
         self._lock = threading.Lock()
         self._layouts: dict[Any, BatchLayout] = {}
         self._layouts_lock = threading.Lock()
 
-    def start(self, draw: Draw, reading: DrawnRows) -> BatchJob:
-        """See `Builder`; the block is chosen here, behind all that the consumer asked the device for so far."""
-        if draw.goals is not None and self.plain.goals_are_among(draw.goals, reading.rows.large):
-            return self.plain.start(draw, reading)
-        return _DeviceJob(self, draw, reading)
+    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+        """See `Batches`."""
+        return DrawnRows.of(draw, store)._replace(
+            on_device=None if self._slices is None else self._slices.up_to_date(store),
+            pinned=None if self._arenas is None else self._arenas.up_to_date(store),
+        )
+
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
+        """See `Batches`; the block is chosen here, behind everything that the consumer asked the device for."""
+        if self.plain.has_goals_among(draw, drawn.rows.large):
+            return self.plain.start(draw, drawn)
+        return _DeviceJob(self, draw, drawn)
+
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """See `Batches`."""
+        job = self.start(draw, drawn)
+        job.work()
+        return job.receive()
+
+    def keep(self, batches: int) -> None:
+        """See `Batches`."""
+        self.plain.keep(batches)
+        self.blocks.most = max(self.blocks.most, batches + 1)
 
     @property
     def pinned_bytes(self) -> int:
-        """Bytes of pinned memory."""
+        """See `Batches`."""
         with self._layouts_lock:
-            heads = [head.host.numel() for layout in self._layouts.values() for head in layout.heads]
-        return sum(heads) + sum(passage.nbytes for passages in self._passages for passage in passages.values())
+            heads = [layout.ring.nbytes for layout in self._layouts.values()]
+        return sum(heads) + sum(ring.nbytes for ring in list(self._rings.values()))
+
+    def close(self) -> None:
+        """Wait until the device has read everything; then end the threads, and release what is pinned."""
+        with self._lock:
+            for event, _ in self._under_way:
+                self.stream.synchronize(event)
+            self._under_way.clear()
+        if self._arenas is not None:
+            self._arenas.close()
+        if self._namer is not None:
+            self._namer.pool.dismiss()
 
     def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[PackedField]) -> BatchLayout:
         """Return the layout of batches like this one."""
@@ -221,93 +174,109 @@ class DeviceBuilder:
             if layout is None:
                 leaves = self.schema.observation.leaves
                 large = {position: (leaves[position], cut) for position, cut in cuts.items()}
-                layout = BatchLayout(self.line, self._kind_of, rows, large, small)
+                layout = BatchLayout(self.stream, self._kind_of, rows, large, small)
             self._layouts[key] = layout
             if len(self._layouts) > _KEPT_LAYOUTS:
-                del self._layouts[next(iter(self._layouts))]  # the kind not asked for the longest
+                del self._layouts[next(iter(self._layouts))]  # the kind that was not used for longest
         return layout
 
     def cuts(self, rows: Rows) -> dict[int, Cut | None]:
-        """Return how the large fields are cut into slices that can be named; None for one that travels whole."""
+        """Return how the large fields are cut into slices that can be named; None for one that is sent whole."""
         if self._namer is None or rows.places is None:
             return dict.fromkeys(rows.large)
         return {leaf: self._namer.cut(rows.places, field) for field, leaf in enumerate(rows.large)}
 
     def fill(self, job: _DeviceJob) -> None:
         """Bring all fields of a batch to its block."""
-        with self._lock, self.line.at_work():
-            head, passages = job.layout.heads[self._turn], self._passages[self._turn]
-            self._turn = (self._turn + 1) % _PASSAGES
-            self.line.hold(job.free)
-            if head.left is not None:
-                self.line.wait(head.left)
-            self._forget_passed()
+        with self._lock, self.stream.active():
+            head = job.layout.next_head()
+            used = [head.slot]
+            self.stream.wait_for(job.free)
+            while self._under_way and self.stream.has_passed(self._under_way[0][0]):
+                self._under_way.popleft()
             try:
-                self._send(job, head, passages)
+                self._send(job, head, used)
             except BaseException:
-                self.line.wait(self.line.mark())  # copies that C started may still read what is about to go
+                self.stream.synchronize(
+                    self.stream.record()
+                )  # copies that C started may still read what is about to go
                 raise
-            job.ready = head.left = self.line.mark()
-            for leaf in job.cuts:
-                if leaf in passages:
-                    passages[leaf].left = job.ready
-            if job.reading.pinned is not None:
-                self._under_way.append((job.ready, job.reading))
+            job.ready = self.stream.record()
+            for slot in used:
+                slot.read = job.ready
+            if job.drawn.pinned is not None:
+                self._under_way.append((job.ready, job.drawn))
 
-    def _send(self, job: _DeviceJob, head: PinnedHead, passages: dict[int, StagingBuffer]) -> None:
+    def _send(self, job: _DeviceJob, head: PinnedHead, used: list[StagingSlot]) -> None:
         """Send everything, the slowest first, and stack what is there."""
         layout = job.layout
-        slices = [
-            self._send_slices(job, leaf, cut, head, passages)
-            for leaf, cut in job.cuts.items()
-            if cut is not None and job.count
-        ]
+        slices = []
         for leaf, cut in job.cuts.items():
             if cut is None:
-                self._send_whole(job, leaf, passages)
+                used.append(self._send_whole(job, leaf))
+            elif job.count:
+                slices.append(self._send_slices(job, leaf, cut, head, used))
         if slices:
             job.block[layout.names_first :].copy_(head.named, non_blocking=True)
-            slices = [self._at_hand(job, named, passages) for named in slices]
+            slices = [self._read_from_host(job, named) for named in slices]
         head.pack(job.small)
         job.block[layout.head_first : layout.names_first].copy_(head.fields, non_blocking=True)
         for named in slices:
             for move in layout.moves[named.leaf]:
-                self._move(job, named, move)
+                self._stack(job, named, move)
 
-    def _passage(self, leaf: int, passages: dict[int, StagingBuffer]) -> StagingBuffer:
-        if leaf not in passages:
-            passages[leaf] = StagingBuffer(self.line)
-        return passages[leaf]
+    def _staging(self, leaf: int, nbytes: int) -> StagingSlot:
+        if leaf not in self._rings:
+            self._rings[leaf] = StagingRing(self.stream)
+        return self._rings[leaf].next_slot(nbytes)
+
+    def _send_whole(self, job: _DeviceJob, leaf: int) -> StagingSlot:
+        """Send both observations of a field as they are, where slices cannot be named or are cut in several ways."""
+        pair = self.plain.observation_pair(job.drawn, leaf)
+        nbytes = pair[0].nbytes
+        slot = self._staging(leaf, 2 * nbytes)
+        for position, (array, span) in enumerate(zip(pair, job.layout.large[leaf], strict=True)):
+            first = position * nbytes
+            slot.array[first : first + nbytes] = array.reshape(-1).view(np.uint8)
+            job.block[span.first : span.end].copy_(slot.host[first : first + nbytes], non_blocking=True)
+        return slot
 
     def _send_slices(
-        self, job: _DeviceJob, leaf: int, cut: Cut, head: PinnedHead, passages: dict[int, StagingBuffer]
+        self, job: _DeviceJob, leaf: int, cut: Cut, head: PinnedHead, used: list[StagingSlot]
     ) -> _NamedSlices:
         """Name the slices of one field, and send those that the device neither has nor can read by itself."""
         field, slice_bytes = job.large.index(leaf), cut[0] * cut[1]
         word = self._widest(slice_bytes)
-        reading, words = job.reading, slice_bytes // word.itemsize
-        there = None if reading.mirrored is None else reading.mirrored.fields.get(field)
-        count = self._name(reading, field, cut, head.names[leaf], None if there is None else there.bases)
+        drawn, words = job.drawn, slice_bytes // word.itemsize
+        there = None if drawn.on_device is None else drawn.on_device.fields.get(field)
+        count = self._name(drawn, field, cut, head.names[leaf], None if there is None else there.bases)
         named = _NamedSlices(leaf, cut, count, word, words)
         if there is not None:
             return named._replace(source=there.slices.view(word).view(-1, words))
-        body, pinned = self._passage(leaf, passages), reading.pinned
-        if self._namer is None or reading.rows.places is None:
+        namer, pinned, places = self._namer, drawn.pinned, drawn.rows.places
+        if namer is None or places is None:
             raise DamageError("slices were to be named, but nothing names them here; report this")
-        if pinned is not None and self._namer.where(
-            pinned.starts[field], slice_bytes, word.itemsize, head.places[leaf]
-        ):
-            body.make_room_there(count * slice_bytes)
+        scratch = self._scratch.setdefault(leaf, DeviceScratch(self.stream))
+        scratch.make_room(count * slice_bytes)
+        if pinned is not None and namer.where(pinned.starts[field], slice_bytes, word.itemsize, head.places[leaf]):
             return named._replace(on_host=pinned.span)
-        body.make_room(count * slice_bytes)
-        self._bring(reading.rows.places, field, body, count, slice_bytes)
-        return named._replace(source=body.rows(word, words))
+        slot = self._staging(leaf, count * slice_bytes)
+        used.append(slot)
+        # Every wave is on its way as soon as it is copied or decoded. Torch sends the last one, so that it knows how
+        # long the memory is read from.
+        out = slot.array[: count * slice_bytes].reshape(count, slice_bytes)
+        function, stream = self.stream.copy_function(namer.send_here)
+        with self.stream.driver_context():
+            sent = namer.collect(places, field, out, CopyPlan(function, scratch.memory.data_ptr(), stream))
+        first, end = sent * slice_bytes, count * slice_bytes
+        scratch.memory[first:end].copy_(slot.host[first:end], non_blocking=True)
+        return named._replace(source=scratch.rows(word, words))
 
     def _name(
-        self, reading: DrawnRows, field: int, cut: Cut, names: tuple[Names, Names], bases: NDArray[np.int64] | None
+        self, drawn: DrawnRows, field: int, cut: Cut, names: tuple[Names, Names], bases: NDArray[np.int64] | None
     ) -> int:
         of_obs, of_next = names
-        first, last = reading.rows.places, None if reading.last is None else reading.last.places
+        first, last = drawn.rows.places, None if drawn.last is None else drawn.last.places
         if self._namer is None or first is None:
             return 0
         self._namer.begin(0 if bases is not None else 2 * of_obs.size)
@@ -316,20 +285,7 @@ class DeviceBuilder:
         self._namer.name(first, field, cut, of_obs, None, bases)
         return self._namer.name(last, field, cut, None, of_next, bases)
 
-    def _bring(self, places: Places, field: int, body: StagingBuffer, count: int, slice_bytes: int) -> None:
-        """Copy or decode all slices named into pinned memory, each wave on its way as soon as it is there.
-
-        The last wave is torch's to send, so that it knows how long the memory is read from.
-        """
-        if self._namer is None:
-            return
-        out = body.array[: count * slice_bytes].reshape(count, slice_bytes)
-        sender, stream = self.line.sender(self._namer.send_here)
-        with self.line.sending():
-            sent = self._namer.bring(places, field, out, CopyPlan(sender, body.device.data_ptr(), stream))
-        body.send(sent * slice_bytes, count * slice_bytes)
-
-    def _at_hand(self, job: _DeviceJob, named: _NamedSlices, passages: dict[int, StagingBuffer]) -> _NamedSlices:
+    def _read_from_host(self, job: _DeviceJob, named: _NamedSlices) -> _NamedSlices:
         """Let the device read slices where they lie on the host, if it has not got them."""
         word, words, span = named.word, named.words, named.on_host
         if span is None:
@@ -341,34 +297,11 @@ class DeviceBuilder:
             rows = whole.as_strided((whole.numel() - words + 1, words), (1, 1))
             self._rows_on_host[named.leaf] = (span, rows)
         places = job.seen_as(self.torch.int64).as_strided((named.unique,), (1,), job.layout.places[named.leaf].offset)
-        slices = passages[named.leaf].rows(word, words)
+        slices = self._scratch[named.leaf].rows(word, words)
         self.torch.index_select(rows, 0, places, out=slices[: named.unique])
         return named._replace(source=slices)
 
-    def _forget_passed(self) -> None:
-        """Let go of what the device has read."""
-        while self._under_way and self.line.passed(self._under_way[0][0]):
-            self._under_way.popleft()
-
-    def finish(self) -> None:
-        """Wait until the device has read all that it was asked to."""
-        with self._lock:
-            for mark, _ in self._under_way:
-                self.line.wait(mark)
-            self._under_way.clear()
-
-    def _send_whole(self, job: _DeviceJob, leaf: int, passages: dict[int, StagingBuffer]) -> None:
-        """Send both observations of a field as they are, where slices cannot be named or are cut in several ways."""
-        body = self._passage(leaf, passages)
-        pair = self.plain.observation_pair(job.reading, leaf)
-        nbytes = pair[0].nbytes
-        body.make_room(2 * nbytes)
-        for position, (array, span) in enumerate(zip(pair, job.layout.large[leaf], strict=True)):
-            first = position * nbytes
-            body.array[first : first + nbytes] = array.reshape(-1).view(np.uint8)
-            job.block[span.first : span.end].copy_(body.host[first : first + nbytes], non_blocking=True)
-
-    def _move(self, job: _DeviceJob, named: _NamedSlices, move: DeviceMove) -> None:
+    def _stack(self, job: _DeviceJob, named: _NamedSlices, move: DeviceMove) -> None:
         """Put named slices side by side in the block, as windows."""
         (outer, run_bytes, window), source = named.cut, named.source
         if source is None:
@@ -380,9 +313,8 @@ class DeviceBuilder:
             out = job.seen_as(word).as_strided((move.names, words), (words, 1), place)
             self.torch.index_select(source, 0, names, out=out)
             return
-        if self._scratch.numel() < move.nbytes:
-            self._scratch = self.line.device_bytes(move.nbytes)
-        picked = self._scratch[: move.nbytes]
+        self._picked.make_room(move.nbytes)
+        picked = self._picked.memory[: move.nbytes]
         self.torch.index_select(source, 0, names, out=picked.view(word).view(move.names, words))
         run = self._widest(run_bytes)
         shape = (-1, window, outer, run_bytes // run.itemsize)
@@ -403,23 +335,21 @@ class DeviceBuilder:
 class _DeviceJob:
     """One batch on its way to a device."""
 
-    def __init__(self, builder: DeviceBuilder, draw: Draw, reading: DrawnRows) -> None:
-        self._builder = builder
+    def __init__(self, batches: DeviceBatches, draw: Draw, drawn: DrawnRows) -> None:
+        self._batches = batches
         self._draw = draw
-        self.reading = reading
+        self.drawn = drawn
         self.ready: Any = None
-        is_at_hand = reading.mirrored is not None or (reading.pinned is not None and reading.pinned.is_whole)
-        self.is_quick = builder.line.works_alone and (is_at_hand or not reading.rows.large)
-        rows = reading.rows
-        last = reading.last or rows
+        is_readable = drawn.on_device is not None or (drawn.pinned is not None and drawn.pinned.is_whole)
+        self.is_quick = batches.stream.is_asynchronous and (is_readable or not drawn.rows.large)
+        rows = drawn.rows
+        last = drawn.last or rows
         self.large = rows.large
         self.count = len(rows.reward)
-        self.cuts = builder.cuts(rows)
+        self.cuts = batches.cuts(rows)
         obs = {leaf: pair[0] for leaf, pair in rows.small.items()}
         next_obs = {leaf: pair[1] for leaf, pair in last.small.items()}
-        reward = rows.reward if draw.reward is None else draw.reward
-        if draw.goals is not None and reading.outcomes is not None and draw.goals.rows.size:
-            builder.plain.tell_anew(draw.goals, reading.outcomes, obs, next_obs, reward, rows.extras)
+        reward = batches.plain.relabel_goals(draw, drawn, obs, next_obs)
         self._small_leaves = list(obs)
         shape = draw.ids.shape
         fields = [*obs.values(), *next_obs.values(), *rows.action, *rows.extras]
@@ -427,10 +357,10 @@ class _DeviceJob:
         self.small = [PackedField(array, shape + array.shape[1:]) for array in fields]
         of_rows = (draw.weights, draw.discount, draw.mask)
         self.small += [PackedField(array, array.shape) for array in of_rows if array is not None]
-        self.layout = builder.layout(shape, self.cuts, self.small)
-        self.block = builder.blocks.take(self.layout.nbytes)
+        self.layout = batches.layout(shape, self.cuts, self.small)
+        self.block = batches.blocks.take(self.layout.nbytes)
         self._seen_as: dict[Any, torch.Tensor] = {}
-        self.free = builder.line.mark_consumer()
+        self.free = batches.stream.record_consumer()
 
     def seen_as(self, dtype: Any) -> torch.Tensor:
         """See the whole block as elements of one dtype."""
@@ -440,15 +370,15 @@ class _DeviceJob:
         return seen
 
     def work(self) -> None:
-        """See `Job`."""
-        if self.reading.mirrored is None:
-            self.reading.bring()
-        self._builder.fill(self)
+        """See `BatchJob`."""
+        if self.drawn.on_device is None:
+            self.drawn.fetch()
+        self._batches.fill(self)
 
     def receive(self) -> Batch:
-        """See `Job`; the consumer's stream, not the host, waits for what is under way."""
-        builder, draw, schema = self._builder, self._draw, self._builder.schema
-        builder.line.hold_consumer(self.ready)
+        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
+        draw, schema = self._draw, self._batches.schema
+        self._batches.stream.let_consumer_wait(self.ready)
         small = iter([self._see(span) for span in self.layout.small])
         obs, next_obs = (self._observation(side, small) for side in (0, 1))
         return Batch(

@@ -1,8 +1,8 @@
-"""The mirror: every slice of the large fields on a device, raw, as the segments name them.
+"""Slices where a device reads them: copies of all of them on the device, or raw blocks pinned on the host.
 
-In:  the store, as it grows.  Out: where each segment's slices begin in one large tensor a field.
-Invariant: what is on the device is, slice for slice, what the segments hold. A region is written to
-again only when its block was evicted and nobody holds on to what was said of it.
+In:  the store, as it grows.  Out: snapshots that say where each segment's slices begin.
+Invariant: what is on the device is, slice for slice, what the segments hold. While a snapshot is referred to, no region
+that it names is written to again, and no arena that it names is unpinned.
 
 Slices are sent as they are written, before they are compressed: the host keeps what the budget says.
 """
@@ -10,14 +10,13 @@ Slices are sent as they are written, before they are compressed: the host keeps 
 from __future__ import annotations
 
 import os
-import sys
 import weakref
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.device import DeviceStream, StagingBuffer
+from holdall.delivery.device import DeviceStream, StagingRing
 from holdall.errors import DamageError
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, SliceBlock, address
@@ -32,19 +31,39 @@ _FIRST_REGIONS = 4
 _GROWTH = 1.5
 _SENT_AT_ONCE_BYTES = 4 << 20
 
+Parts = list[OpenPart | ClosedPart]
+"""What all segments hold of one field, oldest first."""
 
-class MirroredField(NamedTuple):
+
+class _Snapshots:
+    """The snapshots that somebody still refers to."""
+
+    def __init__(self) -> None:
+        self._living: list[weakref.ref[DeviceSnapshot | PinnedSnapshot]] = []
+
+    def add(self, snapshot: DeviceSnapshot | PinnedSnapshot) -> None:
+        self._living = [ref for ref in self._living if ref() is not None]
+        self._living.append(weakref.ref(snapshot))
+
+    def named(self) -> set[int]:
+        """Return the identities of everything that they name."""
+        snapshots = [snapshot for ref in self._living if (snapshot := ref()) is not None]
+        return {id(item) for snapshot in snapshots for item in snapshot.held}
+
+
+class FieldOnDevice(NamedTuple):
     """One field on the device."""
 
     slices: torch.Tensor  # bytes
     bases: NDArray[np.int64]  # by segment: the slice of `slices` that its slice 0 is
 
 
-class Mirrored(NamedTuple):
+class DeviceSnapshot:
     """What was on the device at one moment; nothing of it is overwritten while this is referred to."""
 
-    fields: dict[int, MirroredField]
-    held: tuple[_Region, ...]
+    def __init__(self, fields: dict[int, FieldOnDevice], held: tuple[_Region, ...]) -> None:
+        self.fields = fields
+        self.held = held
 
 
 class _Region:
@@ -55,73 +74,72 @@ class _Region:
         self.sent = 0
 
 
-class DeviceMirror:
-    """Keeps a device up to date with the segments of one memory. Called under the memory's lock."""
+class DeviceSlices:
+    """Keeps all slices of one memory on a device. Called under the memory's lock."""
 
-    def __init__(self, line: DeviceStream, coder: Coder) -> None:
-        self._line = line
+    def __init__(self, stream: DeviceStream, coder: Coder) -> None:
+        self._stream = stream
         self._coder = coder
-        self._passage = StagingBuffer(line)
-        self._fields: dict[int, _FieldMirror] = {}
+        self._ring = StagingRing(stream)
+        self._fields: dict[int, _DeviceField] = {}
+        self._snapshots = _Snapshots()
         self._version = -1
-        self._mirrored: Mirrored | None = None
+        self._snapshot: DeviceSnapshot | None = None
 
-    def brought_up_to_date(self, store: Store) -> Mirrored:
-        """Send what is new, and say where everything is."""
+    def up_to_date(self, store: Store) -> DeviceSnapshot:
+        """Send what is new, and return where everything is."""
         segments = store.large_segments
-        with self._line.at_work():
-            if self._mirrored is None or segments.version != self._version:
-                self._version, self._mirrored = segments.version, None  # nothing said so far keeps a region taken
-                parts = {field: segments.parts(field) for field in range(store.large_fields)}
-                self._mirrored = self._follow(parts)
-            for field in self._mirrored.fields:
+        with self._stream.active():
+            if self._snapshot is None or segments.version != self._version:
+                self._version, self._snapshot = segments.version, None  # so that this one keeps no region in use
+                parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
+                self._snapshot = self._follow(parts)
+            for field in self._snapshot.fields:
                 self._fields[field].send_new()
-        return self._mirrored
+        return self._snapshot
 
-    def _follow(self, parts_by_field: dict[int, list[OpenPart | ClosedPart]]) -> Mirrored:
-        fields: dict[int, MirroredField] = {}
+    def _follow(self, parts_by_field: dict[int, Parts]) -> DeviceSnapshot:
+        fields: dict[int, FieldOnDevice] = {}
         held: list[_Region] = []
         for field, parts in parts_by_field.items():
-            mirror = self._fields.setdefault(field, _FieldMirror(self._line, self._coder, self._passage))
+            there = self._fields.setdefault(field, _DeviceField(self._stream, self._coder, self._ring, self._snapshots))
             window = parts[0].window
             # Slices that lie in the log itself are written lane by lane, so what was sent may still grow in between.
             if not lies_direct(window) and all(part.window == window for part in parts):
-                mirror.follow(parts)
-                fields[field] = MirroredField(mirror.slices, mirror.bases)
-                held += mirror.regions
-        return Mirrored(fields, tuple(held))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(mirror.slices.numel() for mirror in self._fields.values())
+                there.follow(parts)
+                fields[field] = FieldOnDevice(there.slices, there.bases)
+                held += there.regions
+        snapshot = DeviceSnapshot(fields, tuple(held))
+        self._snapshots.add(snapshot)
+        return snapshot
 
 
-class _FieldMirror:
+class _DeviceField:
     """The slices of one field."""
 
-    def __init__(self, line: DeviceStream, coder: Coder, passage: StagingBuffer) -> None:
-        self.slices = line.device_bytes(0)
+    def __init__(self, stream: DeviceStream, coder: Coder, ring: StagingRing, snapshots: _Snapshots) -> None:
+        self.slices = stream.device_bytes(0)
         self.bases = np.empty(0, np.int64)
         self.regions: list[_Region] = []
-        self._line = line
+        self._stream = stream
         self._coder = coder
-        self._passage = passage
+        self._ring = ring
+        self._snapshots = snapshots
         self._slice_bytes = 0
         self._room = 0  # slices of a region
         self._all: list[_Region] = []
         self._by_block: dict[int, tuple[SliceBlock, _Region]] = {}  # with the block, so that its id is nobody else's
-        self._parts: list[OpenPart | ClosedPart] = []
+        self._parts: Parts = []
 
-    def follow(self, parts: list[OpenPart | ClosedPart]) -> None:
+    def follow(self, parts: Parts) -> None:
         """Give blocks that are new a region, and take back those of blocks that are gone."""
         slice_bytes = parts[0].window.slice_bytes
         room = max(_block(part).capacity for part in parts)
         if slice_bytes != self._slice_bytes or room > self._room:
-            self._begin_anew(slice_bytes, room)
+            self._start_over(slice_bytes, room)
         sources = {id(_block(part)): _block(part) for part in parts}
         kept = {key: entry for key, entry in self._by_block.items() if key in sources}
-        self._by_block, self.regions = kept, []
+        self._by_block = kept
         for key, source in sources.items():
             if key not in kept:
                 kept[key] = (source, self._free_region())
@@ -141,24 +159,24 @@ class _FieldMirror:
 
     def _send(self, part: OpenPart | ClosedPart, region: _Region, end: int) -> None:
         first, nbytes = region.sent, (end - region.sent) * self._slice_bytes
-        self._passage.make_room(nbytes)
-        out: Bytes = self._passage.array[:nbytes].reshape(-1, self._slice_bytes)
+        slot = self._ring.next_slot(nbytes)
+        out: Bytes = slot.array[:nbytes].reshape(-1, self._slice_bytes)
         block = _block(part)
         if block.sealed is not None:
             self._coder.decode(block.sealed, np.arange(first, end), out)
         else:
             out[:] = block.arena[first * self._slice_bytes : end * self._slice_bytes].reshape(out.shape)
         place = (region.first_slice + first) * self._slice_bytes
-        self.slices[place : place + nbytes].copy_(self._passage.host[:nbytes], non_blocking=True)
-        self._passage.left = self._line.mark()
+        self.slices[place : place + nbytes].copy_(slot.host[:nbytes], non_blocking=True)
+        slot.read = self._stream.record()
         region.sent = end
 
     def _free_region(self) -> _Region:
-        for position in range(len(self._all)):
-            # One reference by the list, one by the call: no block has it, and nobody reads it.
-            if sys.getrefcount(self._all[position]) <= 2:
-                self._all[position].sent = 0
-                return self._all[position]
+        in_use = self._snapshots.named() | {id(region) for _, region in self._by_block.values()}
+        for region in self._all:
+            if id(region) not in in_use:
+                region.sent = 0
+                return region
         if len(self._all) * self._room * self._slice_bytes == self.slices.numel():
             self._grow(max(_FIRST_REGIONS, int(len(self._all) * _GROWTH)))
         region = _Region(len(self._all) * self._room)
@@ -166,30 +184,38 @@ class _FieldMirror:
         return region
 
     def _grow(self, regions: int) -> None:
-        larger = self._line.device_bytes(regions * self._room * self._slice_bytes)
+        larger = self._stream.device_bytes(regions * self._room * self._slice_bytes)
         larger[: self.slices.numel()].copy_(self.slices)
         self.slices = larger
 
-    def _begin_anew(self, slice_bytes: int, room: int) -> None:
+    def _start_over(self, slice_bytes: int, room: int) -> None:
         """Slices are cut in another way, or blocks are larger: nothing stays where it was."""
         self._slice_bytes, self._room = slice_bytes, room
         self._all, self._by_block, self.regions = [], {}, []
-        self.slices = self._line.device_bytes(0)
+        self.slices = self._stream.device_bytes(0)
 
 
 def _block(part: OpenPart | ClosedPart) -> SliceBlock:
     if part.block is None:
-        raise DamageError("slices that lie in the log itself were to be mirrored; report this")
+        raise DamageError("slices that lie in the log itself were to be kept on a device; report this")
     return part.block
 
 
-class Pinned(NamedTuple):
-    """What was pinned at one moment; it stays so while this is referred to."""
+class PinnedSnapshot:
+    """What was pinned at one moment; it stays pinned while this is referred to.
 
-    span: torch.Tensor  # bytes, from the lowest arena to the end of the highest
-    starts: dict[int, NDArray[np.int64]]  # by field, and by segment: the byte of `span` its slices begin with, or -1
-    held: tuple[_PinnedArena, ...]
-    is_whole: bool  # whether no segment's are left out
+    Args:
+        span: Bytes, from the lowest arena to the end of the highest.
+        starts: By field and by segment, the byte of `span` where its slices begin, or -1.
+    """
+
+    def __init__(
+        self, span: torch.Tensor, starts: dict[int, NDArray[np.int64]], held: tuple[_PinnedArena, ...]
+    ) -> None:
+        self.span = span
+        self.starts = starts
+        self.held = held
+        self.is_whole = all((of_field >= 0).all() for of_field in starts.values())  # no segment is left out
 
 
 class _PinnedArena:
@@ -205,24 +231,25 @@ class _PinnedArena:
 class PinnedArenas:
     """Pins the raw blocks of one memory's segments. Called under the memory's lock."""
 
-    def __init__(self, line: DeviceStream) -> None:
-        self._line = line
+    def __init__(self, stream: DeviceStream) -> None:
+        self._stream = stream
         self._by_block: dict[int, tuple[SliceBlock, _PinnedArena]] = {}
         self._given_up: list[_PinnedArena] = []
+        self._snapshots = _Snapshots()
         self._can_pin = self._can_share = True
         self._version = -1
-        self._pinned: Pinned | None = None
+        self._pinned: PinnedSnapshot | None = None
         self._registered: dict[int, Bytes] = {}
         # Memory must not be unmapped while a device may read it, even if nobody closes the store.
-        self._release = weakref.finalize(self, _unpin_all, line, self._registered, os.getpid())
+        self._release = weakref.finalize(self, _unpin_all, stream, self._registered, os.getpid())
 
-    def brought_up_to_date(self, store: Store) -> Pinned | None:
-        """Pin what is new, let go of what nobody reads any more, and say where everything is."""
+    def up_to_date(self, store: Store) -> PinnedSnapshot | None:
+        """Pin what is new, unpin what nobody reads any more, and return where everything is."""
         segments = store.large_segments
         if self._version == segments.version:
             return self._pinned
         self._version, self._pinned = segments.version, None
-        parts = {field: segments.parts(field) for field in range(store.large_fields)}
+        parts = {field: segments.parts(field) for field in range(len(segments.cursors))}
         blocks = {id(block): block for of_field in parts.values() for part in of_field if (block := _raw(part))}
         known, self._by_block = self._by_block, {}
         for key, (block, arena) in known.items():
@@ -230,8 +257,7 @@ class PinnedArenas:
                 self._by_block[key] = (block, arena)
             else:
                 self._given_up.append(arena)
-        known.clear()
-        self._let_go()
+        self._unpin_unread()
         growing = {id(of_field[-1].block) for of_field in parts.values()}
         for key, block in blocks.items():
             # Of a block that takes no more slices, the pages behind them were given back.
@@ -246,40 +272,37 @@ class PinnedArenas:
         return self._pinned
 
     def close(self) -> None:
-        """Let go of everything; nothing may be under way."""
+        """Unpin everything; nothing may be under way."""
         self._by_block, self._given_up, self._pinned = {}, [], None
         self._release()
 
     def _pin(self, arena: Bytes, nbytes: int) -> _PinnedArena | None:
         pinned = _PinnedArena(arena, nbytes)
-        if not self._can_pin or not self._line.pin(pinned.start, nbytes):
+        if not self._can_pin or not self._stream.pin(pinned.start, nbytes):
             self._can_pin = False  # a limit on locked memory, most often: asking again would not help
             return None
         self._registered[pinned.start] = arena
         return pinned
 
-    def _let_go(self) -> None:
+    def _unpin_unread(self) -> None:
         """Unpin arenas that are gone and that no batch under way reads."""
-        still_read: list[_PinnedArena] = []
-        while self._given_up:
-            arena = self._given_up.pop()
-            # One reference by the name, one by the call.
-            if sys.getrefcount(arena) > 2:
-                still_read.append(arena)
-            else:
-                self._line.unpin(arena.start)
+        in_use, given_up = self._snapshots.named(), self._given_up
+        self._given_up = [arena for arena in given_up if id(arena) in in_use]
+        for arena in given_up:
+            if id(arena) not in in_use:
+                self._stream.unpin(arena.start)
                 self._registered.pop(arena.start, None)
-        self._given_up = still_read
 
-    def _describe(self, parts_by_field: dict[int, list[OpenPart | ClosedPart]]) -> Pinned:
+    def _describe(self, parts_by_field: dict[int, Parts]) -> PinnedSnapshot:
         arenas = [arena for _, arena in self._by_block.values()]
         first, end = min(arena.start for arena in arenas), max(arena.end for arena in arenas)
         starts = {}
         for field, parts in parts_by_field.items():
             pinned = [self._by_block.get(id(part.block)) for part in parts]
             starts[field] = np.array([-1 if entry is None else entry[1].start - first for entry in pinned], np.int64)
-        is_whole = all((of_field >= 0).all() for of_field in starts.values())
-        return Pinned(self._line.span(first, end - first), starts, tuple(arenas), is_whole)
+        snapshot = PinnedSnapshot(self._stream.view_host(first, end - first), starts, tuple(arenas))
+        self._snapshots.add(snapshot)
+        return snapshot
 
 
 def _raw(part: OpenPart | ClosedPart) -> SliceBlock | None:
@@ -290,9 +313,9 @@ def _raw(part: OpenPart | ClosedPart) -> SliceBlock | None:
     return block
 
 
-def _unpin_all(line: DeviceStream, registered: dict[int, Bytes], process: int) -> None:
+def _unpin_all(stream: DeviceStream, registered: dict[int, Bytes], process: int) -> None:
     if registered and process == os.getpid():  # a forked child has no part in the device
-        line.wait(line.mark())  # batches that were handed out may still be read from here
+        stream.synchronize(stream.record())  # batches that were handed out may still be read from here
         for start in registered:
-            line.unpin(start)
+            stream.unpin(start)
     registered.clear()

@@ -19,7 +19,7 @@ from typing import Any, Self
 import numpy as np
 
 from holdall.batch import Batch, Draw, Goals
-from holdall.delivery.host import BatchJob
+from holdall.delivery.batches import Batches, BatchJob, DrawnRows
 from holdall.errors import ClosedError, DamageError, TransitionIdError
 from holdall.sampling.draw import Held
 
@@ -110,10 +110,32 @@ class Prefetched:
         self._loaders: list[tuple[weakref.ref[Loader], deque[Draw]]] = []
         self._saved: deque[deque[Draw]] = deque()  # by loader of the memory that was saved
 
-    def watch(self, loader: Loader, drawn: deque[Draw]) -> None:
-        """Remember a loader, and the recipes that it is given."""
+    def new_loader(
+        self,
+        batches: Batches,
+        look_up: Callable[[deque[Draw]], tuple[Draw, DrawnRows]],
+        batch_size: int,
+        prefetch: int,
+        finish: Callable[[], None] | None,
+    ) -> Loader:
+        """Make a loader, and remember the recipes that it is given.
+
+        Args:
+            look_up: Returns the next recipe, of those that were saved if any is left, and where its rows are.
+            finish: Called when the loader is closed.
+        """
+        batches.keep(prefetch + 2)
+        saved, drawn = self.saved(batch_size), deque[Draw](maxlen=prefetch + 1)
+
+        def start() -> BatchJob:
+            draw, rows = look_up(saved)
+            drawn.append(draw)
+            return batches.start(draw, rows)
+
+        loader = Loader(start, prefetch, finish)
         self._loaders = [(ref, draws) for ref, draws in self._loaders if ref() is not None]
         self._loaders.append((weakref.ref(loader), drawn))
+        return loader
 
     def saved(self, batch_size: int) -> deque[Draw]:
         """Return what the next loader begins with."""

@@ -1,152 +1,36 @@
-"""Pinned staging: host memory from which a GPU fetches by itself, used over and over. Imports torch.
+"""Rollouts and trajectories on a device: sent in pieces, each on its way while the next one is filled.
 
-In:  a number of bytes.  Out: that much pinned memory, free to be written to.
-Invariant: memory is handed out again only after the copies that were started from it are done. Only
-these are waited for, never the device as a whole.
+In:  functions that fill arrays with rows, or tensors on the host.  Out: tensors on the device.
+Invariant: copies run on the caller's own stream, so nothing has to wait for them. Host memory is pinned once, in a few
+slots, however large a minibatch is.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
-import torch
 
-from holdall.delivery.host import ALIGNMENT_BYTES, Delivery, Staging
+from holdall.delivery.batches import ALIGNMENT_BYTES, Delivery, host_pool
+from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to
 from holdall.schema import Array, Leaf
+
+if TYPE_CHECKING:
+    import torch
 
 SLOT_BYTES = 8 * 2**20
 """A slot: long enough that starting a copy costs nothing beside it, short enough that filling the next one overlaps."""
 _SLOTS = 4
-_ALIGNMENT_BYTES = 256
-
-
-class PinnedRing:
-    """A few slots of pinned memory, filled in turn while the device still reads the ones before."""
-
-    def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
-        self.slot_bytes = slot_bytes
-        self._device = device
-        self._slots: list[torch.Tensor] = []
-        self._copied: list[torch.cuda.Event] = []
-        self._turn = 0
-        self._used = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Pinned bytes held."""
-        return len(self._slots) * self.slot_bytes
-
-    def take(self, nbytes: int) -> torch.Tensor:
-        """Return `nbytes` bytes, at most `slot_bytes`; the caller then starts a copy on the current stream."""
-        if not self._slots or self._used + nbytes > self.slot_bytes:
-            self.next_slot()
-        taken = self._slots[self._turn][self._used : self._used + nbytes]
-        self._used += -(-nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        return taken
-
-    def next_slot(self) -> None:
-        """Mark the end of the copies from this slot, on the current stream, and go on to the next.
-
-        To be called before the stream changes, too.
-        """
-        if self._slots and self._used == 0:
-            return
-        if self._slots:
-            self._copied[self._turn].record(torch.cuda.current_stream(self._device))
-            self._turn = (self._turn + 1) % _SLOTS
-        self._used = 0
-        if self._turn == len(self._slots):
-            self._slots.append(torch.empty(self.slot_bytes, dtype=torch.uint8, pin_memory=True))
-            with torch.cuda.device(self._device):
-                self._copied.append(torch.cuda.Event())  # type: ignore[no-untyped-call]  # torch leaves it so
-        else:
-            self._copied[self._turn].synchronize()
-
-
+_PIECE_ALIGNMENT_BYTES = 256
+_KEPT_BYTES = 64 * 2**20
+"""Host memory of minibatches that is kept between updates; allocating more is quick beside its use."""
 _ALONE_BYTES = 2**20
 """Up to this much is copied by the calling thread: waking others takes longer."""
 
-
-class CopySpan(NamedTuple):
-    """Where the bytes of one source belong in the target."""
-
-    start: int
-    nbytes: int
-
-
-class _Part(NamedTuple):
-    """A piece of a source, and where it goes in a slot."""
-
-    source: int
-    first: int
-    nbytes: int
-    to: torch.Tensor
-
-
-class _Load(NamedTuple):
-    """What one slot takes, and where it is sent."""
-
-    slot: int
-    parts: list[_Part]
-    staged: torch.Tensor
-    target: torch.Tensor
-
-
-class CopyRoute:
-    """Everything about a transfer that does not change with the numbers, worked out once."""
-
-    def __init__(self, target: torch.Tensor, spans: Sequence[CopySpan], slots: list[torch.Tensor]) -> None:
-        slot_bytes = slots[0].nbytes
-        first = min(span.start for span in spans)
-        end = max(span.start + span.nbytes for span in spans)
-        self.loads: list[_Load] = []
-        for number, begin in enumerate(range(first, max(end, first + 1), slot_bytes)):
-            slot = slots[number % len(slots)]
-            size = min(slot_bytes, end - begin)
-            parts = []
-            for source, span in enumerate(spans):
-                low, high = max(span.start, begin), min(span.start + span.nbytes, begin + size)
-                if low < high:
-                    parts.append(_Part(source, low - span.start, high - low, slot[low - begin : high - begin]))
-            self.loads.append(_Load(number % len(slots), parts, slot[:size], target[begin : begin + size]))
-
-
-class DeviceCopier:
-    """Pinned slots, used over and over."""
-
-    def __init__(self, device: torch.device, slot_bytes: int = SLOT_BYTES) -> None:
-        self._device = device
-        self._slots = [torch.empty(slot_bytes, dtype=torch.uint8, pin_memory=True) for _ in range(_SLOTS)]
-        with torch.cuda.device(device):
-            self._read = [torch.cuda.Event() for _ in self._slots]  # type: ignore[no-untyped-call]  # torch leaves it so
-
-    def plan(self, target: torch.Tensor, spans: Sequence[CopySpan]) -> CopyRoute:
-        """Prepare transfers of sources of these sizes to these places of `target`, bytes on the device."""
-        return CopyRoute(target, spans, self._slots)
-
-    def send(self, route: CopyRoute, sources: Sequence[torch.Tensor]) -> None:
-        """Send contiguous sources; they have been read when this returns, and may be changed."""
-        stream = torch.cuda.current_stream(self._device)
-        for slot, parts, staged, target in route.loads:
-            read = self._read[slot]
-            read.synchronize()
-            for source, first, nbytes, to in parts:
-                if nbytes <= _ALONE_BYTES:
-                    ctypes.memmove(to.data_ptr(), sources[source].data_ptr() + first, nbytes)
-                else:
-                    to.copy_(sources[source].flatten().view(torch.uint8)[first : first + nbytes])
-            target.copy_(staged, non_blocking=True)
-            read.record(stream)
-
-
 Fill = Callable[[int, int, Array], None]
 """Fills an array with rows [first, end) of the minibatch."""
-
-_KEPT_BYTES = 64 * 2**20
-"""Host memory of minibatches that is kept between updates; what is larger is quickly had again beside its use."""
 
 
 class MinibatchDelivery:
@@ -154,17 +38,19 @@ class MinibatchDelivery:
 
     def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
         self._delivery = Delivery(device, leaves)
-        self._staging = Staging()
-        self._gpu: _Gpu | None = None
-        if device is not None and not device.startswith("cpu"):
-            self._gpu = _Gpu(device, max((leaf.nbytes for leaf in leaves), default=0))
+        self._pool = host_pool()
+        self._upload: _Upload | None = None
+        if self._delivery.is_remote and self._delivery.torch_device is not None:
+            torch = self._delivery.torch
+            row_bytes = max((leaf.nbytes for leaf in leaves), default=0)
+            self._upload = _Upload(torch, stream_to(torch, self._delivery.torch_device), max(SLOT_BYTES, row_bytes))
 
-    def land(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[Any]:
+    def deliver(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[Any]:
         """Return one array or tensor of `rows` rows per field."""
-        if self._gpu is not None:
-            return self._gpu.land(rows, fields)
+        if self._upload is not None:
+            return self._upload.deliver(rows, fields)
         sizes = [-(-rows * leaf.nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for leaf, _ in fields]
-        block = self._staging.take(sum(sizes))
+        block = self._pool.take(sum(sizes))
         arrays, start = [], 0
         for (leaf, fill), size in zip(fields, sizes, strict=True):
             array = block[start : start + rows * leaf.nbytes].view(leaf.dtype).reshape(rows, *leaf.shape)
@@ -177,44 +63,112 @@ class MinibatchDelivery:
         """Refuse a leaf that cannot be brought to the device."""
         self._delivery.require(leaf)
 
-    def rest(self) -> None:
-        """Let go of large blocks, for the time until the next update."""
-        if self._staging.nbytes > _KEPT_BYTES:
-            self._staging = Staging()
+    def release_large(self) -> None:
+        """Free large blocks until the next update."""
+        if self._pool.nbytes > _KEPT_BYTES:
+            self._pool = host_pool()
 
     def arrays(self) -> list[Array]:
         """Return the host arrays kept for the next minibatches; pinned slots are torch's."""
-        return [*self._staging.arrays()]
+        return [*self._pool.arrays()]
 
     @property
     def nbytes(self) -> int:
         """Host memory kept for the next minibatches."""
-        return self._staging.nbytes if self._gpu is None else self._gpu.ring.nbytes
+        return self._pool.nbytes if self._upload is None else self._upload.ring.nbytes
 
 
-class _Gpu:
-    """The way to a GPU: filled in pieces, each on its way while the next one is filled."""
+class _Upload:
+    """Fills tensors on a device through pinned slots."""
 
-    def __init__(self, device: str, row_bytes: int) -> None:
-        import torch  # noqa: PLC0415  heavy, and only for those who ask for tensors
-
+    def __init__(self, torch: Any, stream: DeviceStream, slot_bytes: int) -> None:
+        self.ring = StagingRing(stream, _SLOTS, slot_bytes)
         self._torch = torch
-        self._device: torch.device = torch.device(device)
-        self.ring: PinnedRing = PinnedRing(self._device, max(SLOT_BYTES, row_bytes))
+        self._stream = stream
+        self._slot_bytes = slot_bytes
+        self._slot: StagingSlot | None = None
+        self._used = 0
 
-    def land(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[torch.Tensor]:
-        """Return one tensor per field; its copies are under way on the current stream."""
+    def deliver(self, rows: int, fields: Sequence[tuple[Leaf, Fill]]) -> list[torch.Tensor]:
+        """Return one tensor per field; its copies are under way on the caller's stream."""
         tensors = []
         for leaf, fill in fields:
             dtype = self._torch.from_numpy(np.empty(0, leaf.dtype)).dtype
-            tensor = self._torch.empty((rows, *leaf.shape), dtype=dtype, device=self._device)
-            step = max(1, self.ring.slot_bytes // max(leaf.nbytes, 1))
+            tensor = self._torch.empty((rows, *leaf.shape), dtype=dtype, device=self._stream.device)
+            step = max(1, self._slot_bytes // max(leaf.nbytes, 1))
             for first in range(0, rows, step):
                 end = min(first + step, rows)
-                staged = self.ring.take((end - first) * leaf.nbytes)
+                staged = self._piece((end - first) * leaf.nbytes)
                 shape = (end - first, *leaf.shape)
                 fill(first, end, staged.numpy().view(leaf.dtype).reshape(shape))
                 tensor[first:end].copy_(staged.view(dtype).reshape(shape), non_blocking=True)
             tensors.append(tensor)
-        self.ring.next_slot()
+        self._leave_slot()  # the caller's stream may be another one next time
         return tensors
+
+    def _piece(self, nbytes: int) -> torch.Tensor:
+        """Return pinned memory; small fields share a slot."""
+        if self._slot is None or self._used + nbytes > self._slot_bytes:
+            self._leave_slot()
+            self._slot, self._used = self.ring.next_slot(), 0
+        piece = self._slot.host[self._used : self._used + nbytes]
+        self._used += -(-nbytes // _PIECE_ALIGNMENT_BYTES) * _PIECE_ALIGNMENT_BYTES
+        return piece
+
+    def _leave_slot(self) -> None:
+        if self._slot is not None:
+            self._slot.read = self._stream.record_consumer()
+        self._slot = None
+
+
+class CopySpan(NamedTuple):
+    """Where the bytes of one source belong in the target."""
+
+    start: int
+    nbytes: int
+
+
+class SlotLoad(NamedTuple):
+    """What one slot takes, and where it is sent."""
+
+    pieces: list[tuple[int, int, int, int]]  # number of the source, first byte of it, bytes, first byte of the slot
+    nbytes: int
+    target: torch.Tensor
+
+
+class DeviceCopier:
+    """Copies tensors of the host to fixed places on a device, through pinned slots."""
+
+    def __init__(self, stream: DeviceStream, slot_bytes: int = SLOT_BYTES) -> None:
+        self._stream = stream
+        self._slot_bytes = slot_bytes
+        self._ring = StagingRing(stream, _SLOTS, slot_bytes)
+
+    def plan(self, target: torch.Tensor, spans: Sequence[CopySpan]) -> list[SlotLoad]:
+        """Prepare copies of sources of these sizes to these places of `target`, bytes on the device."""
+        first = min(span.start for span in spans)
+        end = max(span.start + span.nbytes for span in spans)
+        loads = []
+        for begin in range(first, end, self._slot_bytes):
+            size = min(self._slot_bytes, end - begin)
+            pieces = []
+            for source, span in enumerate(spans):
+                low, high = max(span.start, begin), min(span.start + span.nbytes, begin + size)
+                if low < high:
+                    pieces.append((source, low - span.start, high - low, low - begin))
+            loads.append(SlotLoad(pieces, size, target[begin : begin + size]))
+        return loads
+
+    def send(self, loads: Sequence[SlotLoad], sources: Sequence[torch.Tensor]) -> None:
+        """Send contiguous sources; they have been read when this returns, and may be changed."""
+        for pieces, size, target in loads:
+            slot = self._ring.next_slot()
+            start = slot.host.data_ptr()
+            for source, first, nbytes, at in pieces:
+                if nbytes <= _ALONE_BYTES:
+                    ctypes.memmove(start + at, sources[source].data_ptr() + first, nbytes)
+                else:
+                    piece = sources[source].flatten().view(slot.host.dtype)[first : first + nbytes]
+                    slot.host[at : at + nbytes].copy_(piece)
+            target.copy_(slot.host[:size], non_blocking=True)
+            slot.read = self._stream.record_consumer()

@@ -1,1 +1,28 @@
-"""native."""
+"""The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
+
+from holdall.native.kernels import NativeKernels, chosen_kernels, native_kernels
+from holdall.native.library import chosen_library, compiled_library, open_library, system_libraries
+from holdall.native.numpy_codec import PortableCoder
+from holdall.native.numpy_kernels import PortableKernels
+from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer
+from holdall.native.rollout import copy_in_order, estimate_advantages
+from holdall.native.writing import NativeCoder
+
+__all__ = [
+    "CopyPlan",
+    "Cut",
+    "Names",
+    "NativeCoder",
+    "NativeKernels",
+    "PortableCoder",
+    "PortableKernels",
+    "SliceNamer",
+    "chosen_kernels",
+    "chosen_library",
+    "compiled_library",
+    "copy_in_order",
+    "estimate_advantages",
+    "native_kernels",
+    "open_library",
+    "system_libraries",
+]

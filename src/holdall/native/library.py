@@ -1,104 +1,308 @@
-"""The system's Zstandard and LZ4, found once, for the compiled loops to call.
+"""The compiled library: loaded once, and refused if it does not agree with this file.
 
-In:  nothing.  Out: the addresses of their functions, and contexts made with them.
-Invariant: a library that lacks one function counts as missing; then NumPy and the zstandard and
-lz4 packages do the same work.
+In:  _kernels.so (.dylib, .dll) beside this file, and the system's Zstandard and LZ4.
+Out: their functions, with the types of all arguments declared; the structs that C and Python share.
+Invariant: a library is used only if its version, and the size and every offset of its structs, are those of this file.
+Where there is none, NumPy and the zstandard and lz4 packages do the same work.
 """
 
 from __future__ import annotations
 
 import ctypes.util
 import functools
-import weakref
-from collections.abc import Callable
-from dataclasses import dataclass
+import logging
+import os
+import sys
+from dataclasses import fields
+from pathlib import Path
 from typing import Any
 
-from holdall.errors import DamageError
+from holdall.errors import ArgumentError
+from holdall.storage.codec import Transform
+from holdall.storage.slices import RECORD_FIELDS
 
-_ZSTD_LEVEL, _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 100, 200, 201, 202
-"""Numbers of ZSTD_cParameter, part of the library's stable interface."""
+_VERSION = 9
+"""What holdall_version must return; raised with every change of an exported function."""
 
-_FUNCTIONS = {
-    "zstd": (
-        "ZSTD_createCCtx", "ZSTD_freeCCtx", "ZSTD_CCtx_setParameter", "ZSTD_CCtx_refCDict",
-        "ZSTD_compress2", "ZSTD_createDCtx", "ZSTD_freeDCtx", "ZSTD_decompress_usingDDict",
-        "ZSTD_createCDict", "ZSTD_freeCDict", "ZSTD_createDDict", "ZSTD_freeDDict", "ZSTD_isError",
-    ),
-    "lz4": ("LZ4_decompress_safe", "LZ4_compress_default", "LZ4_compress_HC"),
+_LOG = logging.getLogger("holdall")
+_SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
+
+POINTER, NUMBER = ctypes.c_void_p, ctypes.c_int64
+_NATURAL = ctypes.c_uint64
+MOST_DIMENSIONS = 8
+
+
+# ---------------------------------------------------------------- structs, as structs.h declares them
+
+
+def _pointers(names: str) -> list[tuple[str, Any]]:
+    return [(name, POINTER) for name in names.split()]
+
+
+def _numbers(names: str) -> list[tuple[str, Any]]:
+    return [(name, NUMBER) for name in names.split()]
+
+
+class TransformStruct(ctypes.Structure):
+    """What is done to a slice before it is compressed."""
+
+    _fields_ = _numbers(" ".join(field.name for field in fields(Transform)))
+
+
+class SealedBlockStruct(ctypes.Structure):
+    """A sealed block, in memory or in a file."""
+
+    _fields_ = [
+        *_pointers("data offsets checks palette ddict"),
+        *_numbers("data_bytes slice_count group method file file_start"),
+        ("form", TransformStruct),
+    ]
+
+
+class DecodedSliceStruct(ctypes.Structure):
+    """Where a slice stands that was decoded for a batch."""
+
+    _fields_ = [("batch", _NATURAL), *_numbers("sealed number"), *_pointers("slice")]
+
+
+class DecoderStruct(ctypes.Structure):
+    """The functions and the memory of one thread that decodes."""
+
+    _fields_ = [
+        *_pointers("lz4_decompress_safe zstd_decompress_using_ddict dctx scratch"), *_numbers("scratch_bytes"),
+        *_pointers("unit"), *_numbers("unit_bytes"), *_pointers("unit_of"), *_numbers("unit_number"),
+        *_pointers("read"), *_numbers("read_bytes"), *_pointers("read_of"), *_numbers("read_first read_end error"),
+        ("batch", _NATURAL), *_numbers("decoded_places"), *_pointers("decoded"),
+    ]  # fmt: skip
+
+
+class EncoderStruct(ctypes.Structure):
+    """The functions and the memory of one thread that encodes."""
+
+    _fields_ = [
+        *_pointers("lz4_compress_default lz4_compress_hc zstd_compress2 zstd_is_error cctx scratch"),
+        *_numbers("scratch_bytes group method level"),
+    ]
+
+
+class SliceBlockStruct(ctypes.Structure):
+    """A block of unique slices, and the table that finds them."""
+
+    _fields_ = [*_pointers("arena hashes slots"), *_numbers("mask capacity used slice_bytes")]
+
+
+class LayoutStruct(ctypes.Structure):
+    """How a tick lies in the caller's memory."""
+
+    _fields_ = [
+        *_numbers("dimensions"),
+        ("lengths", NUMBER * MOST_DIMENSIONS),
+        ("strides", NUMBER * MOST_DIMENSIONS),
+        *_numbers("run_bytes"),
+    ]
+
+
+class OpenPartStruct(ctypes.Structure):
+    """One field of the open segment."""
+
+    _fields_ = [
+        *_pointers("block direct log last last_raw packed last_layout end scratch"),
+        *_numbers("log_rows lanes outer run_bytes window shift longest steps broken_steps pushed"),
+    ]
+
+
+class PartStruct(ctypes.Structure):
+    """A row of a table of records; Python writes such rows as arrays."""
+
+    _fields_ = _numbers(" ".join(RECORD_FIELDS))
+
+
+class NamesStruct(ctypes.Structure):
+    """The slices of a batch, each named once."""
+
+    _fields_ = [*_pointers("part number slots"), *_numbers("mask room count")]
+
+
+_STRUCTS: dict[str, type[ctypes.Structure]] = {
+    "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
+    "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
+    "open_part": OpenPartStruct, "part": PartStruct, "names": NamesStruct,
 }  # fmt: skip
-_FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
+"""By the name of the struct in C."""
 
 
-@dataclass(frozen=True)
-class Libraries:
-    """Both libraries, and what is asked of them."""
+class _StructField(ctypes.Structure):
+    """A row of what holdall_structs returns; without a field, the struct itself."""
 
-    functions: dict[str, Any]
+    _fields_ = [("type", ctypes.c_char_p), ("field", ctypes.c_char_p), *_numbers("offset size")]
 
-    def address(self, name: str) -> int:
-        """Return where a function lies, for C to call it."""
-        return ctypes.cast(self.functions[name], ctypes.c_void_p).value or 0
 
-    def new_dctx(self, owner: object) -> int:
-        """Make a decompression context that lives as long as `owner`."""
-        return self._owned(owner, "ZSTD_createDCtx", "ZSTD_freeDCtx")
+def _struct_problem(library: ctypes.CDLL) -> str | None:
+    """Compare the structs of a library with those of this file; return the first difference."""
+    count = NUMBER()
+    rows = library.holdall_structs(ctypes.addressof(count))
+    found = {(row.type.decode(), row.field.decode()): (int(row.offset), int(row.size)) for row in rows[: count.value]}
+    expected: dict[tuple[str, str], tuple[int, int]] = {}
+    for name, struct in _STRUCTS.items():
+        expected[name, ""] = (0, ctypes.sizeof(struct))
+        for field, *_ in struct._fields_:
+            place = getattr(struct, field)
+            expected[name, field] = (place.offset, place.size)
+    for name, field in sorted(expected.keys() | found.keys()):
+        if (here := expected.get((name, field))) != (there := found.get((name, field))):
+            return f"{name}.{field} has (offset, size) {there} in C and {here} in Python"
+    return None
 
-    def new_cctx(self, owner: object, level: int, cdict: int) -> int:
-        """Make a compression context that lives as long as `owner`."""
-        cctx = self._owned(owner, "ZSTD_createCCtx", "ZSTD_freeCCtx")
-        # Sizes are known from the schema, and damage is found by the segment's own checksums.
-        for parameter, value in (
-            (_ZSTD_LEVEL, level),
-            (_ZSTD_CONTENT_SIZE, 0),
-            (_ZSTD_CHECKSUM, 0),
-            (_ZSTD_DICT_ID, 0),
-        ):
-            self._call("ZSTD_CCtx_setParameter", ctypes.c_void_p(cctx), parameter, value)
-        if cdict:
-            self._call("ZSTD_CCtx_refCDict", ctypes.c_void_p(cctx), ctypes.c_void_p(cdict))
-        return cctx
 
-    def new_ddict(self, owner: object, content: bytes) -> int:
-        """Make a dictionary for decompression that lives as long as `owner`."""
-        try:
-            return self._owned(owner, "ZSTD_createDDict", "ZSTD_freeDDict", content, len(content))
-        except MemoryError as error:
-            raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it") from error
+# ---------------------------------------------------------------- functions
 
-    def new_cdict(self, owner: object, content: bytes, level: int) -> int:
-        """Make a dictionary for compression that lives as long as `owner`."""
-        return self._owned(owner, "ZSTD_createCDict", "ZSTD_freeCDict", content, len(content), level)
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
+    "holdall_append": (NUMBER, [POINTER] * 5),
+    "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
+    "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_chill": (NUMBER, [POINTER, NUMBER]),
+    "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
+    "holdall_gather": (
+        NUMBER,
+        [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 3, *[POINTER] * 3, NUMBER, POINTER, NUMBER, POINTER],
+    ),
+    "holdall_name": (NUMBER, [POINTER, NUMBER, *[POINTER] * 3, *[NUMBER] * 4, *[POINTER] * 4]),
+    "holdall_locate": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER, POINTER]),
+    "holdall_collect": (
+        NUMBER,
+        [
+            POINTER, POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER, POINTER, NUMBER,
+            POINTER, _NATURAL, POINTER, POINTER,
+        ],
+    ),
+    "holdall_send_here": (ctypes.c_int, [_NATURAL, POINTER, ctypes.c_size_t, POINTER]),
+    "holdall_advantages": (
+        None,
+        [*[POINTER] * 4, ctypes.c_float, ctypes.c_float, NUMBER, NUMBER, POINTER, POINTER],
+    ),
+    "holdall_part_channels": (None, [POINTER, POINTER, NUMBER, NUMBER, NUMBER]),
+    "holdall_tree_put": (None, [POINTER, NUMBER, POINTER, POINTER, NUMBER, NUMBER]),
+    "holdall_tree_update": (NUMBER, [POINTER, NUMBER, POINTER, POINTER, *[NUMBER] * 4, ctypes.c_double, POINTER]),
+    "holdall_tree_find": (None, [POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER]),
+    "holdall_threads_new": (POINTER, []),
+    "holdall_threads_help": (None, [POINTER, NUMBER]),
+    "holdall_threads_dismiss": (None, [POINTER]),
+    "holdall_threads_free": (None, [POINTER]),
+}  # fmt: skip
+"""What every exported function returns and takes."""
 
-    def _owned(self, owner: object, create: str, free: str, *arguments: Any) -> int:
-        sized = [ctypes.c_size_t(value) if index == 1 else value for index, value in enumerate(arguments)]
-        handle = self._call(create, *sized)
-        if not handle:
-            raise MemoryError(f"{create} found no memory")
-        # Not when the interpreter ends: a worker may be in the middle of a call with it.
-        weakref.finalize(owner, self._call, free, ctypes.c_void_p(handle)).atexit = False
-        return int(handle)
 
-    def _call(self, name: str, *arguments: Any) -> Any:
-        function: Callable[..., Any] = self.functions[name]
-        return function(*arguments)
+def open_library(path: Path) -> ctypes.CDLL:
+    """Load a library and declare its functions; raise OSError with the reason if it cannot be used."""
+    if not path.exists():
+        raise OSError(f"{path.name} was not built")
+    library = ctypes.CDLL(str(path))
+    try:
+        library.holdall_version.restype = NUMBER
+        version = library.holdall_version()
+        if version != _VERSION:
+            raise OSError(f"{path.name} is of version {version}, and this is version {_VERSION}")
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)  # ctypes keeps it, so that its types stay declared
+            function.restype, function.argtypes = result, arguments
+    except AttributeError as error:
+        raise OSError(f"{path.name} is of another version ({error})") from error
+    if problem := _struct_problem(library):
+        raise OSError(f"{path.name} was built from other structs: {problem}")
+    return library
 
 
 @functools.cache
-def system_libraries() -> Libraries | None:
-    """Load both libraries, or None if one of them is missing or too old."""
+def _loaded() -> tuple[ctypes.CDLL | None, str]:
+    """Load the library once; return it, or None and the reason."""
+    try:
+        return open_library(Path(__file__).with_name("_kernels" + _SUFFIX)), ""
+    except OSError as error:
+        _LOG.warning("the compiled loops cannot be used (%s); NumPy does their work, several times slower", error)
+        return None, str(error)
+
+
+def compiled_library() -> ctypes.CDLL | None:
+    """Return the compiled library, or None if it was not built or does not agree with this version."""
+    return _loaded()[0]
+
+
+def chosen_library() -> ctypes.CDLL | None:
+    """Return the compiled library if it can be used; None: NumPy does the work.
+
+    HOLDALL_KERNELS=portable or native asks for one of the two.
+    """
+    wish = os.environ.get("HOLDALL_KERNELS", "")
+    if wish not in {"", "portable", "native"}:
+        raise ArgumentError(f"HOLDALL_KERNELS ({wish}) is neither portable nor native; unset it")
+    if wish == "portable":
+        return None
+    library, reason = _loaded()
+    if wish == "native" and library is None:
+        raise ArgumentError(
+            f"HOLDALL_KERNELS is native, but the compiled library cannot be used ({reason}); "
+            "install a C compiler and run 'pip install --force-reinstall holdall'"
+        )
+    return library
+
+
+# ---------------------------------------------------------------- Zstandard and LZ4
+
+_SIZE = ctypes.c_size_t
+_COMPRESSION: dict[str, dict[str, tuple[Any, list[Any]]]] = {
+    "zstd": {
+        "ZSTD_createCCtx": (POINTER, []),
+        "ZSTD_freeCCtx": (_SIZE, [POINTER]),
+        "ZSTD_CCtx_setParameter": (_SIZE, [POINTER, ctypes.c_int, ctypes.c_int]),
+        "ZSTD_CCtx_refCDict": (_SIZE, [POINTER, POINTER]),
+        "ZSTD_compress2": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE]),
+        "ZSTD_createDCtx": (POINTER, []),
+        "ZSTD_freeDCtx": (_SIZE, [POINTER]),
+        "ZSTD_decompress_usingDDict": (_SIZE, [POINTER, POINTER, _SIZE, POINTER, _SIZE, POINTER]),
+        "ZSTD_createCDict": (POINTER, [POINTER, _SIZE, ctypes.c_int]),
+        "ZSTD_freeCDict": (_SIZE, [POINTER]),
+        "ZSTD_createDDict": (POINTER, [POINTER, _SIZE]),
+        "ZSTD_freeDDict": (_SIZE, [POINTER]),
+        "ZSTD_isError": (ctypes.c_uint, [_SIZE]),
+    },
+    "lz4": {
+        "LZ4_decompress_safe": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
+        "LZ4_compress_default": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int]),
+        "LZ4_compress_HC": (ctypes.c_int, [POINTER, POINTER, ctypes.c_int, ctypes.c_int, ctypes.c_int]),
+    },
+}
+_FILES = {"zstd": ("libzstd.so.1", "libzstd.1.dylib"), "lz4": ("liblz4.so.1", "liblz4.1.dylib")}
+
+
+class CompressionLibraries:
+    """Functions of Zstandard and LZ4, by name."""
+
+    def __init__(self, functions: dict[str, Any]) -> None:
+        self.functions = functions
+
+    @functools.cached_property
+    def addresses(self) -> dict[str, int]:
+        """Where the functions lie, for C to call them."""
+        return {name: ctypes.cast(function, POINTER).value or 0 for name, function in self.functions.items()}
+
+
+@functools.cache
+def system_libraries() -> CompressionLibraries | None:
+    """Load the system's libraries; None if one of them, or a function of it, is missing."""
     functions: dict[str, Any] = {}
-    for name, wanted in _FUNCTIONS.items():
+    for name, signatures in _COMPRESSION.items():
         library = _load(name)
         if library is None:
             return None
-        for function in wanted:
+        for function, (result, arguments) in signatures.items():
             try:
                 functions[function] = library[function]
             except AttributeError:
                 return None
-            functions[function].restype = ctypes.c_void_p
-    return Libraries(functions)
+            functions[function].restype, functions[function].argtypes = result, arguments
+    return CompressionLibraries(functions)
 
 
 def _load(name: str) -> ctypes.CDLL | None:

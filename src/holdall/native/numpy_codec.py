@@ -1,7 +1,6 @@
 """Coding and decoding with NumPy and the zstandard and lz4 packages.
 
-In:  blocks of slices.  Out: sealed slices, byte for byte readable by codec.c and the other way
-round.
+In:  blocks of slices.  Out: sealed slices, which decode.c reads, as this reads those of encode.c.
 """
 
 from __future__ import annotations
@@ -76,6 +75,8 @@ class PortableCoder:
 
     def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
         """See `Coder.decode`."""
+        if not len(numbers):
+            return
         transform = sealed.codec.transform
         outside = numbers[(numbers < 0) | (numbers >= sealed.count)]
         if outside.size:
@@ -95,7 +96,7 @@ class PortableCoder:
         out[:] = values
 
     def chill(self, block: Bytes) -> None:
-        """Do nothing: Python cannot tell the caches."""
+        """Do nothing: Python has no access to the caches."""
 
 
 def _unit_rows(coded: Coded, number: int, decompress: Decompress) -> Bytes:
@@ -173,13 +174,13 @@ def _differences(rows: Bytes, transform: Transform) -> Bytes:
     if transform.green:
         planes[:, 0] -= planes[:, 1]
         planes[:, 2] -= planes[:, 1]
-    told = planes.copy()
+    differences = planes.copy()
     if transform.predictor is Predictor.LEFT:
-        told[..., 1:] -= planes[..., :-1]
-        told[..., 1:, 0] -= planes[..., :-1, 0]
+        differences[..., 1:] -= planes[..., :-1]
+        differences[..., 1:, 0] -= planes[..., :-1, 0]
     else:
-        told[..., 1:, :] -= planes[..., :-1, :]
-    return told.reshape(len(rows), -1)
+        differences[..., 1:, :] -= planes[..., :-1, :]
+    return differences.reshape(len(rows), -1)
 
 
 def _sums(rows: Bytes, transform: Transform) -> Bytes:

@@ -1,6 +1,6 @@
 """The same loops in NumPy, for machines where the compiled library was not built.
 
-In:  contiguous arrays.  Out: parts and batches, byte for byte those of native.py.
+In:  contiguous arrays.  Out: parts and batches, byte for byte those of reading.py and writing.py.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.native.numpy_codec import PortableCoder
-from holdall.native.slice_names import SliceNamer
 from holdall.schema import Array, Bytes, as_bytes
 from holdall.storage.blocks import Coder, SealedSlices, SliceBlock, release_tail
 from holdall.storage.layout import Window
@@ -37,7 +36,7 @@ class PortableKernels:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
-    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _crew: ThreadPool) -> None:
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _pool: ThreadPool) -> None:
         """See `Kernels.gather`."""
         obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
         cursors = places.cursors[field]
@@ -61,9 +60,8 @@ class PortableKernels:
             for (out, _), copied in zip(wanted, windows, strict=True):
                 out[rows] = copied
 
-    def namer(self) -> SliceNamer | None:
-        """See `Kernels.namer`."""
-        return None
+    def namer(self) -> None:
+        """See `Kernels.namer`: slices are named in C alone."""
 
 
 class PortableBlock(SliceBlock):

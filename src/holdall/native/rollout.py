@@ -1,71 +1,35 @@
-"""The compiled loops of rollouts: track.c, planes.c and advantage.c through ctypes, outside the GIL.
+"""Loops of rollouts: rollout.c puts images in order and estimates advantages, without the GIL; NumPy does the same.
 
-In:  contiguous arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
+In:  arrays, whose sizes their callers have checked.  Out: the same arrays, filled.
 """
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import sys
-from pathlib import Path
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.native.kernels import chosen_kernels
+from holdall.native.library import chosen_library
+from holdall.schema import Array
 from holdall.storage.blocks import address
 
-_POINTER, _NUMBER, _SINGLE = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+_FEWEST_CHANNELS = 4
+"""From this many channels on, C separates them faster than NumPy copies them."""
 
 
-class TrackStruct(ctypes.Structure):
-    """One field of a rollout, as track.c reads it."""
-
-    _fields_ = (
-        ("reels", _POINTER),
-        ("reel_count", _NUMBER),
-        ("reel_by_tick", _POINTER),
-        ("cursors", _POINTER),
-        ("ticks", _NUMBER),
-        ("lanes", _NUMBER),
-        ("outer", _NUMBER),
-        ("run_bytes", _NUMBER),
-        ("window", _NUMBER),
-        ("shift", _NUMBER),
-    )
+def copy_in_order(to: Array, source: Array) -> None:
+    """Copy to an array of (lanes, ...) in C order; images with channels first may lie pixel by pixel in `source`."""
+    if not source.flags.c_contiguous and _lies_pixel_by_pixel(source) and (library := chosen_library()) is not None:
+        lanes, channels, height, width = source.shape
+        library.holdall_part_channels(source.ctypes.data, address(to), lanes, height * width, channels)
+    else:
+        np.copyto(to, source)
 
 
-class RolloutLoops:
-    """The functions of the library, with their signatures."""
-
-    def __init__(self, library: Any) -> None:
-        self.gather_track = library.holdall_gather_track
-        self.gather_track.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _POINTER, _POINTER]
-        self.gather_track.restype = _NUMBER
-        self.advantages = library.holdall_advantages
-        self.advantages.argtypes = [
-            *[_POINTER] * 4, _SINGLE, _SINGLE, _NUMBER, _NUMBER, _POINTER, _POINTER,
-        ]  # fmt: skip
-        self.advantages.restype = None
-        self.part_channels = library.holdall_part_channels
-        self.part_channels.argtypes = [_POINTER, _POINTER, _NUMBER, _NUMBER, _NUMBER]
-        self.part_channels.restype = None
-
-
-def rollout_loops() -> RolloutLoops | None:
-    """Return the compiled loops where the memory's own kernels are compiled too, else None."""
-    return _loaded() if chosen_kernels().name == "native" else None
-
-
-@functools.cache
-def _loaded() -> RolloutLoops | None:
-    suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-    try:
-        return RolloutLoops(ctypes.CDLL(str(Path(__file__).parents[1] / f"_kernels{suffix}")))
-    except (OSError, AttributeError):  # not built, or built before rollouts were
-        return None
+def _lies_pixel_by_pixel(images: Array) -> bool:
+    if images.ndim != 4 or images.itemsize != 1 or images.shape[1] < _FEWEST_CHANNELS:
+        return False
+    _, channels, height, width = images.shape
+    return images.strides == (channels * height * width, 1, width * channels, channels)
 
 
 Floats = NDArray[np.float32]
@@ -89,12 +53,12 @@ def estimate_advantages(
         advantages: May be `rewards` itself.
     """
     decay = gamma * gae_lambda
-    loops = rollout_loops()
-    if loops is None:
+    library = chosen_library()
+    if library is None:
         _estimate_portably(rewards, values, ends, last_values, gamma, decay, advantages, returns)
         return
     steps, lanes = values.shape
-    loops.advantages(
+    library.holdall_advantages(
         address(rewards), address(values), address(ends), address(last_values), gamma, decay,
         steps, lanes, address(advantages), address(returns),
     )  # fmt: skip
@@ -110,7 +74,7 @@ def _estimate_portably(
     advantages: Floats,
     returns: Floats,
 ) -> None:
-    """Do what advantage.c does, a row of lanes at a time."""
+    """Do what rollout.c does, a row of lanes at a time."""
     going = np.float32(1) - ends
     gamma_, decay_ = np.float32(gamma), np.float32(decay)
     next_values, later = last_values, np.zeros_like(last_values)

@@ -1,26 +1,15 @@
-/* Sums over a binary tree of doubles: node 1 is the root, the children of i are 2 i and 2 i + 1,
- * and the leaves stand last. Mirrored, to the last bit, by sumtree.py. */
+/* A sum tree of doubles: node 1 is the root, the children of i are 2 i and 2 i + 1, and the leaves stand last.
+ * SumTree in prioritized.py computes the same bits with NumPy. */
+#include "holdall.h"
+
 #include <math.h>
-#include <stdint.h>
-
-#ifdef _WIN32
-#define EXPORT __declspec(dllexport)
-#else
-#define EXPORT __attribute__((visibility("default")))
-#endif
-
-#if defined(__GNUC__) || defined(__clang__)
-#define FETCH_SOON(where) __builtin_prefetch(where)
-#else
-#define FETCH_SOON(where) ((void)0)
-#endif
 
 enum {
     AT_ONCE = 128, /* walks side by side: each waits for memory at every level */
-    TOP = 128,     /* a level of so many nodes is added up whole sooner than along every walk */
+    TOP = 128,     /* a level of so many nodes is added up faster as a whole than along every walk */
 };
 
-/* Put numbers into some slots, one for all if `step` is 0, and add up again whatever lies above them. */
+/* Put numbers into some slots, one for all if `step` is 0, and add up the nodes above them again. */
 EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots, const double *values, int64_t step,
                              int64_t count) {
     for (int64_t i = 0; i < count; i++) nodes[leaves + slots[i]] = values[i * step];
@@ -35,7 +24,7 @@ EXPORT void holdall_tree_put(double *nodes, int64_t leaves, const int64_t *slots
 /* Put numbers under ids, which stand in slots modulo `capacity`; ids below `first_id` are passed over, and of equal
  * ones the last counts. Returns -1 and the largest number put, or, with nothing changed, the first entry whose id is
  * not below `next_id` or whose number is not above 0 and at most `most`. */
-EXPORT int64_t holdall_tree_tell(double *nodes, int64_t leaves, const int64_t *ids, const double *values, int64_t count,
+EXPORT int64_t holdall_tree_update(double *nodes, int64_t leaves, const int64_t *ids, const double *values, int64_t count,
                                  int64_t first_id, int64_t next_id, int64_t capacity, double most, double *largest) {
     for (int64_t i = 0; i < count; i++)
         if (ids[i] >= next_id || !(values[i] > 0 && values[i] <= most)) return i;
@@ -73,7 +62,7 @@ EXPORT void holdall_tree_find(const double *nodes, int64_t leaves, const double 
                 const double in_left = nodes[2 * node[i]], in_right = nodes[2 * node[i] + 1];
                 /* Rounding may leave a point just beyond the last number: it stays on a side that holds one. */
                 const int64_t right = ((left_over[i] >= in_left) & (in_right > 0)) | (in_left == 0);
-                left_over[i] -= (double)right * in_left; /* no branch: half of them would be foretold wrongly */
+                left_over[i] -= (double)right * in_left; /* no branch: half of them would be predicted wrongly */
                 node[i] = 2 * node[i] + right;
                 FETCH_SOON(nodes + (2 * level < leaves ? 2 * node[i] : 1));
             }

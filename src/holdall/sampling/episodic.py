@@ -7,7 +7,8 @@ Invariant: whatever else is composed is refused when it is constructed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -19,6 +20,7 @@ from holdall.sampling.draw import (
     Flags,
     Held,
     Ids,
+    Sampler,
     State,
     Uniform,
     require_count,
@@ -295,7 +297,7 @@ class Hindsight(Chosen):
             raise ArgumentError(f"reward_fn ({reward_fn!r}) must be callable; pass the environment's compute_reward")
         self.strategy = strategy
         self.k = require_number("k", k, 0.0)
-        self._reward_fn = reward_fn
+        self.reward_fn = reward_fn
         self._keys = (achieved_key, desired_key)
         self._episodes = Episodes()
 
@@ -303,7 +305,7 @@ class Hindsight(Chosen):
         """Draw transitions, and for most of them a step of the same episode."""
         drawn = self.by.draw(held, count, generator)
         rows = np.arange(int(self.k / (self.k + 1) * count))
-        goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self._reward_fn)
+        goals = Goals(rows, self._outcomes(held, drawn.ids[rows], generator), *self._keys, self.reward_fn)
         return Draw(drawn.ids, drawn.weights, goals=goals)
 
     def _outcomes(self, held: Held, ids: Ids, generator: np.random.Generator) -> Ids:
@@ -313,3 +315,91 @@ class Hindsight(Chosen):
         begin = ids if self.strategy == "future" else first
         steps = (last - begin) // held.lanes + 1
         return np.asarray(begin + generator.integers(0, steps) * held.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutSequences:
+    """The sequences of a rollout: where each begins, and how long it is."""
+
+    first_place: NDArray[np.int64]  # tick * lanes + lane
+    length: NDArray[np.int64]
+    lanes: int
+
+    @classmethod
+    def of(cls, ends: Flags, made: Flags, longest: int) -> RolloutSequences:
+        """Cut a rollout of (ticks, lanes) at the ends of episodes, at steps not made, and after `longest` steps."""
+        ticks, lanes = ends.shape
+        begins = np.ones((lanes, ticks), np.bool_)
+        begins[:, 1:] = (ends | ~made)[:-1].T
+        begins |= ~made.T  # a sequence of its own, which is left out
+        index = np.arange(lanes * ticks)
+        begun = np.maximum.accumulate(np.where(begins.reshape(-1), index, 0))
+        begins |= ((index - begun) % longest == 0).reshape(lanes, ticks)
+        starts = np.flatnonzero(begins)
+        length = np.diff(starts, append=lanes * ticks)
+        lane, tick = np.divmod(starts, ticks)
+        real = made.T.reshape(-1)[starts]
+        return cls((tick * lanes + lane)[real], length[real], lanes)
+
+    def batches(self, most_steps: int, generator: np.random.Generator) -> Iterator[NDArray[np.int64]]:
+        """Yield all sequences in random order, up to `most_steps` steps at a time but at least one sequence."""
+        order = generator.permutation(len(self.length))
+        reach = np.cumsum(self.length[order])
+        first, before = 0, 0
+        while first < len(order):
+            end = max(int(np.searchsorted(reach, before + most_steps, side="right")), first + 1)
+            yield self._places(order[first:end])
+            first, before = end, int(reach[end - 1])
+
+    def _places(self, chosen: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the places of some sequences, (sequences, time); -1 behind a sequence's end."""
+        length = self.length[chosen]
+        step = np.arange(length.max())
+        places = self.first_place[chosen][:, None] + step * self.lanes
+        return np.where(step < length[:, None], places, -1)
+
+
+_OWN_SAMPLERS = frozenset([Uniform, Prioritized, NStep, Sequence, Hindsight])
+"""Samplers whose tests show that they draw what is held alone; what others draw is checked."""
+
+
+def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Generator) -> Draw:
+    """Draw `count` rows of what is held, whoever wrote the sampler."""
+    draw = sampler.draw(held, count, generator)
+    if type(sampler) not in _OWN_SAMPLERS:
+        held.require_drawn(draw)
+    return draw
+
+
+def priorities_of(sampler: Sampler) -> Callable[[Held, Ids, NDArray[Any]], None]:
+    """Return what sets the priorities of a sampler that has some."""
+    update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
+    if update is None:
+        raise ArgumentError(
+            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
+            "priorities; construct the memory with sampler=Prioritized(...)"
+        )
+    return update
+
+
+def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
+    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
+    if sampler is None and kind != Uniform.__name__:
+        raise ArgumentError(
+            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+            "settings, or another one to start anew"
+        )
+    return Uniform() if sampler is None else sampler
+
+
+def resume(sampler: Sampler, state: Mapping[str, Any], capacity: int, first_id: int) -> None:
+    """Have a sampler go on in a memory of this capacity, which holds the ids from `first_id` on."""
+    sampler.restore(state)
+    inner = sampler.by if isinstance(sampler, Chosen) else sampler
+    if isinstance(inner, Prioritized):
+        inner.resize(capacity, first_id)
+
+
+def reward_function_of(sampler: Sampler) -> RewardFunction | None:
+    """Return what computes rewards of other goals, if the sampler changes goals."""
+    return sampler.reward_fn if isinstance(sampler, Hindsight) else None

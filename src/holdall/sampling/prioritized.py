@@ -8,11 +8,8 @@ on its leaves alone, to the last bit, and not on how they came to be.
 from __future__ import annotations
 
 import ctypes
-import functools
-import os
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +17,9 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
+from holdall.native import chosen_library
 from holdall.sampling.draw import Held, Ids, State, require_number
+from holdall.storage.blocks import address
 
 Slots = NDArray[np.int64]
 Numbers = NDArray[np.float64]
@@ -38,14 +37,14 @@ class SumTree:
     def __init__(self, slots: int) -> None:
         self._leaves = 1 << max(0, slots - 1).bit_length()
         self._nodes = np.zeros(2 * self._leaves, np.float64)
-        self._compiled = _compiled()
+        self._library = chosen_library()
 
     def __getstate__(self) -> dict[str, Any]:
         return {"leaves": self._leaves, "nodes": self._nodes}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._leaves, self._nodes = state["leaves"], state["nodes"]
-        self._compiled = _compiled()
+        self._library = chosen_library()
 
     @property
     def total(self) -> float:
@@ -63,11 +62,11 @@ class SumTree:
     def put(self, slots: Slots, values: Numbers | float) -> None:
         """Set the numbers in some slots; of equal slots the last one counts."""
         few = len(slots) * _REBUILD_SHARE < self._leaves
-        if self._compiled is not None and few:
+        if self._library is not None and few:
             one_for_all = np.ndim(values) == 0
             numbers, place = np.ascontiguousarray(values, np.float64), np.ascontiguousarray(slots, np.int64)
-            self._compiled.put(
-                _start(self._nodes), self._leaves, _start(place), _start(numbers), int(not one_for_all), len(place)
+            self._library.holdall_tree_put(
+                address(self._nodes), self._leaves, address(place), address(numbers), int(not one_for_all), len(place)
             )
             return
         self._nodes[slots + self._leaves] = values
@@ -80,7 +79,7 @@ class SumTree:
                 self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
         self._add_up_above(above)
 
-    def tell(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
+    def update(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
         """Set the numbers of ids, which stand in slots modulo the capacity; of equal ids the last one counts.
 
         Return the largest number set, or None, with nothing changed, if an id was not added yet or a number is not
@@ -90,7 +89,7 @@ class SumTree:
             held: First id held, next id to come, and the capacity; older ids are passed over.
         """
         first, end, capacity = held
-        if self._compiled is None:
+        if self._library is None:
             if ids.size and not (ids.max() < end and values.min() > 0 and values.max() <= most):
                 return None
             kept = ids >= first
@@ -98,8 +97,8 @@ class SumTree:
             return float(values[kept].max(initial=0.0))
         largest = ctypes.c_double(0.0)
         named, numbers = np.ascontiguousarray(ids, np.int64), np.ascontiguousarray(values, np.float64)
-        failed = self._compiled.tell(
-            _start(self._nodes), self._leaves, _start(named), _start(numbers), len(named),
+        failed = self._library.holdall_tree_update(
+            address(self._nodes), self._leaves, address(named), address(numbers), len(named),
             first, end, capacity, most, ctypes.addressof(largest),
         )  # fmt: skip
         return largest.value if failed < 0 else None
@@ -109,13 +108,13 @@ class SumTree:
 
         A slot that holds 0 is never found.
         """
-        if self._compiled is None:
+        if self._library is None:
             slots = self._find(points * self._nodes[1])
             found = self.values(slots)
             return slots, (found.min(initial=np.inf) / found).astype(np.float32)
         place, shares = np.empty(len(points), np.int64), np.empty(len(points), np.float32)
-        self._compiled.find(
-            _start(self._nodes), self._leaves, _start(points), len(points), _start(place), _start(shares)
+        self._library.holdall_tree_find(
+            address(self._nodes), self._leaves, address(points), len(points), address(place), address(shares)
         )
         return place, shares
 
@@ -136,45 +135,6 @@ class SumTree:
         while above > 1:
             nodes[above // 2 : above] = nodes[above : 2 * above : 2] + nodes[above + 1 : 2 * above : 2]
             above //= 2
-
-
-def _start(array: NDArray[Any]) -> int:
-    """Return where a contiguous array's first byte lies."""
-    try:
-        buffer: Any = array
-        return ctypes.addressof(ctypes.c_char.from_buffer(buffer))  # a third of the cost of array.ctypes
-    except (TypeError, ValueError):  # read-only or empty
-        return int(array.ctypes.data)
-
-
-class _Compiled:
-    """sumtree.c through ctypes."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
-        self.put = library.holdall_tree_put
-        self.put.argtypes = [pointer, number, pointer, pointer, number, number]
-        self.put.restype = None
-        self.tell = library.holdall_tree_tell
-        self.tell.argtypes = [pointer, number, pointer, pointer, *[number] * 4, ctypes.c_double, pointer]
-        self.tell.restype = number
-        self.find = library.holdall_tree_find
-        self.find.argtypes = [pointer, number, pointer, number, pointer, pointer]
-        self.find.restype = None
-
-
-def _compiled() -> _Compiled | None:
-    """Return the compiled loops if they were built, and not asked to be left out."""
-    return None if os.environ.get("HOLDALL_KERNELS", "") == "portable" else _loaded()
-
-
-@functools.cache
-def _loaded() -> _Compiled | None:
-    suffix = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
-    try:
-        return _Compiled(ctypes.CDLL(str(Path(__file__).parents[1] / "native" / f"_kernels{suffix}")))
-    except (OSError, AttributeError):
-        return None
 
 
 _MOST = 1e280
@@ -245,7 +205,7 @@ class Prioritized:
         if priorities.size and priorities.min() < 0:
             raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
-        told = tree.tell(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
+        told = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
         if told is None:
             raise self._refusal(held, ids, priorities, scaled)
         self._highest = max(self._highest, told)

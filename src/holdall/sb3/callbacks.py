@@ -17,11 +17,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
-from holdall.tools.lint.finding import Finding, Severity
-from holdall.tools.lint.output import as_line
-from holdall.tools.watch.guard import OnPressure
-from holdall.tools.watch.reading import GROUPS, MemoryReading
-from holdall.tools.watch.session import Watch, start
+from holdall.tools.lint import Finding, Severity, as_line
+from holdall.tools.watch import GROUPS, MemoryReading, OnPressure, Watch, start
 
 _MIB = 2.0**20
 _LOG = logging.getLogger("holdall")
@@ -33,10 +30,10 @@ class WatchCallback(BaseCallback):
     `model.learn(100_000, callback=WatchCallback())`
 
     Args:
-        interval_s: Seconds between two readings, which a process beside the training takes.
+        interval_s: Seconds between two readings, which a second process takes.
         record: A file for `holdall report`.
         prometheus: A port of the loopback on which the newest reading is served.
-        limit: Memory that the training may use, beside the system's own limits: "8GiB" or bytes.
+        limit: Memory that the training may use, besides the system's own limits: "8GiB" or bytes.
         on_pressure: What is done when memory runs short: "warn"; "spill", for holdall's buffers; "checkpoint".
         pressure_at: Share of a limit from which on memory is short.
         checkpoint: The callback that saves, between two steps, for `on_pressure="checkpoint"`.
@@ -77,9 +74,9 @@ class WatchCallback(BaseCallback):
             self.watch = start(**self._settings)
         agent = self.watch.agent
         agent.follow_model(self.model)
-        # Off-policy models turn from one to the other many times a second; there is nothing to tell apart then.
+        # Off-policy models turn from one to the other many times a second, so their phases mean nothing.
         self._has_phases = hasattr(self.model, "rollout_buffer")
-        self._drive = agent.drive
+        self._drive = agent.publish_if_due
         agent.publish()
 
     def _save_soon(self) -> None:

@@ -23,8 +23,7 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
-from holdall.checkpoint.background import SaveHandle
-from holdall.checkpoint.source import attached_files
+from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 from holdall.replay import ReplayMemory
@@ -35,12 +34,13 @@ from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 
 EnvState = tuple[Callable[[Any], bytes], Callable[[Any, bytes], None]]
-"""How a VecEnv says where it is, as bytes, and how it is put there again."""
+"""How the state of a VecEnv is read, as bytes, and how it is set again."""
 
 _MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/numbers.npz", "sb3/environment"
 _AVERAGES = ("obs_rms", "ret_rms")
 
 _LOG = logging.getLogger("holdall")
+_PACKAGES = ("stable_baselines3", "sb3_contrib")
 
 
 class CheckpointCallback(BaseCallback):
@@ -89,16 +89,16 @@ class CheckpointCallback(BaseCallback):
 
     def _on_rollout_start(self) -> None:
         if self._is_due:
-            self._told_last()
+            self._wait_for_last_save()
             self.save()
 
     def _on_training_end(self) -> None:
         if self._is_due:
             self.save()
-        self._told_last()
+        self._wait_for_last_save()
 
-    def _told_last(self) -> None:
-        """Wait for the last save; one that failed is told, and training goes on."""
+    def _wait_for_last_save(self) -> None:
+        """Wait for the last save; a failed one is logged, and training goes on."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
@@ -139,8 +139,8 @@ def resume(
         budget: See `holdall.ReplayMemory`.
         prefer: The same.
     """
-    words = _parse_training(attached_files(path)[_TRAINING], str(path))
-    sampler = Prioritized(*words["priorities"]) if words["priorities"] is not None else None
+    training = _parse_training(attached_files(path)[_TRAINING], str(path))
+    sampler = Prioritized(*training["priorities"]) if training["priorities"] is not None else None
     memory = ReplayMemory.load(path, budget=budget, prefer=prefer, sampler=sampler)
     try:
         return _restore_training(memory, env, algorithm, device, env_state)
@@ -154,16 +154,21 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
     file = io.BytesIO()
     model.save(file)
     buffer = getattr(model, "replay_buffer", None)
-    words: dict[str, Any] = {
+    training: dict[str, Any] = {
         "algorithm": algorithm_name(type(model)),
         "buffer": None if buffer is None else type(_require_holdall(buffer)).__name__,
-        "priorities": [buffer._alpha, buffer._beta] if isinstance(buffer, PrioritizedReplayBuffer) else None,
+        "priorities": [buffer.sampler.alpha, buffer.sampler.beta]
+        if isinstance(buffer, PrioritizedReplayBuffer)
+        else None,
         "has_env_state": env_state is not None,
     }
     numbers: dict[str, Any] = {}
-    words["generators"] = rng_states(model, numbers)
-    numbers |= _vecnormalize_state(model.get_vec_normalize_env()) | _her_state(buffer)
-    files = {_MODEL: file.getvalue(), _TRAINING: json.dumps(words).encode(), _NUMBERS: _npz_bytes(numbers)}
+    training["generators"] = rng_states(model, numbers)
+    numbers |= _vecnormalize_state(model.get_vec_normalize_env())
+    numbers |= buffer.episode_state() if isinstance(buffer, HerReplayBuffer) else {}
+    arrays = io.BytesIO()
+    np.savez(arrays, allow_pickle=False, **numbers)
+    files = {_MODEL: file.getvalue(), _TRAINING: json.dumps(training).encode(), _NUMBERS: arrays.getvalue()}
     if env_state is not None:
         files[_ENV] = bytes(env_state[0](model.get_env()))
     return files
@@ -177,31 +182,32 @@ def _restore_training(
     env_state: EnvState | None,
 ) -> Any:
     files = memory.attached
-    words = _parse_training(files[_TRAINING], "the checkpoint")
+    training = _parse_training(files[_TRAINING], "the checkpoint")
     numbers = np.load(io.BytesIO(files[_NUMBERS]), allow_pickle=False)
-    if env_state is not None and not words["has_env_state"]:
+    if env_state is not None and not training["has_env_state"]:
         raise ArgumentError(
             "env_state was given, but the checkpoint was saved without; leave it out, or pass it to both"
         )
-    if words["buffer"] is not None and env.num_envs != memory.num_envs:
+    if training["buffer"] is not None and env.num_envs != memory.num_envs:
         raise ArgumentError(
             f"env has {env.num_envs} environments, and the training was saved with {memory.num_envs}; pass as many, or "
             f"load its memory alone with ReplayMemory.load(path, num_envs={env.num_envs})"
         )
-    kind = algorithm or algorithm_named(words["algorithm"])
+    kind = algorithm or algorithm_named(training["algorithm"])
     model = kind.load(io.BytesIO(files[_MODEL]), env=env, device=device, force_reset=env_state is None)
     buffer = getattr(model, "replay_buffer", None)
-    if words["buffer"] is None:
+    if training["buffer"] is None:
         memory.close()
     else:
         _require_holdall(buffer).adopt(memory)
-        _restore_her(buffer, numbers)
+        if isinstance(buffer, HerReplayBuffer):
+            buffer.restore_episodes(numbers)
     if env_state is not None:
         env_state[1](model.get_env(), files[_ENV])
         _skip_noise_reset(getattr(model, "action_noise", None))
     # What follows undoes what setting the environments may have done: a reset draws, and is averaged.
     _restore_vecnormalize(model.get_vec_normalize_env(), numbers, is_mid_episode=env_state is not None)
-    restore_rng_states(model, words["generators"], numbers)
+    restore_rng_states(model, training["generators"], numbers)
     return model
 
 
@@ -217,13 +223,13 @@ def _skip_noise_reset(noise: Any) -> None:
 
 def _parse_training(raw: bytes, where: str) -> Any:
     try:
-        words = json.loads(raw)
-        names = [words[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
+        training = json.loads(raw)
+        names = [training[name] for name in ("algorithm", "buffer", "priorities", "has_env_state", "generators")]
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamageError(f"{where}: what was saved of the training makes no sense ({error})") from error
-    if words["priorities"] is not None and len(words["priorities"]) != 2:
-        raise DamageError(f"{where}: what was saved of the training makes no sense ({names})")
-    return words
+        raise DamageError(f"{where}: what was saved of the training cannot be read ({error})") from error
+    if training["priorities"] is not None and len(training["priorities"]) != 2:
+        raise DamageError(f"{where}: what was saved of the training cannot be read ({names})")
+    return training
 
 
 def _require_holdall(buffer: Any) -> ReplayBuffer:
@@ -270,39 +276,8 @@ def _restore_vecnormalize(env: VecNormalize | None, numbers: Any, *, is_mid_epis
         setattr(one, what, float(numbers[name]) if what == "count" else numbers[name])
 
 
-def _her_state(buffer: Any) -> dict[str, Any]:
-    """Return what a hindsight buffer knows of episodes."""
-    if not isinstance(buffer, HerReplayBuffer):
-        return {}
-    kept, lengths = buffer.infos.state()
-    return {
-        "her/infos": kept,
-        "her/info_lengths": lengths,
-        "her/start": buffer.ep_start,
-        "her/length": buffer.ep_length,
-        "her/current": buffer._current_ep_start,
-    }
-
-
-def _restore_her(buffer: Any, numbers: Any) -> None:
-    if isinstance(buffer, HerReplayBuffer):
-        buffer.ep_start[:] = numbers["her/start"]
-        buffer.ep_length[:] = numbers["her/length"]
-        buffer._current_ep_start[:] = numbers["her/current"]
-        buffer.infos.restore(numbers["her/infos"], numbers["her/info_lengths"])
-        # Episodes that lost steps were forgotten before the checkpoint; their slots hold others by now.
-        buffer._held_from = buffer.memory.first_id // buffer.n_envs
-        buffer._drawable = None
-
-
-def _npz_bytes(numbers: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    np.savez(file, allow_pickle=False, **numbers)
-    return file.getvalue()
-
-
 def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
-    """Return the states of all generators as words; arrays are put into `numbers`."""
+    """Return the states of all generators as JSON; arrays are put into `numbers`."""
     kind, keys, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002  Stable-Baselines3's
     version, state, next_gauss = random.getstate()
     numbers["generators/numpy"] = np.asarray(keys)
@@ -319,22 +294,22 @@ def rng_states(model: BaseAlgorithm, numbers: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def restore_rng_states(model: BaseAlgorithm, words: Any, numbers: Any) -> None:
-    """Let all generators go on where they were saved."""
-    kind, position, has_gauss, gauss = words["numpy"]
+def restore_rng_states(model: BaseAlgorithm, states: Any, numbers: Any) -> None:
+    """Set all generators to where they were saved."""
+    kind, position, has_gauss, gauss = states["numpy"]
     keys = numbers["generators/numpy"]
     np.random.set_state((kind, keys, position, has_gauss, float.fromhex(gauss)))  # noqa: NPY002  Stable-Baselines3's
-    version, next_gauss = words["python"]
+    version, next_gauss = states["python"]
     state = tuple(numbers["generators/python"].tolist())
     random.setstate((version, state, None if next_gauss is None else float.fromhex(next_gauss)))
     th.set_rng_state(th.from_numpy(numbers["generators/torch"]))
     for device in range(th.cuda.device_count()):
         if f"generators/cuda/{device}" in numbers:
             th.cuda.set_rng_state(th.from_numpy(numbers[f"generators/cuda/{device}"]), device)
-    if words["action_space"] is not None:
-        model.action_space._np_random = _rng_of_json(words["action_space"])
+    if states["action_space"] is not None:
+        model.action_space._np_random = _rng_of_json(states["action_space"])
     env = model.get_env()
-    for number, state in enumerate(words["environments"] or ()):
+    for number, state in enumerate(states["environments"] or ()):
         if env is not None and state is not None:
             env.set_attr("np_random", _rng_of_json(state), indices=number)
 
@@ -355,16 +330,13 @@ def _rng_json(generator: np.random.Generator) -> Any:
         state = generator_state(generator)
     except CheckpointError:
         return None
-    words = encode_state(state, arrays, "a generator")
-    return {"state": words, "arrays": [array.tobytes().hex() for array in arrays]}
+    encoded = encode_state(state, arrays, "a generator")
+    return {"state": encoded, "arrays": [array.tobytes().hex() for array in arrays]}
 
 
-def _rng_of_json(words: Any) -> np.random.Generator:
-    arrays = {number: bytes.fromhex(text) for number, text in enumerate(words["arrays"])}
-    return restored_generator(decode_state(words["state"], arrays))
-
-
-_PACKAGES = ("stable_baselines3", "sb3_contrib")
+def _rng_of_json(saved: Any) -> np.random.Generator:
+    arrays = {number: bytes.fromhex(text) for number, text in enumerate(saved["arrays"])}
+    return restored_generator(decode_state(saved["state"], arrays))
 
 
 def algorithm_name(kind: type[BaseAlgorithm]) -> str:
@@ -373,16 +345,20 @@ def algorithm_name(kind: type[BaseAlgorithm]) -> str:
     return f"{package}.{kind.__name__}" if package in _PACKAGES else kind.__name__
 
 
-def algorithm_named(words: Any) -> type[BaseAlgorithm]:
+def algorithm_named(full_name: Any) -> type[BaseAlgorithm]:
     """Return the algorithm of a name, if it is one that everybody has."""
-    package, _, name = str(words).partition(".")
+    package, _, name = str(full_name).partition(".")
     found = None
     if package in _PACKAGES:
         try:
             module = importlib.import_module(package)
         except ImportError as error:
-            raise ArgumentError(f"algorithm: the checkpoint is of a {words}; run 'pip install {package}'") from error
+            raise ArgumentError(
+                f"algorithm: the checkpoint is of a {full_name}; run 'pip install {package}'"
+            ) from error
         found = getattr(module, name, None) if name in getattr(module, "__all__", ()) else None
     if not (isinstance(found, type) and issubclass(found, BaseAlgorithm)):
-        raise ArgumentError(f"algorithm was not given, and the checkpoint is of a {words}; pass algorithm={words}")
+        raise ArgumentError(
+            f"algorithm was not given, and the checkpoint is of a {full_name}; pass algorithm={full_name}"
+        )
     return found

@@ -22,36 +22,28 @@ except ImportError as error:
     ) from error
 
 
-class MaskableRolloutBuffer(maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+class _Compressing:
+    """Takes `compress` out of the arguments, which the buffers of sb3-contrib do not know."""
+
+    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
+        self._compress = compress
+        super().__init__(*args, **kwargs)
+
+
+class MaskableRolloutBuffer(_Compressing, maskable.MaskableRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
     """Drop-in for MaskablePPO with Box observations, as `rollout_buffer_class`."""
 
-    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
-        self._compress = compress
-        super().__init__(*args, **kwargs)
 
-
-class MaskableDictRolloutBuffer(maskable.MaskableDictRolloutBuffer, RolloutBuffer):
+class MaskableDictRolloutBuffer(_Compressing, maskable.MaskableDictRolloutBuffer, RolloutBuffer):
     """The same with Dict observations."""
 
-    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
-        self._compress = compress
-        super().__init__(*args, **kwargs)
 
-
-class RecurrentRolloutBuffer(recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+class RecurrentRolloutBuffer(_Compressing, recurrent.RecurrentRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
     """Drop-in for RecurrentPPO with Box observations; see `equip`."""
 
-    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
-        self._compress = compress
-        super().__init__(*args, **kwargs)
 
-
-class RecurrentDictRolloutBuffer(recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
+class RecurrentDictRolloutBuffer(_Compressing, recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
     """The same with Dict observations."""
-
-    def __init__(self, *args: Any, compress: str | None = None, **kwargs: Any) -> None:
-        self._compress = compress
-        super().__init__(*args, **kwargs)
 
 
 def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:

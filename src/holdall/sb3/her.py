@@ -24,6 +24,9 @@ from holdall.errors import ArgumentError, DamageError
 from holdall.sb3.replay import ReplayBuffer
 
 _ACHIEVED, _DESIRED = "achieved_goal", "desired_goal"
+_TAG = "~holdall"
+_KINDS = "biuf"
+_JSON_TYPES = (bool, int, float, str)
 
 
 class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type: ignore[override]  # arrays read when asked
@@ -33,7 +36,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
 
     Args:
         env: The training environment; Stable-Baselines3's algorithms pass it.
-        n_sampled_goal: Transitions told anew for every one that is left as it was.
+        n_sampled_goal: Transitions that get another goal, for every one that keeps its own.
         goal_selection_strategy: "future", "final" or "episode".
         copy_info_dict: Keep infos, and hand them to `compute_reward`. They are kept as JSON and
             arrays; whatever is neither is refused.
@@ -122,7 +125,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
             self._compute_episode_length(lane)
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
-        """Draw transitions of finished episodes, most of them told anew, in Stable-Baselines3's order."""
+        """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
         if self._drawable is None:
             self._drawable = np.flatnonzero(self.ep_length > 0)
         if self._drawable.size == 0:
@@ -130,17 +133,19 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
                 "Unable to sample before the end of the first episode: learning_starts must be greater than the "
                 "longest episode of the environment."
             )
-        places = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
-        slots, lanes = np.unravel_index(places, self.ep_length.shape)
-        told_anew = int(self.her_ratio * batch_size)
-        outcomes = self._outcome_slots(slots[:told_anew], lanes[:told_anew])
-        order = np.roll(np.arange(batch_size), -told_anew)  # real transitions come first
+        positions = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
+        slots, lanes = np.unravel_index(positions, self.ep_length.shape)
+        num_relabelled = int(self.her_ratio * batch_size)
+        outcomes = self._outcome_slots(slots[:num_relabelled], lanes[:num_relabelled])
+        order = np.roll(np.arange(batch_size), -num_relabelled)  # real transitions come first
         goals = Goals(
-            np.arange(batch_size - told_anew, batch_size),
-            self._ids(outcomes, lanes[:told_anew]),
+            np.arange(batch_size - num_relabelled, batch_size),
+            self._ids(outcomes, lanes[:num_relabelled]),
             _ACHIEVED,
             _DESIRED,
-            lambda achieved, desired, _: self._rewards_of(achieved, desired, slots[:told_anew], lanes[:told_anew]),
+            lambda achieved, desired, _: self._rewards_of(
+                achieved, desired, slots[:num_relabelled], lanes[:num_relabelled]
+            ),
         )
         ids = self._ids(slots[order], lanes[order])
         batch = self.memory.follow(Draw(ids, np.ones(batch_size, np.float32), goals=goals))
@@ -151,6 +156,21 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         ReplayBuffer.reset(self)
         self.infos = InfoSlots(*self.infos.shape)
         self._forget_episodes()
+
+    def episode_state(self) -> dict[str, NDArray[Any]]:
+        """Return what the buffer knows about episodes and infos, for a checkpoint."""
+        infos, lengths = self.infos.state()
+        starts = {"her/start": self.ep_start, "her/length": self.ep_length, "her/current": self._current_ep_start}
+        return {"her/infos": infos, "her/info_lengths": lengths, **starts}
+
+    def restore_episodes(self, state: Any) -> None:
+        """Take over what `episode_state` returned; the memory was restored before."""
+        self.ep_start[:], self.ep_length[:] = state["her/start"], state["her/length"]
+        self._current_ep_start[:] = state["her/current"]
+        self.infos.restore(state["her/infos"], state["her/info_lengths"])
+        # Episodes that lost steps were forgotten before the checkpoint; their slots hold others by now.
+        self._held_from = self.memory.first_id // self.n_envs
+        self._drawable = None
 
     def _forget_rest_of_episodes(self, slot: int) -> None:
         """Drop what is left of the episodes that lose the step in a slot."""
@@ -182,7 +202,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         return np.asarray((chosen + start) % self.buffer_size)
 
     def _rewards_of(self, achieved: Any, desired: Any, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> Any:
-        """Ask the first environment for the rewards of transitions told anew."""
+        """Ask the first environment for the rewards of transitions with another goal."""
         if self.env is None:
             raise ArgumentError(
                 "env is not set, so no reward can be computed for another goal; call set_env(env) first"
@@ -190,11 +210,6 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         infos = self.infos[slots, lanes] if self.copy_info_dict else [{} for _ in range(len(slots))]
         rewards = self.env.env_method("compute_reward", achieved, desired, infos, indices=[0])
         return rewards[0].astype(np.float32).reshape(-1)
-
-
-_TAG = "~holdall"
-_KINDS = "biuf"
-_JSON_TYPES = (bool, int, float, str)
 
 
 def pack_info(info: dict[str, Any]) -> bytes:
@@ -241,15 +256,15 @@ class InfoSlots:
         ]
 
     def __getitem__(self, key: Any) -> Any:
-        places = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape)[key]
-        flat = [self._packed[place] for place in np.atleast_1d(places).reshape(-1).tolist()]
+        positions = np.arange(self.shape[0] * self.shape[1]).reshape(self.shape)[key]
+        flat = [self._packed[position] for position in np.atleast_1d(positions).reshape(-1).tolist()]
         found: NDArray[Any] = np.empty(len(flat), object)
         found[:] = [{} if packed is None else unpack_info(packed) for packed in flat]
-        return found[0] if np.ndim(places) == 0 else found.reshape(np.shape(places))
+        return found[0] if np.ndim(positions) == 0 else found.reshape(np.shape(positions))
 
 
 def _to_json(value: Any, path: str, arrays: list[bytes]) -> Any:
-    """Turn a value into JSON; arrays are put aside and named by their place."""
+    """Turn a value into JSON; arrays are put aside and named by their position."""
     if value is None or type(value) in _JSON_TYPES:
         return value
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind in _KINDS:

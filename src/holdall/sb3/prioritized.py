@@ -5,12 +5,10 @@ In:  what its algorithms add, and priorities.  Out: its samples, with ids and we
 
 from __future__ import annotations
 
-import os
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
-from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
@@ -21,7 +19,7 @@ from holdall.sb3.replay import ReplayBuffer
 
 
 class PrioritizedSamples(NamedTuple):
-    """Stable-Baselines3's samples, and what they have to be weighted and named by."""
+    """Stable-Baselines3's samples, with weights for the loss and ids for `update_priorities`."""
 
     observations: Any
     actions: th.Tensor
@@ -36,49 +34,19 @@ class PrioritizedSamples(NamedTuple):
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws transitions in proportion to their priorities.
 
-    Stable-Baselines3's algorithms know nothing of priorities: multiply the loss by `weights`, and
-    tell the TD errors with `update_priorities(samples.ids, errors)`, in a `train` of your own;
-    docs/samplers.md has one for DQN.
+    Stable-Baselines3's algorithms do not use priorities: multiply the loss by `weights`, and pass the TD errors to
+    `update_priorities(samples.ids, errors)`, in a `train` of your own; docs/samplers.md has one for DQN.
 
     Args:
+        args: As in `ReplayBuffer`: buffer_size, observation_space, action_space, device, n_envs, ...
         alpha: See `holdall.Prioritized`.
-        beta: The same; may be set anew as `buffer.sampler.beta`.
-        n_steps: See `ReplayBuffer`, like all others.
+        beta: The same; it can be changed later, as `buffer.sampler.beta`.
+        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir.
     """
 
-    def __init__(
-        self,
-        buffer_size: int,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        device: th.device | str = "auto",
-        n_envs: int = 1,
-        optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True,
-        *,
-        alpha: float = 0.6,
-        beta: float = 0.4,
-        n_steps: int = 1,
-        gamma: float = 0.99,
-        budget: str | int | None = "auto",
-        prefer: str = "balanced",
-        spill_dir: str | os.PathLike[str] | None = None,
-    ) -> None:
+    def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **settings: Any) -> None:
         self._alpha, self._beta = alpha, beta
-        super().__init__(
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
-            n_envs,
-            optimize_memory_usage,
-            handle_timeout_termination,
-            n_steps=n_steps,
-            gamma=gamma,
-            budget=budget,
-            prefer=prefer,
-            spill_dir=spill_dir,
-        )
+        super().__init__(*args, **settings)
 
     @property
     def sampler(self) -> Prioritized:
@@ -93,12 +61,12 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         return PrioritizedSamples(**samples._asdict(), weights=weights, ids=draw.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Tell the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
-        told = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
-        self.memory.update_priorities(ids, told.reshape(-1))
+        """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
+        numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
+        self.memory.update_priorities(ids, numbers.reshape(-1))
 
     def adopt(self, memory: ReplayMemory) -> None:
-        """Go on with a memory that was loaded, and its priorities."""
+        """Continue with a memory that was loaded, and its priorities."""
         super().adopt(memory)
         sampler = memory.sampler
         if isinstance(sampler, Prioritized):

@@ -12,7 +12,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch as th
@@ -71,7 +71,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        # Past its parent, whose constructor allocates everything that this class is here to spare.
+        # Not the parent's constructor: it allocates everything that this class avoids.
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
@@ -139,12 +139,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if self.n_steps == 1:
             batch = self.memory.gather(ids)
             return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
-        returns = NStepReturns.of(self._run(ids), self.gamma, lambda rewards: self._normalize_reward(rewards, env))
-        last_ids = ids + returns.steps_taken * self.n_envs
-        batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), last_ids))
-        return self._as_samples(batch, returns.rewards, env, returns.discounts)
+        rewards, ends = self._following(ids)
+        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+        batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs))
+        return self._as_samples(batch, returns, env, discounts)
 
-    def _run(self, ids: NDArray[np.int64]) -> NStepInputs:
+    def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
         ticks, lanes = np.divmod(ids, self.n_envs)
         slots = (ticks % self.buffer_size)[:, None] + np.arange(self.n_steps)
@@ -152,30 +152,19 @@ class ReplayBuffer(buffers.ReplayBuffer):
         written = steps >= self.memory.first_id
         rewards, terminated, truncated = self.memory.outcomes(np.where(written, steps, ids[:, None]))
         newest = steps // self.n_envs == self.memory.next_id // self.n_envs - 1
-        return NStepInputs(np.where(written, rewards, np.float32(0)), terminated | truncated | newest)
+        return np.where(written, rewards, np.float32(0)), terminated | truncated | newest
 
     def _as_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
-        """Hand a batch over as Stable-Baselines3's tuple of tensors."""
+        """Return a batch as Stable-Baselines3's tuple of tensors."""
         dones = (batch.terminated > batch.truncated).astype(np.float32).reshape(-1, 1)
-        obs = self._normalize_obs(batch.obs, env)
-        next_obs = self._normalize_obs(batch.next_obs, env)
-        told = None if discounts is None else self._tensor(discounts)
-        if isinstance(obs, dict) and isinstance(next_obs, dict):
-            return DictReplayBufferSamples(
-                observations={key: self._tensor(value) for key, value in obs.items()},
-                actions=self._tensor(batch.action),
-                next_observations={key: self._tensor(value) for key, value in next_obs.items()},
-                dones=self._tensor(dones),
-                rewards=self._tensor(rewards),
-                discounts=told,
-            )
-        return ReplayBufferSamples(
-            observations=self._tensor(obs),
+        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        return kind(
+            observations=self._tensors(self._normalize_obs(batch.obs, env)),
             actions=self._tensor(batch.action),
-            next_observations=self._tensor(next_obs),
+            next_observations=self._tensors(self._normalize_obs(batch.next_obs, env)),
             dones=self._tensor(dones),
             rewards=self._tensor(rewards),
-            discounts=told,
+            discounts=None if discounts is None else self._tensor(discounts),
         )
 
     def reset(self) -> None:
@@ -185,7 +174,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.memory = self._new_memory()
 
     def adopt(self, memory: ReplayMemory) -> None:
-        """Go on with a memory that was loaded; the one before is closed."""
+        """Continue with a memory that was loaded; the one before is closed."""
         lanes, ticks = self.n_envs, memory.next_id // self.n_envs
         if memory.num_envs != lanes or memory.capacity != self.buffer_size * lanes:
             raise ArgumentError(
@@ -285,12 +274,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ticks = newest - (newest - slots) % self.buffer_size
         return ticks if self.n_envs == 1 else ticks * self.n_envs + lanes
 
-    def _id_of_place(self, places: NDArray[np.int64]) -> NDArray[np.int64]:
-        ids = self._ids(*np.divmod(places, self.n_envs))
+    def _ids_in_slots(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        ids = self._ids(*np.divmod(positions, self.n_envs))
         return np.where(ids >= self.memory.first_id, ids, -1)
 
+    def _tensors(self, observed: Any) -> Any:
+        return {key: self._tensor(rows) for key, rows in observed.items()} if self._is_dict else self._tensor(observed)
+
     def _tensor(self, array: Any) -> th.Tensor:
-        """Hand a gathered array over; its memory is the batch's own, so it is copied only to align it."""
+        """Return a gathered array as a tensor; its memory is the batch's own, so it is copied only to align it."""
         tensor = th.from_numpy(array)
         if self.device.type != "cpu":
             return tensor.to(self.device)
@@ -315,11 +307,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
         whole = (self.buffer_size, self.n_envs, *shape)
         observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
-        return SlotArray(name, whole, dtype, self._id_of_place, read, rows_at_once, write)
+        return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
 def _done_flags(batch: Batch) -> NDArray[np.bool_]:
-    """Tell what Stable-Baselines3 keeps as `dones`.
+    """Return what Stable-Baselines3 keeps as `dones`.
 
     It keeps two flags apart, done and cut by a time limit. An end that was no cut is stored as terminated, one that
     was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
@@ -337,30 +329,25 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     return rows
 
 
-class NStepInputs(NamedTuple):
-    """The steps from some transitions on, (batch, n)."""
+def n_step_returns(
+    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
 
-    rewards: NDArray[np.float32]
-    ends: NDArray[np.bool_]  # last steps of episodes, and the newest step
+    Args:
+        rewards: (batch, n), of the steps from some transitions on.
+        ends: (batch, n): last steps of episodes, and the newest step.
 
-
-class NStepReturns(NamedTuple):
-    """What the target of a row is made of."""
-
-    rewards: NDArray[np.float32]  # (batch, 1)
-    discounts: NDArray[np.float32]  # (batch, 1)
-    steps_taken: NDArray[np.int64]  # (batch,): from the first step to the last
-
-    @classmethod
-    def of(cls, run: NStepInputs, gamma: float, normalise: Callable[[Any], Any]) -> NStepReturns:
-        """Add up the rewards of each row until its first end."""
-        n = run.ends.shape[1]
-        last = np.where(run.ends.any(axis=1), run.ends.argmax(axis=1), n - 1)
-        counts = np.arange(n).reshape(1, -1) <= last[:, None]
-        powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
-        returns = (normalise(run.rewards) * powers * counts).sum(axis=1, keepdims=True)
-        discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
-        return cls(returns, discounts, last)
+    Returns:
+        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
+    """
+    n = ends.shape[1]
+    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
+    counts = np.arange(n).reshape(1, -1) <= last[:, None]
+    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
+    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+    return returns, discounts, last
 
 
 ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
@@ -373,7 +360,7 @@ class SlotArray:
     Args:
         shape: Shape of the whole, slots and environments first.
         dtype: Of what is read.
-        id_of_place: Transition id by flat (slot, environment) place; -1 where nothing stands.
+        ids_of: Transition ids by flat (slot, environment) positions; -1 where there is none.
         read: Rows of given ids.
         rows_at_once: Most ids that are read in one go: reading takes memory for all fields, not this one alone.
         write: Takes ids and their new rows; None if the field cannot be written to.
@@ -384,7 +371,7 @@ class SlotArray:
         name: str,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
-        id_of_place: Callable[[NDArray[np.int64]], NDArray[np.int64]],
+        ids_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
         read: ReadRows,
         rows_at_once: int,
         write: WriteRows | None = None,
@@ -392,7 +379,7 @@ class SlotArray:
         self.name = name
         self.shape = shape
         self.dtype = dtype
-        self._id_of_place = id_of_place
+        self._ids_in_slots = ids_of
         self._read = read
         self._rows_at_once = rows_at_once
         self._write = write
@@ -407,8 +394,8 @@ class SlotArray:
 
     def __getitem__(self, key: Any) -> Any:
         outer, inner = self._split(key)
-        places = self._places()[outer]
-        return self._rows(places)[(*[slice(None)] * np.ndim(places), *inner)]
+        positions = self._positions()[outer]
+        return self._rows(positions)[(*[slice(None)] * np.ndim(positions), *inner)]
 
     def __setitem__(self, key: Any, value: Any) -> None:
         if self._write is None:
@@ -417,23 +404,23 @@ class SlotArray:
                 "dones and timeouts can: call reset() and add the transitions again"
             )
         outer, _ = self._split(key)
-        places = self._places()[outer]
-        ids = self._id_of_place(np.atleast_1d(places).reshape(-1))
-        rows = np.broadcast_to(np.asarray(value), np.shape(places)).reshape(-1)
+        positions = self._positions()[outer]
+        ids = self._ids_in_slots(np.atleast_1d(positions).reshape(-1))
+        rows = np.broadcast_to(np.asarray(value), np.shape(positions)).reshape(-1)
         held = ids >= 0
         self._write(ids[held], rows[held])
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
         if copy is False:
             raise ValueError(f"{self.name} is gathered when it is read, so it is always a copy")
-        whole = self._rows(self._places())
+        whole = self._rows(self._positions())
         return whole if dtype is None else whole.astype(dtype)
 
-    def _places(self) -> NDArray[np.int64]:
+    def _positions(self) -> NDArray[np.int64]:
         return np.arange(self.shape[0] * self.shape[1]).reshape(self.shape[:2])
 
     def _split(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Part a key into what picks slots and environments, and what picks inside a row."""
+        """Split a key into what picks slots and environments, and what picks inside a row."""
         keys = key if isinstance(key, tuple) else (key,)
         outer, inner = keys[:2], keys[2:]
         plain = all(part is ... or isinstance(part, slice | int | np.integer) for part in inner)
@@ -447,13 +434,13 @@ class SlotArray:
             )
         return outer, inner
 
-    def _rows(self, places: Any) -> NDArray[Any]:
-        """Gather rows for an array of places of any shape."""
-        flat = np.atleast_1d(places).reshape(-1)
-        ids = self._id_of_place(flat)
+    def _rows(self, positions: Any) -> NDArray[Any]:
+        """Gather rows for an array of positions of any shape."""
+        flat = np.atleast_1d(positions).reshape(-1)
+        ids = self._ids_in_slots(flat)
         rows = np.zeros((len(flat), *self.shape[2:]), self.dtype)
         held = np.flatnonzero(ids >= 0)
         for begin in range(0, len(held), self._rows_at_once):
             some = held[begin : begin + self._rows_at_once]
             rows[some] = self._read(ids[some]).reshape(len(some), *self.shape[2:])
-        return rows.reshape((*np.shape(places), *self.shape[2:]))
+        return rows.reshape((*np.shape(positions), *self.shape[2:]))

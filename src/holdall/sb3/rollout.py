@@ -21,11 +21,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.delivery.to_device import Fill, MinibatchDelivery
 from holdall.errors import ArgumentError
-from holdall.native.rollout import estimate_advantages
+from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.replay import SlotArray
 from holdall.schema import Leaf
-from holdall.storage.rollout_frames import RolloutFields
+from holdall.storage.rollout import RolloutFields
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")
@@ -67,8 +67,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:
         """Return every array that the buffer holds, by field, for a watch that asks where they lie."""
-        staged = [("staging", block) for block in self._landing.arrays()]
-        return [*self._tracks.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
+        staged = [("staging", block) for block in self._delivery.arrays()]
+        return [*self._frames.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
 
     @property
     def fill(self) -> float:
@@ -77,8 +77,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
-        self._tracks.reset()
-        self._landing.rest()
+        self._frames.reset()
+        self._delivery.release_large()
         self._show_arrays()
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
@@ -94,7 +94,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     ) -> None:
         """Add one step per environment."""
         pos = self.pos
-        self._tracks.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
+        self._frames.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
         self._rows["actions"][pos] = action.reshape((self.n_envs, self.action_dim))
         self._rows["rewards"][pos] = reward
         self._starts[pos] = episode_start
@@ -103,7 +103,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self.pos = pos + 1
         if self.pos == self.buffer_size:
             self.full = True
-            self._tracks.drain()
+            self._frames.drain()
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: NDArray[Any]) -> None:
         """Estimate advantages and returns, as Stable-Baselines3 does, in place."""
@@ -148,8 +148,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         for name, rows in self._flat.items():
             shape = rows.shape[1:] if name == "actions" else ()  # actions are handed over as float32, whatever they are
             fields.append((Leaf(name, shape, _FLOAT32), partial(_fill_rows, rows.reshape(-1, *shape), batch_inds)))
-        landed = self._landing.land(len(places), fields)
-        seen, (actions, *estimates) = landed[: len(self._leaves)], landed[len(self._leaves) :]
+        delivered = self._delivery.deliver(len(places), fields)
+        seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
         if not self._is_dict:
             return RolloutBufferSamples(seen[0], actions, *estimates)
         observations = {leaf.name: tensor for leaf, tensor in zip(self._leaves, seen, strict=True)}
@@ -157,16 +157,16 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
-        tracks = self._tracks
-        fields = tracks.report(self.pos)
+        frames = self._frames
+        fields = frames.report(self.pos)
         for name, rows in (*self._rows.items(), ("episode_starts", self._starts)):
             nbytes = rows[: self.pos].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
-        sealer = tracks.sealer
+        sealer = frames.sealer
         return MemoryReport(
             transitions=self.pos * self.n_envs,
             fields=tuple(fields),
-            staging_bytes=self._landing.nbytes,
+            staging_bytes=self._delivery.nbytes,
             segments=1,
             backlog=0 if sealer is None else sealer.backlog,
             failure="" if sealer is None else sealer.failure,
@@ -180,8 +180,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def __getstate__(self) -> dict[str, Any]:
         """Leave the rollout behind: it is of no use without the policy that it came from."""
         left_behind = {
-            "_tracks",
-            "_landing",
+            "_frames",
+            "_delivery",
             "_rows",
             "_flat",
             "_starts",
@@ -200,9 +200,11 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         """Make everything that a rollout needs, once."""
         self._is_dict = isinstance(self.observation_space, spaces.Dict)
         self._leaves = tuple(self._leaves_of())
-        self._tracks = RolloutFields(self._leaves, self.buffer_size, self.n_envs, self._compress)
+        self._frames = RolloutFields(
+            self._leaves, self.buffer_size, self.n_envs, self._compress, chosen_kernels(), copy_in_order
+        )
         device = "cpu" if self.device.type == "cpu" else str(self.device)
-        self._landing = MinibatchDelivery(device, list(self._leaves))
+        self._delivery = MinibatchDelivery(device, list(self._leaves))
         lanes = (self.buffer_size, self.n_envs)
         self._rows = {name: np.zeros(lanes, np.float32) for name in ("rewards", *_ESTIMATES)}
         self._rows["actions"] = np.zeros((*lanes, self.action_dim), self.action_space.dtype)
@@ -238,8 +240,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def _observed(self, field: int, leaf: Leaf) -> StoredObservations:
         def read(places: NDArray[np.int64]) -> NDArray[Any]:
             rows = np.empty((len(places), *leaf.shape), leaf.dtype)
-            self._tracks.drain()
-            self._tracks.gather(field, np.ascontiguousarray(places), rows)
+            self._frames.drain()
+            self._frames.gather(field, np.ascontiguousarray(places), rows)
             return rows
 
         def id_of_place(places: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -262,7 +264,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def _fill_observations(
         self, field: int, places: NDArray[np.int64], first: int, end: int, out: NDArray[Any]
     ) -> None:
-        self._tracks.gather(field, places[first:end], out)
+        self._frames.gather(field, places[first:end], out)
 
 
 class StoredObservations(SlotArray):

@@ -23,8 +23,9 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, HoldallError
-from holdall.schema import Bytes
+from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec
+from holdall.storage.layout import Window
 
 _MAP_NORESERVE = 0x4000
 """Linux's flag; the mmap module names it from Python 3.13 on."""
@@ -407,3 +408,14 @@ class KeptBlock(SliceBlock):
 
     def freeze(self) -> None:
         """Do nothing: there is no index."""
+
+
+@dataclass(frozen=True, slots=True)
+class FrozenBlock:
+    """A block that takes no more slices, and what it holds."""
+
+    field: int
+    leaf: Leaf
+    window: Window
+    block: SliceBlock
+    lanes: int = 1  # that brought slices in turn

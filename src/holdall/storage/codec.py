@@ -70,7 +70,7 @@ class Transform:
         return self.slice_bytes // self.word_bytes if self.word_bytes else self.slice_bytes
 
     def is_sound(self) -> bool:
-        """Whether the numbers agree with each other: they may come from a file. See codec.c."""
+        """Whether the numbers agree with each other: they may come from a file. See decode.c."""
         whole = 0 < self.slice_bytes < 2**31 and self.word_bytes in {0, 2, 4, 8} and self.shuffle >= 0
         if not whole or (self.word_bytes and self.slice_bytes % self.word_bytes):
             return False
@@ -111,7 +111,7 @@ class Codec:
         return alone and plain and transform.slice_bytes <= _DICTIONARY_UP_TO
 
     def is_cut_soundly(self) -> bool:
-        """Whether units are of a size that readers make room for: it may come from a file. See codec.c."""
+        """Whether units are of a size that readers make room for: it may come from a file. See decode.c."""
         return 1 <= self.group <= _MOST_IN_A_UNIT and self.group * self.transform.coded_bytes < 2**31
 
     def hurried(self) -> Codec:
@@ -224,7 +224,7 @@ class MeasuredCodec:
     decode_us: float
 
 
-def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, hands: int, lanes: int = 1) -> Codec:
+def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1) -> Codec:
     """Measure every candidate on samples of `slices` and return the best one within the cap.
 
     Args:
@@ -233,7 +233,7 @@ def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, 
     picked = np.linspace(0, len(slices) - 1, min(_SAMPLED_SLICES, len(slices))).astype(np.int64)
     samples = np.ascontiguousarray(slices[picked])
     raw_us = _raw_us(coder, samples)
-    allowed_us = cap * raw_us * (hands if hands == 1 else hands / _RAW_SPEED_UP)
+    allowed_us = cap * raw_us * (threads if threads == 1 else threads / _RAW_SPEED_UP)
     measured = [m for m in measure(coder, leaf, window, samples) if m.decode_us <= allowed_us]
     leading = sorted(measured, key=lambda m: m.ratio)[-_LEADING:]
     together = [

@@ -14,7 +14,7 @@ import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from math import prod
 from typing import Any
 
@@ -23,12 +23,12 @@ import zstandard
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.json_state import decode_state, dtype_name, dtype_of, encode_state
-from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage.blocks import CarriedSlices, Coded, Coder, Extent, KeptBlock, SegmentFile
+from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
+from holdall.schema import Array, Bytes, Leaf
+from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window
-from holdall.storage.slices import NEXT_IS_WHOLE, ClosedPart
+from holdall.storage.slices import ClosedPart
 from holdall.storage.snapshot import RowChunk
 
 MAGIC = b"holdall\x01"
@@ -118,11 +118,9 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     raw = read(start + PREAMBLE.size, head_bytes)
     if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
         raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
-    try:
+    with malformed_refused(f"the head of the record at byte {start}"):
         head = json.loads(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise DamageError(f"the head of the record at byte {start} makes no sense ({error})") from error
 
 
 def _parts_of(head: Any, start: int, body_bytes: int) -> dict[str, RecordPart]:
@@ -152,6 +150,7 @@ def numbers(content: bytes, dtype: str) -> NDArray[Any]:
 
 SLICES, DICTIONARY = "slices", "dictionary"
 _MOST_DICTIONARY_BYTES = 16 * 2**20
+_MOST_SETTING = 2**32 - 1
 _OF_TRANSFORM = tuple(field.name for field in fields(Transform))
 
 
@@ -219,12 +218,8 @@ def _units_of(record: Record, read: Read) -> tuple[RecordPart, NDArray[np.uint32
 
 
 def _coded_of(record: Record, read: Read, dictionaries: Mapping[str, Dictionary], data: Bytes | Extent) -> Coded:
-    try:
-        codec, count = codec_of(record.head, dictionaries), _whole(record.head["count"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise DamageError(
-            f"the block at byte {record.start} makes no sense ({error}); nothing of it is used"
-        ) from error
+    with malformed_refused(f"the block at byte {record.start}"):
+        codec, count = codec_of(record.head, dictionaries), count_of(record.head["count"], _MOST_SETTING)
     palette, offsets = (record.part(name, read) for name in ("palette", "offsets"))
     return Coded(codec, count, numbers(offsets, "u4"), np.frombuffer(palette, np.uint8), data)
 
@@ -242,21 +237,19 @@ def codec_words(codec: Codec) -> dict[str, Any]:
 
 def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) -> Codec:
     """Make a codec of its description; KeyError, TypeError or ValueError if that makes no sense."""
-    claimed = {name: _whole(head["transform"][name]) for name in _OF_TRANSFORM}
+    claimed = {name: count_of(head["transform"][name], _MOST_SETTING) for name in _OF_TRANSFORM}
     predictor, interleaved, green = (claimed.pop(name) for name in ("predictor", "interleaved", "green"))
     transform = Transform(
         **claimed, predictor=Predictor(predictor), interleaved=bool(interleaved), green=bool(green)
     )  # fmt: skip
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = Method(_whole(head["method"])), _whole(head["level"]), _whole(head["group"])
+    method, level, group = (
+        Method(count_of(head["method"], _MOST_SETTING)),
+        count_of(head["level"], _MOST_SETTING),
+        count_of(head["group"], _MOST_SETTING),
+    )
     return Codec(method, level, transform, dictionary, group)
-
-
-def _whole(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**32:
-        raise ValueError(f"{value!r} is no count")
-    return value
 
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
@@ -320,7 +313,8 @@ def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
         raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
 
 
-def _require_kind(record: Record, kind: str) -> None:
+def require_kind(record: Record, kind: str) -> None:
+    """Refuse a record of another kind."""
     if record.kind != kind or not isinstance(record.head.get("coded", []), list):
         raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
 
@@ -341,7 +335,7 @@ def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
 
 def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
     """Read a chunk of rows whose ticks and columns are known."""
-    _require_kind(record, ROWS)
+    require_kind(record, ROWS)
     head = record.head
     columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
     if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
@@ -384,14 +378,14 @@ def unpack_logs(
     record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
 ) -> list[ClosedPart]:
     """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
-    _require_kind(record, LOGS)
+    require_kind(record, LOGS)
     fields = record.head["fields"]
     if len(fields) != len(leaves) or len(blocks) != len(leaves):
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
     parts = []
     for number, (words, leaf, block) in enumerate(zip(fields, leaves, blocks, strict=True)):
         window = window_of(words["window"], leaf)
-        rows, count, steps, new = (_count(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
+        rows, count, steps, new = (count_of(words[key]) for key in ("log_rows", "slices", "steps", "new_slices"))
         if block.slice_bytes != window.slice_bytes or count > block.used:
             raise DamageError(f"the logs at byte {record.start} name another block than their own")
         log: Any = None
@@ -415,8 +409,8 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
-    _require_kind(record, PIECE)
-    count = _count(record.head["count"])
+    require_kind(record, PIECE)
+    count = count_of(record.head["count"])
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
@@ -437,9 +431,9 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
 
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
-    _require_kind(record, STATE)
+    require_kind(record, STATE)
     arrays = {
-        number: _array(record, str(number), read, np.dtype(np.uint8), (_count(nbytes),)).tobytes()
+        number: _array(record, str(number), read, np.dtype(np.uint8), (count_of(nbytes),)).tobytes()
         for number, nbytes in enumerate(record.head["sizes"])
     }
     tree = decode_state(json.loads(record.part("tree", read)), arrays)
@@ -455,7 +449,7 @@ def pack_file(content: bytes) -> list[Buffer]:
 
 def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
-    _require_kind(record, FILE)
+    require_kind(record, FILE)
     return record.part("content", read)
 
 
@@ -468,135 +462,10 @@ def window_of(words: Any, leaf: Leaf) -> Window:
     """Cut a leaf as `window_words` says; whatever it says, the window fits the leaf."""
     if words is None:
         return Window.whole(leaf)
-    axis, step = (_count(word) for word in words)
+    axis, step = (count_of(word) for word in words)
     if axis >= len(leaf.shape) or not 0 < step < leaf.shape[axis]:
         raise DamageError(f"a window of {step} along axis {axis} does not fit a field of shape {leaf.shape}")
     return Window.along(leaf, axis, step)
-
-
-def _count(value: Any) -> int:
-    if type(value) is not int or not 0 <= value < 2**40:
-        raise DamageError(f"a record counts {value!r}, which is no count")
-    return value
-
-
-MOST_SEGMENT_ROWS = 2**20
-
-
-@dataclass(frozen=True, slots=True)
-class SealedSegment:
-    """A run of ticks that can be moved: to another machine, to a journal, to another store.
-
-    It refers to nothing outside of itself but the dictionaries of its codecs. `Store.segment_at` and writers make it,
-    `pack_segment` and `unpack_segment` turn it into bytes and back, `Store.adopt` takes it over.
-
-    The columns of `rows` are named as a store names its own, each (ticks, lanes, ...): `action.0`, `extras.0`,
-    `reward.0`, `terminated.0`, `truncated.0`; `invalid.0` only if a lane made no transition; `cursors.3` for an
-    observation leaf that lies in slices, `obs.0` and `next.0` for one that does not. Nothing is kept apart.
-    """
-
-    rows: RowChunk
-    parts: tuple[ClosedPart, ...]  # by large leaf, in the order of the leaves: window, log (entries, lanes), block
-
-    @property
-    def lanes(self) -> int:
-        """Lanes that advanced together."""
-        return int(self.rows.columns["terminated.0"].shape[1])
-
-    @property
-    def large(self) -> tuple[int, ...]:
-        """The observation leaves that lie in slices."""
-        return _large_leaves(self.rows.columns)
-
-    def in_one_lane(self) -> SealedSegment:
-        """Return the same transitions one after another: row r was tick r // lanes in lane r % lanes."""
-        rows, lanes = self.rows.ticks * self.lanes, self.lanes
-        columns = {name: column.reshape(rows, 1, *column.shape[2:]) for name, column in self.rows.columns.items()}
-        parts = []
-        for i, part in zip(self.large, self.parts, strict=True):
-            log: Any = part.log
-            entries = np.arange(lanes, dtype=np.uint32) * np.uint32(len(log))
-            columns[f"cursors.{i}"] = (self.rows.columns[f"cursors.{i}"] + entries).reshape(rows, 1)
-            parts.append(replace(part, log=np.ascontiguousarray(log.T).reshape(-1, 1), log_rows=log.size))
-        return SealedSegment(RowChunk(self.rows.first_tick * lanes, rows, columns, {}), tuple(parts))
-
-
-def travelling(part: ClosedPart, coder: Coder) -> ClosedPart:
-    """Return a part with a log and with sealed slices in memory, whatever it has."""
-    block, log = part.block, part.log
-    if log is None:
-        lanes = part.slice_count // max(part.log_rows, 1)
-        log = np.arange(part.slice_count, dtype=np.uint32).reshape(part.log_rows, lanes)
-    sealed = block.sealed
-    if sealed is None:
-        raw = block.arena[: part.slice_count * block.slice_bytes].reshape(part.slice_count, block.slice_bytes)
-        sealed = coder.seal(raw, Codec(Method.STORED, 0, Transform(block.slice_bytes)))
-    if sealed is None:
-        raise DamageError("slices could not be stored as they are; report this")
-    carried = CarriedSlices(sealed.coded.in_memory())
-    return replace(part, log=log, block=KeptBlock(block.slice_bytes, carried.count, carried))
-
-
-def pack_segment(segment: SealedSegment, coder: Coder) -> bytes:
-    """Return a segment as bytes: the records that a checkpoint has of it, one after another.
-
-    These are its rows, its logs, and the slices of every large leaf. Dictionaries are records of their own, by name.
-    """
-    records = [pack_rows(segment.rows, compresses=False), pack_logs(segment.parts, compresses=False)]
-    for part in segment.parts:
-        if part.block.sealed is None:
-            raise TypeError("the slices of a segment that travels are sealed")
-        coded = part.block.sealed.coded
-        records.append(pack_slices(coded, coder.checksums(np.asarray(coded.data), coded.offsets)))
-    return b"".join(buffer for record in records for buffer in record)
-
-
-def unpack_segment(
-    payload: bytes, schema: Schema, dictionaries: Mapping[str, Dictionary], coder: Coder
-) -> SealedSegment:
-    """Read a segment that was received; DamageError if anything in it does not make sense.
-
-    Every checksum is computed and every number held against the others, so whatever was sent, reading the result
-    stays within it. Its lanes may be any number, whatever the schema says of its own.
-    """
-
-    def read(start: int, nbytes: int) -> bytes:
-        return payload[start : start + nbytes]
-
-    try:
-        rows, logs, *slices = records_in(payload)
-        _require_kind(rows, ROWS)
-        like = _columns_like(rows.head["columns"], schema)
-        ticks, first_tick = rows.head["ticks"], _count(rows.head["first_tick"])
-        lanes = like["terminated.0"][0][0]
-        if type(ticks) is not int or not 1 <= ticks * lanes <= MOST_SEGMENT_ROWS:
-            raise DamageError(f"a segment claims {ticks!r} ticks of {lanes} lanes; nothing of it is used")
-        chunk = unpack_rows(rows, read, first_tick, ticks, like)
-        leaves = [schema.observation.leaves[i] for i in _large_leaves(like)]
-        coded = [unpack_slices_whole(record, read, dictionaries, coder) for record in slices]
-        blocks = [KeptBlock(each.codec.transform.slice_bytes, each.count, CarriedSlices(each)) for each in coded]
-        segment = SealedSegment(chunk, tuple(unpack_logs(logs, read, lanes, leaves, blocks)))
-        for i, part in zip(segment.large, segment.parts, strict=True):
-            _require_within(part, chunk.columns[f"cursors.{i}"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise DamageError(
-            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-        ) from error
-    return segment
-
-
-def segment_needs(payload: bytes) -> tuple[int, set[str]]:
-    """Return how many rows a packed segment has, and which dictionaries it names, by its heads alone."""
-    rows, _, *slices = records_in(payload)
-    try:
-        lanes = {_count(shape[0]) for _, _, shape in rows.head["columns"]}
-        (count,) = {_count(rows.head["ticks"]) * of for of in lanes}
-        names = {record.head["dictionary"] for record in slices} - {None}
-    except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise DamageError(
-            f"a segment makes no sense ({type(error).__name__}: {error}); nothing of it is used"
-        ) from error
-    return count, {str(name) for name in names}
 
 
 def records_in(payload: bytes) -> Iterator[Record]:
@@ -606,31 +475,3 @@ def records_in(payload: bytes) -> Iterator[Record]:
         record = unpack(lambda first, nbytes: payload[first : first + nbytes], start, len(payload))
         yield record
         start += record.nbytes
-
-
-def _columns_like(described: Any, schema: Schema) -> Like:
-    """Return what the columns of a segment must be, where only lanes, large leaves and the reward's dtype are free."""
-    found = {name: (dtype_of(dtype), shape) for name, dtype, shape in described}
-    (lanes,) = {_count(shape[0]) for _, shape in found.values()}
-    large = _large_leaves(found)
-    flag, cursor = Leaf("", (), np.dtype(np.bool_)), Leaf("", (), np.dtype(np.uint32))
-    leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
-    leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
-    leaves |= {"reward.0": Leaf("", (), found["reward.0"][0]), "terminated.0": flag, "truncated.0": flag}
-    leaves |= {"invalid.0": flag} if "invalid.0" in found else {}
-    for i, leaf in enumerate(schema.observation.leaves):
-        leaves |= {f"cursors.{i}": cursor} if i in large else {f"obs.{i}": leaf, f"next.{i}": leaf}
-    return {name: ((lanes, *leaf.shape), leaf.dtype) for name, leaf in leaves.items()}
-
-
-def _large_leaves(columns: Mapping[str, Any]) -> tuple[int, ...]:
-    return tuple(sorted(int(name.removeprefix("cursors.")) for name in columns if name.startswith("cursors.")))
-
-
-def _require_within(part: ClosedPart, cursors: NDArray[np.uint32]) -> None:
-    """Refuse cursors that point outside the log, and a log that points outside the block."""
-    window, log = part.window, part.log
-    start = (cursors & ~NEXT_IS_WHOLE).astype(np.int64)
-    end = start + window.count + np.where(cursors & NEXT_IS_WHOLE, window.count, window.shift)
-    if log is None or log.size >= NEXT_IS_WHOLE or end.max() > len(log) or int(log.max()) >= part.slice_count:
-        raise DamageError("a segment points outside itself; nothing of it is used")

@@ -7,15 +7,26 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Leaf, as_bytes
+from holdall.report import FieldReport
+from holdall.schema import Array, Leaf, Schema, as_bytes
 from holdall.storage.blocks import reserve
-from holdall.storage.snapshot import Apart, put_rows
+from holdall.storage.layout import (
+    FastDictTick,
+    FastRows,
+    FastTick,
+    Window,
+    WindowScout,
+    WriteObservation,
+    WriteObservations,
+)
+from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
@@ -80,10 +91,9 @@ class ObservationRing:
         """Return the arrays that the field lies in."""
         return [*self.columns().values(), *self._apart.arrays()]
 
-    @property
-    def apart_bytes(self) -> int:
-        """Bytes that these take, with their ids."""
-        return self._apart.nbytes
+    def bytes_of(self, rows: int) -> int:
+        """Bytes that so many rows take, with the next observations that are kept apart and their ids."""
+        return rows * self.leaf.nbytes * (1 if self.is_shared else 2) + self._apart.nbytes
 
     def describe(self, kept: int) -> str:
         """Say what was found, for people; `kept` is the number of transitions whose rows are still there."""
@@ -91,24 +101,6 @@ class ObservationRing:
             return "flat rows; next observations seldom shared, so kept beside"
         share = 100 * (1 - len(self._apart) / kept) if kept else 100.0
         return f"flat rows; {share:.1f} % of next observations shared"
-
-    def state(self, ticks: int) -> dict[str, Any]:
-        """Return what the first `ticks` places hold, sharing memory with the ring."""
-        paired = None if self._paired is None else self._paired[:ticks]
-        return {
-            "rows": self._rows[:ticks],
-            "paired": paired,
-            "apart": self._apart,
-            "expected": self._expected,
-        }
-
-    def restore(self, state: dict[str, Any]) -> None:
-        """Take over what `state` returned elsewhere."""
-        self._rows[: len(state["rows"])] = state["rows"]
-        if state["paired"] is not None:
-            self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
-            self._paired[: len(state["paired"])] = state["paired"]
-        self._apart, self._expected = state["apart"], state["expected"]
 
     def columns(self) -> dict[str, Array]:
         """Return the rings of rows: of observations, and of next observations if they have one of their own."""
@@ -176,201 +168,249 @@ class ObservationRing:
         self._apart = RowsById(self.leaf)
 
 
-class RowsById:
-    """Rows under ascending transition ids: appended at the end, dropped at the front."""
+_FLAG = Leaf("", (), np.dtype(np.bool_))
+_REWARD_BYTES = 8
 
-    def __init__(self, leaf: Leaf) -> None:
-        self._leaf = leaf
-        self._ids = np.empty(0, np.int64)
-        self._rows = np.empty((0, *leaf.shape), leaf.dtype)
-        self._first = 0
-        self._end = 0
 
-    def __len__(self) -> int:
-        return self._end - self._first
+class SmallRows(NamedTuple):
+    """Copies of the fields in rings under some ids."""
+
+    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
+    action: list[Array]
+    reward: Array
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+
+
+class Rings:
+    """The fields that share nothing, each in a flat ring: short observations, actions, rewards, flags, extras.
+
+    Args:
+        small: Observation leaves that lie here.
+        first_tick: Number of the first tick that will be written.
+    """
+
+    def __init__(self, schema: Schema, ring_ticks: int, small: Iterable[int], first_tick: int) -> None:
+        self.schema = schema
+        self.lanes = schema.num_envs
+        self.ring_ticks = ring_ticks
+        self.small = {i: ObservationRing(schema.observation.leaves[i], self.lanes, ring_ticks) for i in small}
+        self.action = [self._ring(leaf) for leaf in schema.action.leaves]
+        self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
+        self.reward: Array | None = None
+        self.terminated = self._ring(_FLAG)
+        self.truncated = self._ring(_FLAG)
+        self.invalid: Array | None = None
+        self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
+        self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
+        self._counted_from = first_tick
+
+    def write(self, now: int, tick: Tick, first_tick: int) -> None:
+        """Write one tick; `first_tick` is the oldest one held before."""
+        slot = now % self.ring_ticks
+        for i, ring in self.small.items():
+            ring.write(now, tick.obs[i], tick.next_obs[i])
+        for row, value in zip(self.action, tick.action, strict=True):
+            row[slot] = value
+        for row, value in zip(self.extras, tick.extras, strict=True):
+            row[slot] = value
+        self.begin(tick.reward.dtype)[slot] = tick.reward
+        self.terminated[slot] = tick.terminated
+        self.truncated[slot] = tick.truncated
+        if tick.valid is not None or self.invalid is not None:
+            if self.invalid is None:
+                self.invalid = self._ring(_FLAG)
+            self.count_invalid(first_tick, now)  # while the ticks that left are still to be seen
+            self.invalid[slot] = False if tick.valid is None else ~tick.valid
+            self._invalid_count += int(np.count_nonzero(self.invalid[slot]))
+
+    def look_for_windows(self, tick: Tick, *, may_move: bool) -> dict[int, Window]:
+        """Show a tick to all searches; return the windows that were found, by leaf. Without `may_move` all end."""
+        found = {}
+        for i, scout in tuple(self.scouts.items()):
+            scout.look(as_bytes(tick.obs[i], self.lanes), as_bytes(tick.next_obs[i], self.lanes))
+            if scout.done or not may_move:
+                del self.scouts[i]
+                if scout.finding is not None and may_move:
+                    found[i] = scout.finding
+        return found
+
+    def fast_tick(
+        self, large: list[int], write_large: WriteObservations, write_one_large: WriteObservation
+    ) -> FastTick | FastDictTick | None:
+        """Return a short way to write a tick; None if there are fields that it does not know.
+
+        Args:
+            large: Leaves that are not here, and how all of them, or the only one, are written.
+        """
+        if self.invalid is not None or len(self.action) != 1 or self.extras or self.scouts or self.reward is None:
+            return None
+        rows = FastRows(self.action[0], self.reward, self.terminated, self.truncated)
+        tree = self.schema.observation
+        fields = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
+        if isinstance(tree.structure, int):
+            write = self.small[0].write if self.small else write_one_large
+            return FastTick(rows, *fields[0], write, fills_blocks=not self.small)
+        keys = tree.keys
+        if keys is None:
+            return None
+        return FastDictTick(
+            rows,
+            [(keys[i], *field) for i, field in fields.items()],
+            [(keys[i], ring.write) for i, ring in self.small.items()],
+            [keys[i] for i in large],
+            write_large,
+        )
+
+    def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
+        """Return the ring of rewards, which the first one makes; and make that of lanes without transitions."""
+        if self.reward is None:
+            self.reward = self._ring(Leaf("", (), reward_dtype))
+        if has_invalid and self.invalid is None:
+            self.invalid = self._ring(_FLAG)
+        return self.reward
+
+    def read(self, ids: NDArray[np.int64]) -> SmallRows:
+        """Copy all fields of `ids`."""
+        slot, next_slot = self.slots(ids), self.slots(ids, 1)
+        return SmallRows(
+            small={i: ring.read(ids, slot, next_slot) for i, ring in self.small.items()},
+            action=[_take(ring, slot) for ring in self.action],
+            reward=np.empty(0, np.float32) if self.reward is None else _take(self.reward, slot),
+            terminated=_take(self.terminated, slot),
+            truncated=_take(self.truncated, slot),
+            extras=[_take(ring, slot) for ring in self.extras],
+        )
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape."""
+        return np.empty(0, np.float32) if self.reward is None else _take(self.reward, self.slots(ids))
+
+    def flags(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy how transitions ended."""
+        slot = self.slots(ids)
+        return _take(self.terminated, slot), _take(self.truncated, slot)
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        if self.invalid is None:
+            return np.ones(ids.shape, np.bool_)
+        return np.asarray(~_take(self.invalid, self.slots(ids)))
+
+    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Overwrite how transitions ended."""
+        slot = self.slots(ids)
+        self.terminated.reshape(-1)[slot] = terminated
+        self.truncated.reshape(-1)[slot] = truncated
+
+    def count_invalid(self, first_tick: int, next_tick: int) -> int:
+        """Count the lanes that made no transition in all ticks from one on; those up to `next_tick` were written."""
+        if self.invalid is not None and first_tick > self._counted_from:
+            left = np.arange(self._counted_from, min(first_tick, next_tick)) % self.ring_ticks
+            self._invalid_count -= int(np.count_nonzero(self.invalid[left]))
+        self._counted_from = max(first_tick, self._counted_from)
+        return self._invalid_count
+
+    def columns(self) -> dict[str, Array]:
+        """Return all rings by name."""
+        rings = {"action": self.action, "extras": self.extras}
+        columns = {f"{name}.{i}": ring for name, of in rings.items() for i, ring in enumerate(of)}
+        if self.reward is not None:
+            columns["reward.0"] = self.reward
+        columns |= {"terminated.0": self.terminated, "truncated.0": self.truncated}
+        if self.invalid is not None:
+            columns["invalid.0"] = self.invalid
+        for i, ring in self.small.items():
+            columns |= {f"{kind}.{i}": rows for kind, rows in ring.columns().items()}
+        return columns
+
+    def apart(self) -> dict[str, Apart]:
+        """Return the next observations that are kept apart now, by column."""
+        return {f"obs.{i}": ring.apart() for i, ring in self.small.items() if ring.is_shared}
+
+    def copy(self, first: int, end: int) -> dict[str, Array]:
+        """Copy the rows of ticks [first, end), next observations too; and invalid lanes if there are any."""
+        ids = np.arange(first * self.lanes, end * self.lanes)
+        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items() if name != "invalid.0"}
+        for i, ring in self.small.items():
+            _, following = ring.read(ids, self.slots(ids), self.slots(ids, 1))
+            columns[f"next.{i}"] = following.reshape(columns[f"obs.{i}"].shape)
+        if not (valid := self.are_valid(ids)).all():
+            columns["invalid.0"] = ~valid.reshape(end - first, self.lanes)
+        return columns
+
+    def thaw(
+        self,
+        next_tick: int,
+        first_tick: int,
+        newest: dict[int, Array],
+        paired: Collection[int],
+        scouts: dict[str, Any],
+    ) -> None:
+        """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
+        self.scouts = {i: scout for i, scout in self.scouts.items() if str(i) in scouts}
+        for i, scout in self.scouts.items():
+            scout.restore(scouts[str(i)])
+        for i, ring in self.small.items():
+            ring.refill(next_tick, newest.get(i), is_paired=i in paired)
+        self._counted_from = first_tick
+
+    def put(
+        self, first: int, columns: Mapping[str, Array], apart: Mapping[str, tuple[NDArray[np.int64], Array]]
+    ) -> None:
+        """Take over rows of ticks from `first` on, in order."""
+        for i, ring in self.small.items():
+            ring.put(first, columns[f"obs.{i}"], columns.get(f"next.{i}"), apart.get(f"obs.{i}"))
+        for name, rows in self.columns().items():
+            if name == "invalid.0" and name not in columns:
+                put_rows(rows, first, np.zeros((len(columns["terminated.0"]), self.lanes), np.bool_))
+            elif not name.startswith(("obs.", "next.")):
+                put_rows(rows, first, columns[name])
+        if "invalid.0" in columns:
+            self._invalid_count += int(np.count_nonzero(columns["invalid.0"]))
+
+    def report(self, held: int, touched: int) -> list[FieldReport]:
+        """Account for all fields but observations."""
+        leaves = [replace(leaf, name=field_name("action", leaf)) for leaf in self.schema.action.leaves]
+        leaves += [replace(leaf, name=field_name("extras", leaf)) for leaf in self.schema.extras.leaves]
+        if self.reward is not None:
+            leaves.append(Leaf("reward", (), self.reward.dtype))
+        flags = ("terminated", "truncated", *(("valid",) if self.invalid is not None else ()))
+        leaves += [replace(_FLAG, name=name) for name in flags]
+        return [FieldReport(leaf.name, 0, 0, touched * leaf.nbytes, held * leaf.nbytes, "flat rows") for leaf in leaves]
+
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return every array of all fields but observations, under the name that `report` gives its field."""
+        found: list[tuple[str, Array]] = []
+        for prefix, tree, rings in (
+            ("action", self.schema.action, self.action),
+            ("extras", self.schema.extras, self.extras),
+        ):
+            found += [(field_name(prefix, leaf), ring) for leaf, ring in zip(tree.leaves, rings, strict=True)]
+        rest = {"reward": self.reward, "terminated": self.terminated, "truncated": self.truncated}
+        rest["invalid"] = self.invalid
+        return found + [(name, ring) for name, ring in rest.items() if ring is not None]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of the rows and ids held, and of the room kept for more."""
-        return self._ids.nbytes + self._rows.nbytes
+    def row_bytes(self) -> int:
+        """Bytes of one transition, once all that can come has come."""
+        rows = sum(ring.leaf.nbytes * (1 if ring.is_shared else 2) for ring in self.small.values())
+        rows += sum(leaf.nbytes for leaf in (*self.schema.action.leaves, *self.schema.extras.leaves))
+        return rows + _REWARD_BYTES + 3 * _FLAG.nbytes
 
-    def arrays(self) -> list[Array]:
-        """Return the arrays of ids and rows."""
-        return [self._ids, self._rows]
+    def slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
+        """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
+        return (ids + ticks_later * self.lanes) % (self.ring_ticks * self.lanes)
 
-    def append(self, ids: NDArray[np.int64], rows: Array) -> None:
-        """Add rows whose ids are higher than all before."""
-        count = len(ids)
-        if self._end + count > len(self._ids):
-            self._move(len(self) + count)
-        self._ids[self._end : self._end + count] = ids
-        self._rows[self._end : self._end + count] = rows
-        self._end += count
-
-    def drop_before(self, first_id: int) -> None:
-        """Forget rows of ids below `first_id`."""
-        self._first += int(np.searchsorted(self._ids[self._first : self._end], first_id))
-
-    def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
-        """Overwrite those of `rows` whose id is held here."""
-        if self._first == self._end:
-            return
-        held = self._ids[self._first : self._end]
-        place = held.searchsorted(ids)
-        found = (held.take(place, mode="clip") == ids).nonzero()[0]
-        if found.size:
-            rows[found] = self._rows[self._first + place[found]]
-
-    def freeze(self) -> Apart:
-        """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return Apart(self._ids, self._rows, self._first, self._end)
-
-    def _move(self, needed: int) -> None:
-        """Move what is held into new arrays with a quarter of room to spare."""
-        room = needed + needed // 4 + 16
-        ids, rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
-        ids[: len(self)] = self._ids[self._first : self._end]
-        rows[: len(self)] = self._rows[self._first : self._end]
-        self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
+    def _ring(self, leaf: Leaf) -> Array:
+        return new_ring(self.ring_ticks, self.lanes, leaf)
 
 
-WriteObservation = Callable[[int, Array, Array], None]
-
-_BOOL = np.dtype(np.bool_)
-
-
-class FastRows:
-    """The rows of a tick that are no observations: one action, the reward, the flags."""
-
-    def __init__(self, action: Array, reward: Array, terminated: Array, truncated: Array) -> None:
-        self._action = action
-        self._reward = reward
-        self._terminated = terminated
-        self._truncated = truncated
-        self._ring_ticks = len(action)
-        self._action_shape, self._action_dtype = action.shape[1:], action.dtype
-        self._lane_shape, self._reward_dtype = reward.shape[1:], reward.dtype
-
-    def fit(self, action: Any, reward: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is an array of exactly the expected shape and dtype."""
-        return (
-            type(action) is type(reward) is type(terminated) is type(truncated) is np.ndarray
-            and action.dtype is self._action_dtype
-            and reward.dtype is self._reward_dtype
-            and terminated.dtype is truncated.dtype is _BOOL
-            and action.shape == self._action_shape
-            and reward.shape == terminated.shape == truncated.shape == self._lane_shape
-        )
-
-    def write(self, tick: int, action: Array, reward: Array, terminated: Array, truncated: Array) -> None:
-        """Write arguments that fit."""
-        slot = tick % self._ring_ticks
-        self._action[slot] = action
-        self._reward[slot] = reward
-        self._terminated[slot] = terminated
-        self._truncated[slot] = truncated
+def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
+    return ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:]).take(slot, axis=0)
 
 
-class FastTick:
-    """Ticks whose observation is one array.
-
-    Args:
-        shape: Of a tick's observations, lanes first.
-        fills_blocks: Whether they lie in segments, which may have to wait for being sealed.
-    """
-
-    def __init__(
-        self,
-        rows: FastRows,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        write: WriteObservation,
-        fills_blocks: bool,
-    ) -> None:
-        self.fills_blocks = fills_blocks
-        self._rows = rows
-        self._shape = shape
-        self._dtype = dtype
-        self._write = write
-
-    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is as expected."""
-        return (
-            type(obs) is type(next_obs) is np.ndarray
-            and obs.dtype is next_obs.dtype is self._dtype
-            and obs.shape == next_obs.shape == self._shape
-            and self._rows.fit(action, reward, terminated, truncated)
-        )
-
-    def write(
-        self,
-        tick: int,
-        obs: Any,
-        action: Array,
-        reward: Array,
-        next_obs: Any,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        """Write one tick of arguments that fit."""
-        self._write(tick, obs, next_obs)
-        self._rows.write(tick, action, reward, terminated, truncated)
-
-
-class FastDictTick:
-    """Ticks whose observation is a Dict of arrays.
-
-    Args:
-        fields: Key, shape with lanes first, and dtype of every field.
-        small: Key and writer of the fields that lie in rings.
-        large: Keys of the fields that lie in segments, in their order.
-        write_large: Writes these.
-    """
-
-    def __init__(
-        self,
-        rows: FastRows,
-        fields: list[tuple[str, tuple[int, ...], np.dtype[Any]]],
-        small: list[tuple[str, WriteObservation]],
-        large: list[str],
-        write_large: Callable[[int, list[Array], list[Array]], None],
-    ) -> None:
-        self.fills_blocks = bool(large)
-        self._rows = rows
-        self._fields = fields
-        self._small = small
-        self._large = large
-        self._write_large = write_large
-
-    def fits(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Whether every argument is as expected."""
-        fields = self._fields
-        if type(obs) is not dict or type(next_obs) is not dict or not len(obs) == len(next_obs) == len(fields):
-            return False
-        for key, shape, dtype in fields:
-            now, after = obs.get(key), next_obs.get(key)
-            if not (
-                type(now) is type(after) is np.ndarray
-                and now.dtype is after.dtype is dtype
-                and now.shape == after.shape == shape
-            ):
-                return False
-        return self._rows.fit(action, reward, terminated, truncated)
-
-    def write(
-        self,
-        tick: int,
-        obs: Any,
-        action: Array,
-        reward: Array,
-        next_obs: Any,
-        terminated: Array,
-        truncated: Array,
-    ) -> None:
-        """Write one tick of arguments that fit."""
-        for key, write in self._small:
-            write(tick, obs[key], next_obs[key])
-        if self._large:
-            large = self._large
-            self._write_large(tick, [obs[key] for key in large], [next_obs[key] for key in large])
-        self._rows.write(tick, action, reward, terminated, truncated)
+def field_name(prefix: str, leaf: Leaf) -> str:
+    """Name a leaf of a space for people."""
+    return f"{prefix}.{leaf.name}" if leaf.name else prefix

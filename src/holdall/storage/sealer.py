@@ -2,7 +2,8 @@
 
 In:  blocks that take no more slices.  Out: the same slices, sealed or on disk; readers change over when they next look
 a place up.
-Invariant: a block stays as it is until its next form is complete; whatever goes wrong, it stays as it is.
+Invariant: a block stays as it is until its next form is complete; whatever goes wrong, it stays as it is. The worker
+changes no block: it lists what became of each, and who owns the sealer collects that under a lock of its own.
 """
 
 from __future__ import annotations
@@ -16,11 +17,10 @@ from dataclasses import dataclass
 from dataclasses import field as attribute
 from typing import NamedTuple
 
-from holdall.schema import Bytes, Leaf
-from holdall.storage.blocks import Coder, SealedSlices, SliceBlock
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform, choose
 from holdall.storage.layout import Window
-from holdall.storage.spill import SpillFolder
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
@@ -36,19 +36,16 @@ _LOOK_AGAIN_S = 1.0
 
 _LOG = logging.getLogger("holdall")
 
-Keep = Callable[[SliceBlock, SealedSlices | None], None]
-"""Takes a block and the form that it has from now on; None if it stays as it is."""
+
+Write = Callable[[SealedSlices], SealedSlices]
+Wake = Callable[[], None]
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenBlock:
-    """A block that takes no more slices, and what it holds."""
+class SealResult(NamedTuple):
+    """What became of a block."""
 
-    field: int
-    leaf: Leaf
-    window: Window
     block: SliceBlock
-    lanes: int = 1  # that brought slices in turn
+    sealed: SealedSlices | None  # None: it stays as it is
 
 
 class _SealJob(NamedTuple):
@@ -70,6 +67,7 @@ class _Queue:
     """What the worker and the memory share."""
 
     jobs: deque[_SealJob] = attribute(default_factory=deque)
+    results: list[SealResult] = attribute(default_factory=list)
     changed: threading.Condition = attribute(default_factory=threading.Condition)
     at_work: int = 0
     stopped: bool = False
@@ -80,17 +78,19 @@ class Sealer:
     """Seals and spills blocks in the order in which they come, one at a time.
 
     Args:
-        cap: How dear sampling may become, over a raw gather.
-        hands: Threads that share out the decoding of a batch.
-        keep: Is told of every block when its turn is over; a bound method, held weakly, so that a memory
-            which is simply dropped ends its worker too.
-        folder: Where blocks go that leave memory, if they may.
+        cap: How much longer sampling may take, over a raw gather.
+        threads: Threads that share the decoding of a batch.
+        wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
+            weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
+        write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
     """
 
-    def __init__(self, coder: Coder, cap: float, hands: int, keep: Keep, folder: SpillFolder | None = None) -> None:
+    def __init__(
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
+    ) -> None:
         self._queue = _Queue()
-        self._work = _Work(coder, cap, hands, folder)
-        self._keep = weakref.WeakMethod(keep)
+        self._work = _Work(coder, cap, threads, write)
+        self._wake = None if wake is None else weakref.WeakMethod(wake)
         self._thread: threading.Thread | None = None
         weakref.finalize(self, _stop, self._queue)
 
@@ -109,9 +109,15 @@ class Sealer:
             self._queue.jobs = deque(left)
             self._queue.changed.notify_all()
 
+    def collect(self) -> list[SealResult]:
+        """Return what became of blocks since the last time."""
+        with self._queue.changed:
+            results, self._queue.results = self._queue.results, []
+        return results
+
     @property
     def backlog(self) -> int:
-        """Blocks that wait or are being worked at."""
+        """Blocks that wait, are being worked at or about to be collected."""
         return len(self._queue.jobs) + self._queue.at_work
 
     @property
@@ -160,7 +166,7 @@ class Sealer:
         with self._queue.changed:
             self._queue.at_work = 0
         self._thread = threading.Thread(
-            target=_run_worker, args=(self._queue, self._work, self._keep), name="holdall-sealer", daemon=True
+            target=_run_worker, args=(self._queue, self._work, self._wake), name="holdall-sealer", daemon=True
         )
         self._thread.start()
 
@@ -168,11 +174,11 @@ class Sealer:
 class _Work:
     """Chooses codecs, seals and spills; used by the worker alone."""
 
-    def __init__(self, coder: Coder, cap: float, hands: int, folder: SpillFolder | None) -> None:
+    def __init__(self, coder: Coder, cap: float, threads: int, write: Write | None) -> None:
         self._coder = coder
-        self._folder = folder
+        self._write = write
         self._cap = cap
-        self._hands = hands
+        self._threads = threads
         self._habits: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
 
@@ -182,13 +188,13 @@ class _Work:
 
     def spill(self, frozen: FrozenBlock) -> SealedSlices | None:
         """Move one block to a file, as it is: what did not shrink is written raw."""
-        if self._folder is None:
+        if self._write is None:
             return None
         sealed = frozen.block.sealed
         if sealed is None:
             stored = Codec(Method.STORED, 0, Transform(frozen.block.slice_bytes))
             sealed = self._coder.seal(frozen.block.raw, stored)
-        return None if sealed is None else self._folder.write(sealed)
+        return None if sealed is None else self._write(sealed)
 
     def seal(self, frozen: FrozenBlock, hurry: bool) -> SealedSlices | None:
         """Seal one block; None if nothing pays."""
@@ -215,12 +221,12 @@ class _Work:
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> Codec:
         self.is_choosing = True
         try:
-            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._hands, frozen.lanes)
+            return choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
         finally:
             self.is_choosing = False
 
 
-def _run_worker(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
+def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None) -> None:
     hurry = False
     while True:
         with queue.changed:
@@ -231,7 +237,7 @@ def _run_worker(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> N
             queue.at_work = 1
             queue.changed.notify_all()
         try:
-            _do(job, hurry, work, keep)
+            _do(job, hurry, work, queue, wake)
             queue.failure = "" if job.spill else queue.failure
         except Exception as error:  # the block stays as it is, and training goes on
             failure = f"{type(error).__name__}: {error}"
@@ -247,15 +253,17 @@ def _run_worker(queue: _Queue, work: _Work, keep: weakref.WeakMethod[Keep]) -> N
                 queue.changed.notify_all()
 
 
-def _do(job: _SealJob, hurry: bool, work: _Work, keep: weakref.WeakMethod[Keep]) -> None:
-    """Have a job done, and say so to whoever is there to hear it: also if it failed."""
-    result: SealedSlices | None = None
+def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
+    """Have a job done, list the result, and have it collected if anybody is there: also if it failed."""
+    sealed: SealedSlices | None = None
     try:
-        result = work.do(job, hurry)
+        sealed = work.do(job, hurry)
     finally:
-        take = keep()
-        if take is not None:
-            take(job.frozen.block, result)
+        with queue.changed:
+            queue.results.append(SealResult(job.frozen.block, sealed))
+        collect = None if wake is None else wake()
+        if collect is not None:
+            collect()
 
 
 def _stop(queue: _Queue) -> None:

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,7 +24,7 @@ from holdall.storage.layout import Window
 from holdall.threads import ThreadPool
 
 if TYPE_CHECKING:
-    from holdall.native.slice_names import SliceNamer
+    from holdall.native import SliceNamer
 
 
 Log = NDArray[np.uint16] | NDArray[np.uint32]
@@ -38,7 +39,7 @@ RECORD_FIELDS = (
     "log", "log_rows", "log_width", "slices", "slice_count", "outer", "run_bytes", "window", "shift",
     "sealed",
 )  # fmt: skip
-"""Columns of a table of records, in the order of `part` in kernels.c."""
+"""Columns of a table of records, in the order of the struct `part` in structs.h; the library's loader compares them."""
 _SEALED = RECORD_FIELDS.index("sealed")
 _WINDOW = RECORD_FIELDS.index("window")
 
@@ -47,6 +48,7 @@ _DIRECT_BYTES = 32
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
+_ALONE = ThreadPool(threads=1)
 
 
 def lies_direct(window: Window) -> bool:
@@ -294,9 +296,101 @@ class Kernels(Protocol):
         """Make an empty part that writes to `block`."""
 
     def gather(
-        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, crew: ThreadPool, /
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool, /
     ) -> None:
         """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
 
     def namer(self) -> SliceNamer | None:
         """Return what names the slices of a batch, each once; None where that is not compiled."""
+
+
+AnyPart = OpenPart | ClosedPart
+
+
+class SegmentIndex:
+    """First tick of every segment, and per field a record of every part; the open segment's come last."""
+
+    def __init__(self) -> None:
+        self.version = 0
+        self.first_ticks: NDArray[np.int64] = np.empty(0, np.int64)
+        self.records: list[NDArray[np.int64]] = []  # per field: (segments, len(RECORD_FIELDS))
+        self.held: list[tuple[Held, ...]] = []  # per field and segment: what its record points into
+
+    def rebuild(self, first_ticks: list[int], fields: list[list[AnyPart]]) -> None:
+        """Start over, field by field and segment by segment."""
+        self.version += 1
+        self.first_ticks = np.array(first_ticks, np.int64)
+        self.records = [
+            np.array([part.record() for part in parts], np.int64).reshape(-1, len(RECORD_FIELDS)) for parts in fields
+        ]
+        self.held = [tuple(part.held for part in parts) for parts in fields]
+
+    def open_next(self, first_tick: int, closed: list[ClosedPart], following: list[OpenPart]) -> None:
+        """The open segment was closed, and another one follows."""
+        self.version += 1
+        self.first_ticks = np.append(self.first_ticks, first_tick)
+        for field, (old, new) in enumerate(zip(closed, following, strict=True)):
+            rows = np.array([old.record(), new.record()], np.int64)
+            self.records[field] = np.concatenate([self.records[field][:-1], rows])
+            self.held[field] = (*self.held[field][:-1], old.held, new.held)
+
+    def drop(self, segments: int) -> None:
+        """Forget the oldest segments."""
+        self.version += 1
+        self.first_ticks = self.first_ticks[segments:]
+        self.records = [records[segments:] for records in self.records]
+        self.held = [held[segments:] for held in self.held]
+
+    def update(self, field: int, segment: int, part: AnyPart) -> None:
+        """A part lies elsewhere now."""
+        self.version += 1
+        records = self.records[field].copy()
+        records[segment] = part.record()
+        self.records[field] = records
+        held = list(self.held[field])
+        held[segment] = part.held
+        self.held[field] = tuple(held)
+
+
+PartT = TypeVar("PartT", OpenPart, ClosedPart)
+
+
+@dataclass(slots=True)
+class Segment(Generic[PartT]):
+    """The parts of all large fields over a run of ticks."""
+
+    first_tick: int
+    ticks: int
+    parts: list[PartT]
+
+
+def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes, Bytes]:
+    """Read the observations and next observations of all lanes in one tick of an open part, as rows of bytes."""
+    shape = (part.lanes, part.obs_bytes)
+    obs, next_obs = np.empty(shape, np.uint8), np.empty(shape, np.uint8)
+    places = Places(
+        records=[np.array([part.record()], np.int64)],
+        segment=np.zeros(part.lanes, np.int32),
+        cursors=[cursors.copy()],
+        lane=np.arange(part.lanes, dtype=np.int32),
+        lanes=part.lanes,
+        held=((part.held,),),
+    )
+    kernels.gather(places, 0, obs, next_obs, _ALONE)
+    return obs, next_obs
+
+
+def describe_parts(parts: Sequence[AnyPart], window: Window) -> str:
+    """Say what was found about a field by its parts, the open one last, for people."""
+    found = window.describe()
+    fitting = [part for part in parts if part.window == window]
+    steps = sum(part.steps for part in fitting)
+    if window.count > 1 and steps:
+        shared = max(window.count - sum(part.new_slices for part in fitting) / steps, 0.0)
+        found = f"{found}; {shared:.1f} of {window.count} slices shared"
+    closed = [part for part in parts if isinstance(part, ClosedPart)]
+    sealed = [part.block.sealed for part in closed if part.block.sealed is not None]
+    if not sealed:
+        return found
+    kinds = sorted({each.codec.describe() for each in sealed})
+    return f"{found}; {len(sealed)} of {len(closed)} segments sealed by {', '.join(kinds)}"

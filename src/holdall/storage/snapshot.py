@@ -1,25 +1,24 @@
-"""A tick: what one `add` was given, checked; or several, as one `extend` was.
+"""Rows on their way in and out: a tick as one `add` was given it, and the rows of many ticks at one moment.
 
-In:  a user's arguments.  Out: arrays, leaf by leaf, each of the shape and dtype that the schema says.
-Invariant: what does not fit is refused here, before anything is written.
+In:  a user's arguments; rings that go on being written to.  Out: checked ticks; chunks of rows.
+Invariant: what does not fit is refused here, before anything is written. A chunk holds the rows of its moment, whatever
+is written over them before it is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.schema import Array, Bytes, Schema, fit_flags, fit_reward
+from holdall.errors import ArgumentError, HoldallError
+from holdall.schema import Array, Bytes, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window
-from holdall.storage.slices import ClosedPart, OpenPart
-
-if TYPE_CHECKING:
-    from holdall.storage.segment import Segment
+from holdall.storage.slices import ClosedPart, OpenPart, Segment
 
 
 class Tick(NamedTuple):
@@ -75,6 +74,14 @@ class Tick(NamedTuple):
         )
 
 
+def steps_in(reward: Any) -> int:
+    """Count the steps of trajectories, by their rewards."""
+    shape = as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
+    return int(shape[0])
+
+
 _CHUNK_BYTES = 2**19
 _MOST_CHUNK_TICKS = 2**16
 SETTLED_TICKS = 65
@@ -97,6 +104,18 @@ class RowChunk:
     columns: dict[str, Array]  # (ticks, lanes, ...)
     apart: dict[str, tuple[NDArray[np.int64], Array]]  # ids and next observations that no later row shows
 
+    def since(self, tick: int, lanes: int) -> RowChunk | None:
+        """Return the rows of ticks from one on; None if there are none."""
+        skipped = max(0, tick - self.first_tick)
+        if skipped >= self.ticks:
+            return None
+        first, apart = self.first_tick + skipped, {}
+        for name, (ids, rows) in self.apart.items():
+            kept = int(np.searchsorted(ids, first * lanes))
+            apart[name] = ids[kept:], rows[kept:]
+        columns = {name: column[skipped:] for name, column in self.columns.items()}
+        return RowChunk(first, self.ticks - skipped, columns, apart)
+
 
 @dataclass(frozen=True, slots=True)
 class Apart:
@@ -112,6 +131,64 @@ class Apart:
         ids = self.ids[self.first : self.end]
         start, stop = np.searchsorted(ids, [first_id, end_id]) + self.first
         return self.ids[start:stop], self.rows[start:stop]
+
+
+class RowsById:
+    """Rows under ascending transition ids: appended at the end, dropped at the front."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self._leaf = leaf
+        self._ids = np.empty(0, np.int64)
+        self._rows = np.empty((0, *leaf.shape), leaf.dtype)
+        self._first = 0
+        self._end = 0
+
+    def __len__(self) -> int:
+        return self._end - self._first
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and ids held, and of the room kept for more."""
+        return self._ids.nbytes + self._rows.nbytes
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays of ids and rows."""
+        return [self._ids, self._rows]
+
+    def append(self, ids: NDArray[np.int64], rows: Array) -> None:
+        """Add rows whose ids are higher than all before."""
+        count = len(ids)
+        if self._end + count > len(self._ids):
+            self._move(len(self) + count)
+        self._ids[self._end : self._end + count] = ids
+        self._rows[self._end : self._end + count] = rows
+        self._end += count
+
+    def drop_before(self, first_id: int) -> None:
+        """Forget rows of ids below `first_id`."""
+        self._first += int(np.searchsorted(self._ids[self._first : self._end], first_id))
+
+    def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
+        """Overwrite those of `rows` whose id is held here."""
+        if self._first == self._end:
+            return
+        held = self._ids[self._first : self._end]
+        place = held.searchsorted(ids)
+        found = (held.take(place, mode="clip") == ids).nonzero()[0]
+        if found.size:
+            rows[found] = self._rows[self._first + place[found]]
+
+    def freeze(self) -> Apart:
+        """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
+        return Apart(self._ids, self._rows, self._first, self._end)
+
+    def _move(self, needed: int) -> None:
+        """Move what is held into new arrays with a quarter of room to spare."""
+        room = needed + needed // 4 + 16
+        ids, rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
+        ids[: len(self)] = self._ids[self._first : self._end]
+        rows[: len(self)] = self._rows[self._first : self._end]
+        self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
 
 
 class FrozenRows:
@@ -186,9 +263,72 @@ class FrozenRows:
         )
 
 
+class RowSnapshots:
+    """The snapshots of a store's rows that are still to be read, and which chunks changed after they were written."""
+
+    def __init__(self, lanes: int) -> None:
+        self._lanes = lanes
+        self.pending: list[FrozenRows] = []
+        self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were overwritten
+
+    def before_flags(self, ids: NDArray[np.int64], chunk_ticks: int) -> None:
+        """Copy what new flags are about to be written over, and count their chunks as changed."""
+        for frozen in self.pending:
+            frozen.before_flags(ids // self._lanes)
+        for number in np.unique(ids // (self._lanes * chunk_ticks)).tolist():
+            self._versions[number] = self._versions.get(number, 0) + 1
+
+    def freeze(
+        self,
+        columns: Mapping[str, Array],
+        apart: Mapping[str, Apart],
+        first_tick: int,
+        next_tick: int,
+        chunk_ticks: int,
+        saved: Mapping[int, tuple[int, tuple[str, ...]]],
+    ) -> tuple[FrozenRows, dict[int, int]]:
+        """Return the rows of all ticks held, without chunks that are saved as they are; and the versions of chunks."""
+        names = tuple(columns)
+        self._versions = {n: v for n, v in self._versions.items() if (n + 1) * chunk_ticks > first_tick}
+        known = [
+            number
+            for number, (version, written) in saved.items()
+            if version == self._versions.get(number, 0)
+            and written == names
+            and is_settled(number, chunk_ticks, next_tick)
+        ]
+        rows = FrozenRows(columns, apart, first_tick, next_tick, self._lanes, chunk_ticks, known)
+        if rows.is_pending:
+            self.pending.append(rows)
+        return rows, dict(self._versions)
+
+    def release(self, rows: FrozenRows) -> None:
+        """Forget a snapshot whose rows were read, or are not wanted any more."""
+        rows.drop()
+        self.pending = [frozen for frozen in self.pending if frozen is not rows]
+
+
 def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
     """Whether nothing but new flags can still change a chunk."""
     return (number + 1) * chunk_ticks + SETTLED_TICKS <= next_tick
+
+
+def chunks_of(
+    columns: Mapping[str, Array], apart: Mapping[str, Apart], first_tick: int, next_tick: int, lanes: int
+) -> list[RowChunk]:
+    """Return the rows of ticks [first_tick, next_tick) as views of rings: one or two chunks."""
+    ring_ticks = len(next(iter(columns.values())))
+    wrap = min(next_tick, first_tick - first_tick % ring_ticks + ring_ticks)
+    return [
+        RowChunk(
+            first,
+            end - first,
+            {name: ring[first % ring_ticks :][: end - first] for name, ring in columns.items()},
+            {name: rows.between(first * lanes, end * lanes) for name, rows in apart.items()},
+        )
+        for first, end in ((first_tick, wrap), (wrap, next_tick))
+        if end > first
+    ]
 
 
 def rows_of(ring: Array, first: int, end: int) -> Array:
@@ -273,3 +413,25 @@ class StoreContent:
     scouts: dict[str, Any]
     reward_dtype: np.dtype[Any] | None
     has_invalid: bool
+
+
+class UnchangedStore:
+    """Refuses to be pickled once its store was added to: what was written before is not of one moment then."""
+
+    def __init__(self, store: NumberedTicks) -> None:
+        self._store = store
+        self._next_tick = store.next_tick
+
+    def __reduce__(self) -> tuple[type[bool], tuple[()]]:
+        if self._store.next_tick != self._next_tick:
+            raise HoldallError(
+                f"the memory was added to while it was pickled ({self._store.next_tick - self._next_tick} ticks), so "
+                "what was written is not one moment; throw it away, hold the adding threads, and save again"
+            )
+        return bool, ()
+
+
+class NumberedTicks(Protocol):
+    """What counts its ticks."""
+
+    next_tick: int

@@ -1,23 +1,36 @@
-"""The budget: how much memory may be used to be fast.
+"""Tiers: which blocks stay raw, which are sealed, which go to disk, and the files there.
 
-In:  what the user said, and what this machine has.  Out: what closed blocks may take, raw or in any form.
+In:  what the user said, what this machine has, and blocks as they are frozen, sealed and dropped.  Out: orders.
 Invariant: a budget in bytes is a limit over everything that a memory holds. What does not depend on the blocks is set
-aside first: rings, the open segment, those being sealed and spilled, staging.
+aside first: rings, the open segment, those being sealed and spilled, staging. A block is handed out as one on disk only
+when all of it was written; what a write that failed left behind is never read.
 """
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import re
+import secrets
+import shutil
+import sys
+import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple
 
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, SpillError
 from holdall.machine import memory_limits
-from holdall.storage.blocks import SliceBlock
-from holdall.storage.codec import COST_CAPS
-from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.blocks import Coder, Extent, FrozenBlock, SealedSlices, SegmentFile, SliceBlock
+from holdall.storage.codec import COST_CAPS, Dictionary
+from holdall.storage.records import Buffer, pack_dictionary, pack_slices
 from holdall.units import format_bytes, parse_bytes
+
+if sys.platform != "win32":
+    import fcntl
 
 _SHARE_OF_AVAILABLE = 4
 _SHARE_BEFORE_DISK = 2
@@ -26,9 +39,15 @@ _SEGMENTS_OF_A_BUDGET = 32
 """A segment takes at most this share of a limit, for there are several on their way: see SEGMENTS_ON_THE_WAY."""
 SEGMENTS_ON_THE_WAY = 6
 """One open, one waiting to be sealed, one being sealed, what it becomes, that being written out, and a spare arena."""
+_RINGS_OF_A_BUDGET = 8
+"""Fields that would take more than this share of a limit lie in segments, which can be compressed and spilled."""
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
+_SPARED_WHILE_STUCK = 2
+"""Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
+
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,22 +58,22 @@ class Budget:
     raw_bytes: int  # closed blocks that stay raw
     closed_bytes: int  # closed blocks that stay in memory, raw or sealed
     cost_cap: float  # of sampling sealed slices, over a raw gather
-    hands: int
+    threads: int
 
     @classmethod
-    def of(cls, budget: str | int | None, prefer: str, hands: int, *, spills: bool = False) -> Budget:
+    def of(cls, budget: str | int | None, prefer: str, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
         if prefer not in COST_CAPS:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
         cap = COST_CAPS[prefer]
         if budget is None:
-            return cls(None, 0, 0 if spills else NO_LIMIT, cap, hands)
+            return cls(None, 0, 0 if spills else NO_LIMIT, cap, threads)
         if budget == "auto":
             available = available_bytes()
             closed = available // _SHARE_BEFORE_DISK if spills else NO_LIMIT
-            return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, hands)
+            return cls(None, available // _SHARE_OF_AVAILABLE, closed, cap, threads)
         limit = parse_bytes(budget, "budget")
-        return cls(limit, limit, limit, cap, hands)
+        return cls(limit, limit, limit, cap, threads)
 
     @property
     def segment_bytes(self) -> int:
@@ -65,6 +84,10 @@ class Budget:
     def staging_bytes(self) -> int:
         """Most that may be kept for the next batches."""
         return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
+
+    def allows_ring(self, nbytes: int) -> bool:
+        """Whether a field of so many bytes may stay raw in memory for the whole capacity."""
+        return self.limit is None or nbytes * _RINGS_OF_A_BUDGET <= self.limit
 
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for what is needed whatever comes.
@@ -100,6 +123,16 @@ def available_bytes() -> int:
     return memory_limits()[0].free_bytes
 
 
+def warn_of_early_eviction(fits: int, capacity: int) -> None:
+    """Log that a limit does not hold all that it should."""
+    _LOG.warning(
+        "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+        "raise budget, name a spill_dir, or lower capacity",
+        fits,
+        capacity,
+    )
+
+
 _WORTH_TRYING_BYTES = 128 * 2**20
 """Bytes on disk that are given up before a full disk is tried again: a file goes with the last block in it."""
 
@@ -112,8 +145,17 @@ class Allowance(NamedTuple):
     at_most: int  # the same while the disk takes nothing: what is set aside for writing is not needed then
 
 
+class Orders(NamedTuple):
+    """What has to be done so that no more is held than may be."""
+
+    seal: list[FrozenBlock]
+    spill: list[FrozenBlock]
+
+
 class Tiers:
     """Keeps the newest blocks raw, the older ones sealed, and the oldest on disk.
+
+    It decides and counts; who owns it carries the orders out and says what became of every block.
 
     Args:
         spills: Whether there is a disk tier.
@@ -121,17 +163,25 @@ class Tiers:
             fits a limit is known by how much it shrinks.
     """
 
-    def __init__(self, sealer: Sealer, *, spills: bool = False, measures_early: bool = False) -> None:
-        self._sealer = sealer
+    def __init__(self, budget: Budget, *, spills: bool = False, measures_early: bool = False) -> None:
+        self._budget = budget
+        self._most_raw = self._most_closed = NO_LIMIT  # what is left of the budget after `relieve`
         self._spills = spills
         self._measures_early = measures_early
-        self._raw = _Shelf()
-        self._sealed = _Shelf()  # in memory: sealed, or tried in vain
+        self._raw = _BlockQueue()
+        self._sealed = _BlockQueue()  # in memory: sealed, or tried in vain
+        self._measured: list[FrozenBlock] = []  # to be sealed early
         self._sealing: dict[int, FrozenBlock] = {}  # by identity of the block
         self._spilling: dict[int, FrozenBlock] = {}
         self._is_stuck = False  # the disk did not take the last block
         self._tries_again = False  # the disk, with one block for every one that comes
         self._fields: set[int] = set()
+
+    def allowance(self, fixed: int, overhead: int, segment: int) -> Allowance:
+        """Return what closed blocks may take beside all else, see `Budget.closed_allowed`."""
+        closed = min(self._budget.closed_allowed(fixed, overhead, segment), self._most_closed)
+        at_most = closed + _SPARED_WHILE_STUCK * segment
+        return Allowance(min(self._budget.raw_bytes, self._most_raw, closed), closed, at_most)
 
     def keep(self, frozen: FrozenBlock) -> None:
         """Take a block that was just frozen, or one that was sealed elsewhere."""
@@ -139,89 +189,92 @@ class Tiers:
         if frozen.block.sealed is not None:
             self._sealed.put(frozen)
         elif self._measures_early and frozen.field not in self._fields:
-            self._seal(frozen)
+            self._measured.append(frozen)
         else:
             self._raw.put(frozen)
         self._fields.add(frozen.field)
 
-    def take_back(self, block: SliceBlock) -> None:
-        """Go on with a block whose turn at the sealer is over."""
+    def settle(self, allowance: Allowance) -> Orders:
+        """Say what has to be sealed and spilled; it counts as on its way from now on."""
+        seal, self._measured = self._measured, []
+        for frozen in seal:
+            self._sealing[id(frozen.block)] = frozen
+        while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
+            seal.append(self._move_oldest(self._raw, self._sealing))
+        spill = []
+        if self._spills and not self._is_stuck:
+            while self._sealed.blocks and self._held > allowance.closed:
+                spill.append(self._move_oldest(self._sealed, self._spilling))
+        return Orders(seal, spill)
+
+    def is_over(self, allowance: Allowance, freed: int) -> bool:
+        """Whether the oldest segment has to leave early, after segments with `freed` bytes on disk did.
+
+        All that is too much leaves, or with a disk that takes nothing, enough that it may take the rest.
+        """
+        if self._spills and not self._is_stuck:
+            return False
+        ceiling = allowance.at_most if self._spills else allowance.closed
+        return self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES)
+
+    def try_again(self) -> FrozenBlock | None:
+        """Return a block to spill if the disk took nothing and something new came since."""
+        if not (self._is_stuck and self._tries_again and self._sealed.blocks):
+            return None
+        self._tries_again = False
+        return self._move_oldest(self._sealed, self._spilling)
+
+    def take_back(self, block: SliceBlock) -> set[int]:
+        """Go on with a block that was sealed or spilled, or could not be; return what is not wanted any more."""
         frozen = self._sealing.pop(id(block), None)
         if frozen is not None:
             self._sealed.put(frozen)
         frozen = self._spilling.pop(id(block), None)
         if frozen is not None:
             self._is_stuck = not block.is_on_disk
-        if frozen is not None and self._is_stuck:
-            waiting, self._spilling = list(self._spilling.values()), {}
-            self._sealer.withdraw({id(other.block) for other in waiting})
-            for back in reversed([frozen, *waiting]):
-                self._sealed.put_back(back)
+        if frozen is None or not self._is_stuck:
+            return set()
+        waiting, self._spilling = list(self._spilling.values()), {}
+        for back in reversed([frozen, *waiting]):
+            self._sealed.put_back(back)
+        return {id(other.block) for other in waiting}
+
+    def forget(self, evicted: Iterable[SliceBlock]) -> set[int]:
+        """Let go of blocks that were evicted; return those that need not be sealed or spilled any more."""
+        gone = {id(block) for block in evicted}
+        self._raw.drop(gone)
+        self._sealed.drop(gone)
+        on_their_way = gone & (self._sealing.keys() | self._spilling.keys())
+        for key in on_their_way:
+            self._sealing.pop(key, None)
+            self._spilling.pop(key, None)
+        return on_their_way
 
     def is_changing(self, block: SliceBlock) -> bool:
         """Whether a block waits to be sealed or spilled, or is being."""
         return id(block) in self._sealing or id(block) in self._spilling
 
-    def settle(self, allowance: Allowance, evict: Callable[[], int | None]) -> None:
-        """Seal, spill and evict until no more is held than may be.
+    def relieve(self, nbytes: int) -> None:
+        """Allow that many bytes less from now on: raw, and where there is a disk tier, in any form."""
+        self._most_raw = min(self._most_raw, max(self._raw.nbytes - nbytes, 0))
+        if self._spills:
+            self._most_closed = min(self._most_closed, max(self._held - nbytes, 0))
 
-        Args:
-            evict: Drops the oldest segment before its time; returns the bytes that it had on disk, None if there was
-                none to drop.
-        """
-        while self._raw.blocks and (self._raw.nbytes > allowance.raw or self._held > allowance.closed):
-            self._seal(self._raw.take_oldest())
-        if self._spills and not self._is_stuck:
-            while self._sealed.blocks and self._held > allowance.closed:
-                self._spill_oldest()
-            return
-        self._make_room(allowance, evict)
-        if self._is_stuck and self._tries_again and self._sealed.blocks:
-            self._tries_again = False
-            self._spill_oldest()
-
-    def _make_room(self, allowance: Allowance, evict: Callable[[], int | None]) -> None:
-        """Drop the oldest segments: all that is too much, or enough that a full disk may take the rest."""
-        ceiling = allowance.at_most if self._spills else allowance.closed
-        freed = 0
-        while self._held > ceiling or (self._held > allowance.closed and freed < _WORTH_TRYING_BYTES):
-            on_disk = evict()
-            if on_disk is None:
-                return
-            freed += on_disk
+    def ticks_that_fit(
+        self, fixed: int, overhead: int, segment: int, ticks: int, slice_bytes_per_tick: float
+    ) -> int | None:
+        """Say how many ticks the limit holds in memory, by `ticks` closed ones; None if that is not known yet."""
+        shrinks_to = self.shrinks_to
+        if self._budget.limit is None or shrinks_to is None or ticks == 0:
+            return None
+        room = self._budget.closed_allowed(fixed, overhead, segment) + overhead
+        return int(room / max(slice_bytes_per_tick * shrinks_to + overhead / ticks, 1e-9))
 
     @property
     def shrinks_to(self) -> float | None:
         """What became of sealed blocks, over what they were; None before one of every field was sealed."""
         known = {frozen.field for frozen in self._sealed.blocks.values()}
         return self._sealed.nbytes / self._sealed.whole_bytes if self._fields and known == self._fields else None
-
-    def forget(self, evicted: Iterable[SliceBlock]) -> None:
-        """Let go of blocks that were evicted."""
-        gone = {id(block) for block in evicted}
-        self._raw.drop(gone)
-        self._sealed.drop(gone)
-        on_their_way = gone & (self._sealing.keys() | self._spilling.keys())
-        if on_their_way:
-            for key in on_their_way:
-                self._sealing.pop(key, None)
-                self._spilling.pop(key, None)
-            self._sealer.withdraw(on_their_way)
-
-    @property
-    def spills(self) -> bool:
-        """Whether there is a disk tier."""
-        return self._spills
-
-    @property
-    def raw_bytes(self) -> int:
-        """What raw blocks take that are not on their way to the sealer."""
-        return self._raw.nbytes
-
-    @property
-    def held_bytes(self) -> int:
-        """What closed blocks take."""
-        return self._held
 
     @property
     def _held(self) -> int:
@@ -230,17 +283,13 @@ class Tiers:
         sealing = sum(frozen.block.used_bytes for frozen in self._sealing.values())
         return self._raw.nbytes + self._sealed.nbytes + int(ratio * sealing)
 
-    def _spill_oldest(self) -> None:
-        oldest = self._sealed.take_oldest()
-        self._spilling[id(oldest.block)] = oldest
-        self._sealer.spill(oldest)
-
-    def _seal(self, frozen: FrozenBlock) -> None:
-        self._sealing[id(frozen.block)] = frozen
-        self._sealer.submit(frozen)
+    def _move_oldest(self, queue: _BlockQueue, target: dict[int, FrozenBlock]) -> FrozenBlock:
+        oldest = queue.take_oldest()
+        target[id(oldest.block)] = oldest
+        return oldest
 
 
-class _Shelf:
+class _BlockQueue:
     """Blocks in the order in which they came, and what they take."""
 
     def __init__(self) -> None:
@@ -268,3 +317,160 @@ class _Shelf:
     def _count(self, frozen: FrozenBlock, sign: int) -> None:
         self.nbytes += sign * frozen.block.used_bytes
         self.whole_bytes += sign * frozen.block.used * frozen.block.slice_bytes
+
+
+_FOLDER = re.compile(r"holdall-spill-[0-9a-f]{16}")
+_LOCK = "lock"
+_FILE_BYTES = 64 * 2**20
+_FILES = 64
+"""A file takes at least _FILE_BYTES, and this share of all that was written if that is more: so the number of open
+files grows with the logarithm of what is spilled."""
+_WRITE_BYTES = 4 * 2**20
+
+
+class SpillFolder:
+    """Writes blocks to files below `spill_dir`, in a folder of its own; used by one worker at a time.
+
+    Blocks are records (records.py), several in a file, so that a large memory does not run out of descriptors. A file
+    is deleted with the last block that lies in it; the folder, when the memory is closed or forgotten. A process that
+    was killed leaves its folder behind: the next memory that spills to the same place removes it.
+    """
+
+    def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
+        self._coder = coder
+        self._place = Path(spill_dir)
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
+        self._open: _OpenFile | None = None
+        self._files = 0
+        self._written = 0
+        try:
+            self._place.mkdir(parents=True, exist_ok=True)
+            self._locks = [_locked_folder(self._path)]
+            _sweep(self._place)
+        except OSError as error:
+            raise ArgumentError(
+                f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
+            ) from error
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, os.getpid())
+
+    def write(self, sealed: SealedSlices) -> SealedSlices:
+        """Write a block to a file and return it as it is read from there."""
+        data = sealed.coded.data
+        if isinstance(data, Extent):
+            return sealed
+        checks = self._coder.checksums(data, sealed.coded.offsets)
+        try:
+            file = self._file()
+            dictionary = sealed.codec.dictionary
+            if dictionary is not None and file.lacks(dictionary):
+                file.append(pack_dictionary(dictionary))
+            start, end = file.end, file.append(pack_slices(sealed.coded, checks))
+            file.settle()
+        except OSError as error:
+            self._finish_file()  # what it holds already stays readable
+            raise SpillError(
+                f"spill_dir ({self._place}): a block of {data.nbytes} bytes could not be written ({error.strerror}); "
+                "free disk space, or see that the directory is there and can be written to"
+            ) from error
+        self._written += data.nbytes
+        extent = Extent(file.file, end - data.nbytes, data.nbytes, checks, start)
+        return self._coder.adopt(replace(sealed.coded, data=extent))
+
+    def close(self) -> None:
+        """Delete the folder; blocks that are being read stay readable until then where the system allows it."""
+        self._finish_file()
+        self._remove()
+
+    def _finish_file(self) -> None:
+        if self._open is not None:
+            self._open.file.is_growing = False
+            self._open = None
+
+    def _file(self) -> _OpenFile:
+        """Return the file that blocks are written to, a new one if the last is full."""
+        if self._open is None or self._open.end >= max(_FILE_BYTES, self._written // _FILES):
+            self._finish_file()
+            if self._place.is_dir() and not self._path.is_dir():  # somebody cleared it
+                self._locks.append(_locked_folder(self._path))
+            self._open = _OpenFile(self._path / f"{self._files:08d}.seg")
+            self._files += 1
+        return self._open
+
+
+class _OpenFile:
+    """A segment file that is still written to."""
+
+    def __init__(self, path: Path) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0) | getattr(os, "O_CLOEXEC", 0)
+        descriptor = os.open(path, flags, 0o600)
+        self.file = SegmentFile(path, descriptor, is_temporary=True)
+        self.file.is_growing = True
+        self.end = 0
+        self._settled = 0
+        self._dictionaries: set[str] = set()
+        if hasattr(os, "posix_fadvise"):  # batches are drawn from anywhere: what lies behind a slice is not needed
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+
+    def lacks(self, dictionary: Dictionary) -> bool:
+        """Whether a dictionary has to be written first; it then counts as written."""
+        name = dictionary.name
+        known = name in self._dictionaries
+        self._dictionaries.add(name)
+        return not known
+
+    def append(self, record: list[Buffer]) -> int:
+        """Write a record behind the others and return where it ends."""
+        position = self.end
+        os.lseek(self.file.descriptor, position, os.SEEK_SET)
+        for buffer in record:
+            flat = memoryview(buffer).cast("B")
+            for first in range(0, len(flat), _WRITE_BYTES):
+                piece = flat[first : first + _WRITE_BYTES]
+                while piece:
+                    written = os.write(self.file.descriptor, piece)
+                    piece, position = piece[written:], position + written
+        self.end = position
+        return position
+
+    def settle(self) -> None:
+        """Bring what was written to the disk and out of the page cache, which a container pays for."""
+        if not hasattr(os, "posix_fadvise"):
+            return
+        os.fdatasync(self.file.descriptor)
+        os.posix_fadvise(self.file.descriptor, self._settled, self.end - self._settled, os.POSIX_FADV_DONTNEED)
+        self._settled = self.end
+
+
+def _locked_folder(path: Path) -> int:
+    """Make a folder with a lock file, held for as long as this process, or its children, live."""
+    # Under its name only once it is locked: a folder that nobody locks is swept.
+    unlocked = path.with_name(f".{path.name}")
+    unlocked.mkdir()
+    descriptor = os.open(unlocked / _LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o600)
+    if sys.platform != "win32":
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+    unlocked.rename(path)
+    return descriptor
+
+
+def _sweep(place: Path) -> None:
+    """Delete the folders of processes that died."""
+    if sys.platform == "win32":
+        return
+    for folder in place.iterdir():
+        if _FOLDER.fullmatch(folder.name) is None or folder.is_symlink():
+            continue
+        with contextlib.suppress(OSError):  # another one's, or gone by now
+            descriptor = os.open(folder / _LOCK, os.O_RDWR)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally:
+                os.close(descriptor)
+
+
+def _remove(folder: Path, locks: list[int], process: int) -> None:
+    if process == os.getpid():
+        shutil.rmtree(folder, ignore_errors=True)
+    for lock in locks:
+        os.close(lock)

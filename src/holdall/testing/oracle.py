@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,20 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, TransitionIdError
-
-_COMPARED = (
-    "obs",
-    "action",
-    "reward",
-    "next_obs",
-    "terminated",
-    "truncated",
-    "extras",
-    "ids",
-    "weights",
-    "discount",
-    "mask",
-)
+from holdall.sampling.draw import Held
 
 
 class _Tick(NamedTuple):
@@ -60,6 +47,7 @@ class OracleMemory:
         self.num_envs = num_envs
         self._ticks: deque[_Tick] = deque(maxlen=capacity // num_envs)
         self._added = 0
+        self.flags_changed = 0
 
     def add(
         self,
@@ -102,15 +90,21 @@ class OracleMemory:
             raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
         nothing = map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
         rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
-        fields = _stack(rows, nothing)
-        fields.pop("valid")
-        return Batch(**fields, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
+        stacked = _stack(rows, nothing)
+        stacked.pop("valid")
+        return Batch(**stacked, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
-        """Say anew how transitions ended."""
+        """Set again how transitions ended."""
+        self.flags_changed += 1
         for number, ended, cut in zip(ids, terminated, truncated, strict=True):
             tick, lane = self._place(int(number))
             tick.terminated[lane], tick.truncated[lane] = ended, cut
+
+    def held(self) -> Held:
+        """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
+        whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
+        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, OracleFields(self))
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
@@ -132,15 +126,52 @@ class OracleMemory:
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
-    def _place(self, number: int) -> tuple[_Tick, int]:
-        """Return the tick and the lane of a transition id, or say that it names none."""
+    def tick_and_lane(self, number: int) -> tuple[_Tick, int]:
+        """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
         if not self.first_id <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
         index, lane = divmod(number - self.first_id, self.num_envs)
-        tick = self._ticks[index]
+        return self._ticks[index], lane
+
+    def _place(self, number: int) -> tuple[_Tick, int]:
+        """Return the same of a transition that was made."""
+        tick, lane = self.tick_and_lane(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
         return tick, lane
+
+
+class OracleFields:
+    """The small fields of an oracle, as `holdall.sampling.draw.SmallFields` for samplers."""
+
+    def __init__(self, oracle: OracleMemory) -> None:
+        self._oracle = oracle
+
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return len(self._oracle) == self._oracle.next_id - self._oracle.first_id
+
+    @property
+    def flags_changed(self) -> int:
+        """How often flags were set again."""
+        return self._oracle.flags_changed
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell the last transitions of episodes."""
+        return self._read(ids, lambda tick, lane: tick.terminated[lane] or tick.truncated[lane], np.bool_)
+
+    def rewards(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rewards, in their own dtype."""
+        return self._read(ids, lambda tick, lane: tick.reward[lane], None)
+
+    def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
+        values = [value(*self._oracle.tick_and_lane(number)) for number in np.ravel(ids).tolist()]
+        return np.array(values, dtype).reshape(np.shape(ids))
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
@@ -160,8 +191,8 @@ def assert_same_bits(batch: Any, expected: Any) -> None:
         expected: The same, of arrays.
     """
     if isinstance(expected, Batch):
-        for name in _COMPARED:
-            _compare(getattr(batch, name), getattr(expected, name), name)
+        for field in fields(Batch):
+            _compare(getattr(batch, field.name), getattr(expected, field.name), field.name)
     else:
         _compare(batch, expected, "value")
 
@@ -261,9 +292,9 @@ def sequence_batch(
             mask.append(step is not None)
     shape = (len(starts), burn_in + length)
     flat = oracle.gather(ids)
-    fields = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
+    names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
     rows = {
-        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in fields
+        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in names
     }
     return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
 

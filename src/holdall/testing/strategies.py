@@ -13,23 +13,37 @@ import numpy as np
 from gymnasium import spaces
 from hypothesis import strategies as st
 
-from holdall.schema import Tree
+from holdall.schema import Tree, stored_space
+from holdall.testing.streams import DTYPES as DTYPES  # noqa: PLC0414 tests take it from here, too
 from holdall.testing.streams import Content, LeafPlan, Mishaps, Padding, Stream
-
-DTYPES = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
-"""Every dtype that a Box may have and that holdall stores."""
 
 _CONTENTS: tuple[Content, ...] = ("noise", "table", "constant")
 _PADDINGS: tuple[Padding, ...] = ("zero", "first", "fresh")
+_WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
+    # shape, axis, elements that are new in every step
+    ((4, 36, 36), 0, 1),  # stack on the first axis
+    ((36, 36, 4), 2, 1),  # stack on the last axis
+    ((24, 20, 12), 2, 3),  # four frames of three channels
+    ((3, 40, 40), 0, 1),
+    ((4, 12, 12), 0, 1),  # between a ring and the segments
+    ((10, 10, 4), 2, 1),
+    ((130, 3), 0, 1),  # rows short enough to lie in the log
+    ((130, 41), 0, 1),  # rows that are numbered
+    ((500, 3), 0, 5),  # several rows a step
+    ((64, 9, 8), 0, 1),
+    ((300,), 0, 1),
+    ((5000,), 0, 7),
+    ((8, 4, 8), 1, 1),  # an axis in the middle
+    ((4, 33, 4), 0, 1),  # two axes that could be the stack's
+    ((6, 32, 32), 0, 4),  # no whole number of steps in a window
+    ((7,), 0, 1),
+)
+"""Shapes that overlap from step to step: large ones, small ones and those between the two."""
 
 
 def box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
-    """Make a Box without bounds: whatever the dtype can hold."""
-    kind: Any = np.dtype(dtype)
-    if kind.kind == "f":
-        return spaces.Box(-np.inf, np.inf, shape, kind.type)
-    low, high = (0, 1) if kind.kind == "b" else (np.iinfo(kind).min, np.iinfo(kind).max)
-    return spaces.Box(low, high, shape, kind.type)
+    """Make a Box of whatever the dtype can hold."""
+    return stored_space(shape, np.dtype(dtype))
 
 
 dtypes: st.SearchStrategy[np.dtype[Any]] = st.sampled_from(DTYPES)
@@ -65,27 +79,6 @@ def nested(leaves: st.SearchStrategy[spaces.Space[Any]], most: int = 4) -> st.Se
 
 
 any_space: st.SearchStrategy[spaces.Space[Any]] = nested(leaf_spaces)
-
-_WINDOWED: tuple[tuple[tuple[int, ...], int, int], ...] = (
-    # shape, axis, elements that are new in every step
-    ((4, 36, 36), 0, 1),  # stack on the first axis
-    ((36, 36, 4), 2, 1),  # stack on the last axis
-    ((24, 20, 12), 2, 3),  # four frames of three channels
-    ((3, 40, 40), 0, 1),
-    ((4, 12, 12), 0, 1),  # between a ring and the segments
-    ((10, 10, 4), 2, 1),
-    ((130, 3), 0, 1),  # rows short enough to lie in the log
-    ((130, 41), 0, 1),  # rows that are numbered
-    ((500, 3), 0, 5),  # several rows a step
-    ((64, 9, 8), 0, 1),
-    ((300,), 0, 1),
-    ((5000,), 0, 7),
-    ((8, 4, 8), 1, 1),  # an axis in the middle
-    ((4, 33, 4), 0, 1),  # two axes that could be the stack's
-    ((6, 32, 32), 0, 4),  # no whole number of steps in a window
-    ((7,), 0, 1),
-)
-"""Shapes that overlap from step to step: large ones, small ones and those between the two."""
 
 
 @st.composite

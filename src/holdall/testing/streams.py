@@ -16,6 +16,10 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Leaf, Tree
+from holdall.testing.oracle import map_leaves
+
+DTYPES = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
+"""Every dtype that a Box may have and that holdall stores."""
 
 Content = Literal["noise", "table", "constant"]
 Padding = Literal["zero", "first", "fresh"]
@@ -213,7 +217,7 @@ class Stream:
         return f"Stream({spaces_told}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._told})"
 
     def tick(self) -> StreamStep:
-        """Let one step pass in every lane, with whatever mishaps befall it."""
+        """Let one step pass in every lane, with whatever goes wrong in it."""
         generator, lanes, rare = self._generator, self.num_envs, self._mishaps
         chance = generator.random((4, lanes))
         ends, silent = chance[0] < rare.ends, chance[1] < rare.silent_resets
@@ -251,27 +255,23 @@ class Stream:
 
 def stack_steps(steps: Sequence[StreamStep]) -> StreamStep:
     """Put ticks behind each other along a new leading time axis."""
-    return StreamStep(**{name: _stacked([getattr(step, name) for step in steps]) for name in StreamStep.__slots__})
+    return StreamStep(**{name: stack_rows([getattr(step, name) for step in steps]) for name in StreamStep.__slots__})
 
 
 def _empty_step(step: StreamStep) -> StreamStep:
-    return StreamStep(**{name: _empty_rows(getattr(step, name)) for name in StreamStep.__slots__})
+    def no_rows(array: Array) -> Array:
+        return np.empty((0, *array.shape), array.dtype)
+
+    return StreamStep(**{name: map_leaves(no_rows, getattr(step, name)) for name in StreamStep.__slots__})
 
 
-def _empty_rows(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _empty_rows(child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_empty_rows(child) for child in value)
-    return np.empty((0, *value.shape), value.dtype)
-
-
-def _stacked(values: list[Any]) -> Any:
+def stack_rows(values: Sequence[Any]) -> Any:
+    """Put nests of arrays behind each other along a new leading axis, leaf by leaf."""
     first = values[0]
     if isinstance(first, dict):
-        return {key: _stacked([value[key] for value in values]) for key in first}
+        return {key: stack_rows([value[key] for value in values]) for key in first}
     if isinstance(first, tuple):
-        return tuple(_stacked([value[index] for value in values]) for index in range(len(first)))
+        return tuple(stack_rows([value[index] for value in values]) for index in range(len(first)))
     return np.stack(values)
 
 

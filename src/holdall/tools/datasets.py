@@ -28,10 +28,11 @@ _FLUSH_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 256
 
 OnProgress = Callable[[int, int], None]
-"""Is told how many transitions are done, and how many there are."""
+"""Gets how many transitions are done, and how many there are."""
+_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
 
 
-def export_minari(memory: ReplayMemory, dataset_id: str, told: OnProgress = lambda _done, _all: None) -> int:
+def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
     done = 0
     minari = _minari()
@@ -46,7 +47,7 @@ def export_minari(memory: ReplayMemory, dataset_id: str, told: OnProgress = lamb
     for episode in _episodes(memory):
         buffers.append(_buffer(minari, episode))
         done += len(episode["reward"])
-        told(done, len(memory))
+        on_progress(done, len(memory))
         count, held = count + 1, held + sum(array.nbytes for array in _arrays(episode))
         if held >= _FLUSH_BYTES:
             dataset, held, buffers = _write_episodes(minari, dataset, dataset_id, buffers, settings), 0, []
@@ -57,7 +58,7 @@ def export_minari(memory: ReplayMemory, dataset_id: str, told: OnProgress = lamb
     return count
 
 
-def import_minari(dataset_id: str, told: OnProgress = lambda _done, _all: None) -> ReplayMemory:
+def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
     """Return a memory of one lane with all transitions of a local Minari dataset."""
     dataset = _minari().load_dataset(dataset_id)
     memory = ReplayMemory(dataset.observation_space, dataset.action_space, max(1, int(dataset.total_steps)))
@@ -77,7 +78,7 @@ def import_minari(dataset_id: str, told: OnProgress = lambda _done, _all: None) 
                 for name, value in rows.items()
             }
             memory.extend(**piece)
-            told(len(memory), int(dataset.total_steps))
+            on_progress(len(memory), int(dataset.total_steps))
     return memory
 
 
@@ -100,9 +101,6 @@ def _episodes(memory: ReplayMemory) -> Iterator[dict[str, Any]]:
                     parts.append(piece)
         if parts:
             yield _joined(parts)
-
-
-_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
 
 
 def _episode_starts(batch: Any, ids: NDArray[np.int64], lanes: int) -> list[int]:
@@ -198,18 +196,18 @@ def _minari() -> Any:
     return minari
 
 
-def memory_from_arrays(folder: Path, told: Callable[[int, int], None] = lambda _done, _all: None) -> ReplayMemory:
+def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
     """Add all transitions to a new memory, as `holdall.sb3.ReplayBuffer` would have.
 
     Args:
-        told: Is told how many transitions are done, and how many there are.
+        on_progress: Gets how many transitions are done, and how many there are.
     """
-    words = json.loads((folder / "words.json").read_text(encoding="utf-8"))
+    header = json.loads((folder / "words.json").read_text(encoding="utf-8"))
 
     def opened(name: str) -> Any:
         return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
-    keys = words["keys"]
+    keys = header["keys"]
     names = ("observations", "next_observations")
     obs: Any
     following: Any
@@ -221,8 +219,8 @@ def memory_from_arrays(folder: Path, told: Callable[[int, int], None] = lambda _
     memory = ReplayMemory(
         spaces.Dict(OrderedDict(stored)) if keys else stored[""],
         stored_space(actions.shape[2:], actions.dtype),
-        words["capacity"],
-        words["num_envs"],
+        header["capacity"],
+        header["num_envs"],
     )
     for start in range(0, len(rewards), _STEPS_AT_ONCE):
         steps = slice(start, start + _STEPS_AT_ONCE)
@@ -235,7 +233,7 @@ def memory_from_arrays(folder: Path, told: Callable[[int, int], None] = lambda _
             done ^ cut,
             cut,
         )
-        told(memory.next_id, rewards.size)
+        on_progress(memory.next_id, rewards.size)
     return memory
 
 
@@ -258,12 +256,12 @@ def extract_arrays(file: Path, folder: Path) -> None:
             np.save(folder / label, np.asarray(part)[order], allow_pickle=False)
     for name in ("actions", "rewards", "dones", "timeouts"):
         np.save(folder / f"{name}.npy", np.asarray(getattr(buffer, name))[order], allow_pickle=False)
-    words = {
+    header = {
         "keys": list(buffer.observations) if is_dict else None,
         "capacity": int(buffer.buffer_size * buffer.n_envs),
         "num_envs": int(buffer.n_envs),
     }
-    (folder / "words.json").write_text(json.dumps(words), encoding="utf-8")
+    (folder / "words.json").write_text(json.dumps(header), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -15,8 +15,8 @@ from gymnasium import spaces
 
 pytest.importorskip("stable_baselines3")
 
+from holdall.tools.plan.buffer_layout import leaves_of, parse_version, replay_buffer, rollout_buffer
 from holdall.tools.plan.environments import space_to_dict
-from holdall.tools.plan.spec import leaves_of, parse_version, replay_buffer, rollout_buffer
 
 _OBS: dict[str, spaces.Space[Any]] = {
     "image": spaces.Box(0, 255, (36, 36, 4), np.uint8),
@@ -35,11 +35,12 @@ import json, sys, warnings
 warnings.simplefilter("ignore")
 import numpy as np, stable_baselines3
 from stable_baselines3.common import buffers
-from holdall.tools.plan.environments import restore
+from holdall.tools.plan.environments import space_from_dict
 found = []
 for case in json.load(sys.stdin):
     cls = getattr(buffers, case["class"])
-    made = cls(case["size"], restore(case["obs"]), restore(case["action"]), device="cpu", n_envs=case["n_envs"])
+    obs, action = space_from_dict(case["obs"]), space_from_dict(case["action"])
+    made = cls(case["size"], obs, action, device="cpu", n_envs=case["n_envs"])
     arrays = [a for v in vars(made).values() for a in (v.values() if isinstance(v, dict) else [v])]
     found.append(sum(a.nbytes for a in arrays if isinstance(a, np.ndarray)))
 print(json.dumps({"version": stable_baselines3.__version__, "nbytes": found}))

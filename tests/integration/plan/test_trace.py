@@ -64,7 +64,7 @@ def test_defaults_are_those_of_the_installed_version(algo: str) -> None:
     import stable_baselines3
 
     known = ALGORITHMS[algo]
-    signature = inspect.signature(getattr(stable_baselines3, known.class_name)).parameters
+    signature = inspect.signature(getattr(stable_baselines3, known.name)).parameters
     if known.batch_size is not None:
         assert signature["batch_size"].default == known.batch_size
     assert signature["n_steps"].default == known.n_steps

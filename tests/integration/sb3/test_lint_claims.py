@@ -144,7 +144,7 @@ def test_pickle_copies_arrays_before_protocol_5(protocol: int, copies: bool) -> 
 @pytest.mark.nightly
 def test_processes_without_a_main_guard_are_stopped_by_python(tmp_path: Path) -> None:  # M12
     script = tmp_path / "train.py"
-    script.write_text(RULES["M12"].BAD[0].source.replace("n_envs=4", "n_envs=1"))
+    script.write_text(RULES["M12"].doc.bad[0].source.replace("n_envs=4", "n_envs=1"))
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, check=False, timeout=100)
     assert done.returncode != 0
     assert "bootstrapping phase" in done.stderr

@@ -63,7 +63,7 @@ def test_saved_priorities_draw_on(tmp_path: Path) -> None:
     buffer.update_priorities(buffer.sample(60).ids, np.linspace(0, 5, 60))
     save_to_pkl(tmp_path / "buffer.pkl", buffer)
     loaded = load_from_pkl(tmp_path / "buffer.pkl")
-    assert loaded.sampler is loaded.memory._sampler
+    assert loaded.sampler is loaded.memory.sampler
     for _ in range(5):
         assert loaded.sample(30).ids.tolist() == buffer.sample(30).ids.tolist()
 

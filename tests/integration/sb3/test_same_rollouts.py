@@ -18,7 +18,7 @@ from stable_baselines3.common.on_policy_algorithm import OnPolicyAlgorithm
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecFrameStack, VecNormalize
 
 from holdall.errors import ArgumentError
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.sb3 import RolloutBuffer
 
 from .comparison import Glance, learned

@@ -19,10 +19,10 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.cluster.journal import Journal, slots_at
 from holdall.cluster.protocol import ids_of
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema
-from holdall.storage.records import unpack_segment
+from holdall.storage.sealed_segment import unpack_segment
 
 Numbers = NDArray[np.int64]
 

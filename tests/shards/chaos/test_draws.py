@@ -19,7 +19,7 @@ from holdall.cluster.learner import assigned, weights_of
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.shard_data import ShardData
 from holdall.json_state import schema_words
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema

@@ -18,10 +18,10 @@ from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
 from holdall.cluster.shard import Shard
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
-from holdall.storage.records import pack_segment
+from holdall.storage.sealed_segment import pack_segment
 from holdall.storage.snapshot import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdall.tools.bench.ranking import rankings, summaries
-from holdall.tools.bench.run import TrainingRun
-from holdall.tools.interval import Interval
+from holdall.tools.bench.ranking import rankings
+from holdall.tools.report.results import Interval, TrainingRun, summaries
 
 
 def run(profile: str, buffer: str = "sb3", seed: int = 0, **changes: Any) -> TrainingRun:

@@ -24,11 +24,11 @@ class ListBuffer(BufferAdapter):
         self.steps: list[TraceStep] = []
         self.spoil = spoil
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         return step
 
-    def add(self, arranged: Any) -> None:
-        self.steps.append(arranged)
+    def add(self, prepared: Any) -> None:
+        self.steps.append(prepared)
 
     def sample(self, batch_size: int) -> Any:
         return None

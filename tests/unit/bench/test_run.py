@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.run import TrainingRun, expected_seconds, planned_runs
+from holdall.tools.bench.run import expected_seconds, planned_runs
 from holdall.tools.bench.settings import BenchSettings, Calibration, MeasuredRates, ProfileSize, settings_of
+from holdall.tools.report.results import TrainingRun
 
 SIZE = ProfileSize(0.5, 10**9, 32, 1_000, 2_000, ("sb3", "holdall"))
 
@@ -20,7 +21,7 @@ def settings(**changes: Any) -> BenchSettings:
 
 def test_every_profile_buffer_and_seed_has_one_turn_and_the_first_one_changes() -> None:
     order = planned_runs(settings())
-    assert len(order) == len({turn.key for turn in order}) == 12
+    assert len(order) == len(set(order)) == 12
     firsts = [next(turn for turn in order if turn.seed == seed) for seed in range(3)]
     assert len({(turn.profile, turn.buffer) for turn in firsts}) == 3
 

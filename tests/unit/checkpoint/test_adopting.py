@@ -13,7 +13,8 @@ from gymnasium import spaces
 
 from holdall import ReplayMemory
 from holdall.checkpoint.directory import FileSystem
-from holdall.storage import segment, spill
+from holdall.storage import segment
+from holdall.storage import tiers as spill
 
 SPACE = spaces.Box(0, 255, (1, 60, 60), np.uint8)
 FRAMES = np.random.default_rng(0).integers(0, 256, (3000, 1, 60, 60), np.uint8)

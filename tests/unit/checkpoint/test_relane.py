@@ -31,7 +31,7 @@ def saved(path: Path, lanes: int, ticks: int, capacity: int = 10_000, **settings
             stacked = [{key: np.stack([one[key] for one in each]) for key in SPACE} for each in (obs, after)]
             action = np.arange(lanes) + tick % 7
             memory.add(stacked[0], action, reward, stacked[1], ended, np.zeros(lanes, np.bool_), valid=valid)
-        if memory._sampler.__class__ is Prioritized:
+        if memory.sampler.__class__ is Prioritized:
             memory.sample(4)
         memory.save(path, attach={"agent": b"weights"}).result()
 

@@ -27,7 +27,7 @@ from holdall import (
     ReplayMemory,
     Uniform,
 )
-from holdall.checkpoint import ledger as merge
+from holdall.checkpoint import saved_records as merge
 from holdall.checkpoint.manifest import signed
 from holdall.storage import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
@@ -487,16 +487,16 @@ def test_what_was_written_ahead_and_never_committed_is_removed(tmp_path: Path, t
 
 def test_a_disk_that_takes_nothing_ahead_costs_no_checkpoint(tmp_path: Path, trainer: Trainer) -> None:
     """Whatever was lost is written with the next one."""
-    from holdall.checkpoint.save import Saving
+    from holdall.checkpoint.write import SnapshotWriter
 
     with pytest.MonkeyPatch.context() as patch:
         tried = threading.Event()
 
-        def fail(own: Saving, _: Any) -> None:
+        def fail(own: SnapshotWriter, _: Any) -> None:
             tried.set()
             raise OSError(28, "No space left on device")
 
-        patch.setattr(Saving, "write_ahead", fail)
+        patch.setattr(SnapshotWriter, "write_ahead", fail)
         trainer.memory.save_every(tmp_path, seconds=3600)
         trainer.add(300)
         assert tried.wait(60)

@@ -78,7 +78,7 @@ def test_a_rover_that_was_put_where_another_is_drives_on_as_it_does() -> None:
     second.reset(seed=4)
     for _ in range(7):
         first.step(np.array([0.3, -1.0], np.float32))
-    second.put(first.where())
+    second.set_state(first.get_state())
     for _ in range(60):
         one, other = (rover.step(np.array([-0.2, 0.9], np.float32)) for rover in (first, second))
         assert np.array_equal(one[0]["camera"], other[0]["camera"])

@@ -15,16 +15,15 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError, HoldallError
-from holdall.native.kernels import chosen_kernels
+from holdall.native import chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
-from holdall.storage.records import SealedSegment, pack_segment, segment_needs, unpack_segment
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
-from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.storage.tiers import Budget, SpillFolder
 from holdall.threads import ThreadPool
 
 SPACE = spaces.Dict(
@@ -37,7 +36,7 @@ SPACE = spaces.Dict(
 EXTRAS = {"note": spaces.Box(-1, 1, (2,), np.float32)}
 LARGE = (0, 2)
 FIRST = 7 << 36
-ALONE = ThreadPool(hands=1)
+ALONE = ThreadPool(threads=1)
 
 
 def schema(lanes: int) -> Schema:

@@ -57,9 +57,9 @@ def test_none_keeps_nothing_raw() -> None:
 
 @pytest.mark.parametrize("prefer", COST_CAPS)
 def test_the_preference_sets_the_cap(prefer: str) -> None:
-    """And the hands are handed on."""
+    """And the number of threads is passed on."""
     read = Budget.of(None, prefer, 3)
-    assert (read.cost_cap, read.hands) == (COST_CAPS[prefer], 3)
+    assert (read.cost_cap, read.threads) == (COST_CAPS[prefer], 3)
 
 
 @pytest.mark.parametrize(

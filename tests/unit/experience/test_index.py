@@ -5,13 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.native.numpy_kernels import PortableKernels
+from holdall.native import PortableKernels
 from holdall.schema import Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
-from holdall.storage.segment import AnyPart, SegmentIndex
-from holdall.storage.slices import ClosedPart, OpenPart
+from holdall.storage.slices import AnyPart, ClosedPart, OpenPart, SegmentIndex
 
 FIELDS = [Leaf("a", (40,), np.dtype("u1")), Leaf("b", (50,), np.dtype("u1"))]
 KERNELS = PortableKernels()

@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 from holdall import ReplayMemory
 from holdall.schema import Leaf
 from holdall.storage import rings as ring
-from holdall.storage.rings import ObservationRing, RowsById
+from holdall.storage.rings import ObservationRing
+from holdall.storage.snapshot import RowsById
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -122,7 +123,7 @@ def test_a_ring_lets_go_of_rows_whose_ticks_were_evicted() -> None:
         breaks = tick % 10 == 0
         observed.write(tick, rows[0] + tick + (0.5 if breaks else 0), rows[0] + tick + 1)
     assert observed.is_shared
-    assert observed.apart_bytes < 2 * 2001 / 10 * (64 + 8) + 64 * 72
+    assert observed.bytes_of(0) < 2 * 2001 / 10 * (64 + 8) + 64 * 72
 
 
 # ---------------------------------------------------------------- rows by id

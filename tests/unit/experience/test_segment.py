@@ -9,7 +9,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import FieldReport, ReplayMemory
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.native.kernels import chosen_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import segment
 from holdall.storage import tiers as tier
-from holdall.storage.blocks import Coded, Extent, KeptBlock, SliceBlock
+from holdall.storage.blocks import Coded, Extent, FrozenBlock, KeptBlock, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
-from holdall.storage.sealer import FrozenBlock, Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.tiers import Allowance, Budget, Tiers
 
@@ -26,7 +24,7 @@ LEAF = Leaf("", (10,), np.dtype("u1"))
 MUCH = 1 << 40
 
 
-class Waiting(Sealer):
+class Waiting:
     """Remembers what it was to do, and does nothing."""
 
     def __init__(self) -> None:
@@ -72,24 +70,38 @@ def move_to_disk(block: SliceBlock) -> None:
 class Memory:
     """Blocks that are held, oldest first; segments of one block each."""
 
-    def __init__(self, tiers: Tiers) -> None:
-        self.tiers = tiers
+    def __init__(self, sealer: Waiting, *, spills: bool = False, measures_early: bool = False) -> None:
+        self.sealer = sealer
+        self.tiers = Tiers(Budget.of(None, "balanced", 1), spills=spills, measures_early=measures_early)
         self.blocks: deque[SliceBlock] = deque()
 
-    def evict(self) -> int | None:
-        if not self.blocks:
-            return None
-        oldest = self.blocks.popleft()
-        self.tiers.forget([oldest])
-        return 0 if oldest.sealed is None else oldest.sealed.disk_bytes
+    def forget(self, *blocks: SliceBlock) -> None:
+        self.sealer.withdraw(self.tiers.forget(blocks))
+
+    def take_back(self, block: SliceBlock) -> None:
+        self.sealer.withdraw(self.tiers.take_back(block))
 
     def keep(self, frozen: FrozenBlock, raw: int, closed: int = MUCH) -> None:
         self.blocks.append(frozen.block)
         self.tiers.keep(frozen)
         self.settle(raw, closed)
 
-    def settle(self, raw: int, closed: int, at_most: int | None = None) -> None:
-        self.tiers.settle(Allowance(raw, closed, closed if at_most is None else at_most), self.evict)
+    def settle(self, raw: int, closed: int, at_most: int | None = None, *, may_evict: bool = True) -> None:
+        """Carry out what the tiers say, as a store does."""
+        allowance = Allowance(raw, closed, closed if at_most is None else at_most)
+        orders = self.tiers.settle(allowance)
+        for frozen in orders.seal:
+            self.sealer.submit(frozen)
+        for frozen in orders.spill:
+            self.sealer.spill(frozen)
+        freed = 0
+        while may_evict and self.blocks and self.tiers.is_over(allowance, freed):
+            oldest = self.blocks.popleft()
+            self.forget(oldest)
+            freed += 0 if oldest.sealed is None else oldest.sealed.disk_bytes
+        again = self.tiers.try_again()
+        if again is not None:
+            self.sealer.spill(again)
 
 
 # ---------------------------------------------------------------- raw
@@ -99,7 +111,7 @@ class Memory:
 def test_the_newest_stay_raw_up_to_the_allowance(counts: list[int], allowed: int) -> None:
     """In the order in which they came, no earlier than needed, and no more than allowed ever stays."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer))
+    memory = Memory(sealer)
     blocks = []
     for count in counts:
         blocks.append(frozen_block(count))
@@ -116,7 +128,7 @@ def test_the_newest_stay_raw_up_to_the_allowance(counts: list[int], allowed: int
 def test_nothing_stays_raw_without_an_allowance() -> None:
     """Every block goes to the sealer when it comes."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer))
+    memory = Memory(sealer)
     blocks = [frozen_block(1) for _ in range(3)]
     for block in blocks:
         memory.keep(block, 0)
@@ -126,11 +138,11 @@ def test_nothing_stays_raw_without_an_allowance() -> None:
 def test_evicted_blocks_are_neither_counted_nor_sealed() -> None:
     """Their room is there for newer ones."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer))
+    memory = Memory(sealer)
     blocks = [frozen_block(1) for _ in range(6)]
     for block in blocks[:3]:
         memory.keep(block, 30)
-    memory.tiers.forget([blocks[0].block, blocks[1].block, frozen_block(1).block])
+    memory.forget(blocks[0].block, blocks[1].block, frozen_block(1).block)
     for block in blocks[3:5]:
         memory.keep(block, 30)
     assert sealer.submitted == []
@@ -141,7 +153,7 @@ def test_evicted_blocks_are_neither_counted_nor_sealed() -> None:
 def test_the_first_block_of_every_field_is_sealed_early_where_that_is_wanted() -> None:
     """So that how much fits a limit is known soon; the second ones stay raw."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer, measures_early=True))
+    memory = Memory(sealer, measures_early=True)
     blocks = [frozen_block(2, field) for field in (0, 1, 0, 1)]
     for block in blocks:
         memory.keep(block, MUCH)
@@ -151,16 +163,16 @@ def test_the_first_block_of_every_field_is_sealed_early_where_that_is_wanted() -
 def test_what_blocks_shrink_to_is_known_when_one_of_every_field_was_sealed() -> None:
     """Not a guess from one field alone."""
     sealer = Waiting()
-    tiers = Tiers(sealer, measures_early=True)
-    memory = Memory(tiers)
+    memory = Memory(sealer, measures_early=True)
+    tiers = memory.tiers
     assert tiers.shrinks_to is None
     for field in (0, 1):
         memory.keep(frozen_block(20, field), MUCH)
     seal(sealer.submitted[0].block, 100)
-    tiers.take_back(sealer.submitted[0].block)
+    memory.take_back(sealer.submitted[0].block)
     assert tiers.shrinks_to is None
     seal(sealer.submitted[1].block, 150)
-    tiers.take_back(sealer.submitted[1].block)
+    memory.take_back(sealer.submitted[1].block)
     assert tiers.shrinks_to == 250 / 400
 
 
@@ -170,7 +182,7 @@ def test_what_blocks_shrink_to_is_known_when_one_of_every_field_was_sealed() -> 
 def test_raw_blocks_are_sealed_before_anything_leaves() -> None:
     """Nothing is evicted while compressing may be enough, and nothing spilled while something is raw."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     blocks = [frozen_block(20) for _ in range(3)]
     for block in blocks:
         memory.keep(block, MUCH, 550)
@@ -184,11 +196,11 @@ def test_raw_blocks_are_sealed_before_anything_leaves() -> None:
 def test_what_does_not_fit_when_sealed_leaves_early_without_a_disk() -> None:
     """The oldest first, and no more of them than needed."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer))
+    memory = Memory(sealer)
     for _ in range(4):
         memory.keep(frozen_block(20), 0, 1000)
         seal(sealer.submitted[-1].block, 150)
-        memory.tiers.take_back(sealer.submitted[-1].block)
+        memory.take_back(sealer.submitted[-1].block)
     memory.settle(0, 1000)
     assert len(memory.blocks) == 4
     memory.settle(0, 450)
@@ -201,16 +213,16 @@ def test_what_does_not_fit_when_sealed_leaves_early_without_a_disk() -> None:
 def test_what_does_not_fit_when_sealed_is_spilled(shrinks: bool) -> None:
     """The oldest first, and no more of them than needed; nothing leaves."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     for _ in range(4):
         memory.keep(frozen_block(20), 0, MUCH)
         if shrinks:
             seal(sealer.submitted[-1].block, 150)
-        memory.tiers.take_back(sealer.submitted[-1].block)
+        memory.take_back(sealer.submitted[-1].block)
     memory.settle(0, 450 if shrinks else 600)
     assert sealer.spilled == sealer.submitted[:1]
     move_to_disk(sealer.spilled[0].block)
-    memory.tiers.take_back(sealer.spilled[0].block)
+    memory.take_back(sealer.spilled[0].block)
     memory.settle(0, 450 if shrinks else 600)
     assert len(sealer.spilled) == 1
     memory.settle(0, 0)
@@ -221,28 +233,28 @@ def test_what_does_not_fit_when_sealed_is_spilled(shrinks: bool) -> None:
 def test_blocks_leave_early_while_the_disk_takes_none() -> None:
     """Memory stays bounded; and the disk is tried again with the next block that comes."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     for _ in range(4):
         memory.keep(frozen_block(20), 0, MUCH)
         seal(sealer.submitted[-1].block, 150)
-        memory.tiers.take_back(sealer.submitted[-1].block)
+        memory.take_back(sealer.submitted[-1].block)
     memory.settle(0, 450)
     for _ in range(3):  # the disk is tried once more, and then no more until something new comes
-        memory.tiers.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
+        memory.take_back(sealer.spilled[-1].block)  # still in memory: it could not be written
         memory.settle(0, 450)
     assert list(memory.blocks) == [frozen.block for frozen in sealer.submitted[1:]]
     assert [frozen.block for frozen in sealer.spilled] == [sealer.submitted[0].block, sealer.submitted[1].block]
     for _ in range(3):
         memory.keep(frozen_block(20), 0, 450)
         seal(sealer.submitted[-1].block, 150)
-        memory.tiers.take_back(sealer.submitted[-1].block)
-        memory.tiers.take_back(sealer.spilled[-1].block)
+        memory.take_back(sealer.submitted[-1].block)
+        memory.take_back(sealer.spilled[-1].block)
         memory.settle(0, 450)
         assert len(memory.blocks) == 3, "what is held is bounded while the disk takes nothing"
     assert len(sealer.spilled) == 5
     memory.keep(frozen_block(20), 0, 450)
     move_to_disk(sealer.spilled[-1].block)
-    memory.tiers.take_back(sealer.spilled[-1].block)
+    memory.take_back(sealer.spilled[-1].block)
     held = list(memory.blocks)
     memory.settle(0, 0)
     assert list(memory.blocks) == held, "from then on they are spilled again, and none leaves early"
@@ -252,7 +264,7 @@ def test_a_full_disk_costs_a_file_of_what_lies_on_it_and_not_all(monkeypatch: py
     """What lies on disk takes no memory: giving it up makes room there, for what is to be spilled."""
     monkeypatch.setattr(tier, "_WORTH_TRYING_BYTES", 250)  # a block has 100 bytes on disk
     sealer = Waiting()
-    memory = Memory(tiers := Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     blocks = [frozen_block(10) for _ in range(12)]
     for block in blocks[:10]:
         memory.blocks.append(block.block)
@@ -260,13 +272,13 @@ def test_a_full_disk_costs_a_file_of_what_lies_on_it_and_not_all(monkeypatch: py
     for block in blocks[10:]:
         memory.keep(block, 0, 0)
         seal(block.block, 60)
-        tiers.take_back(block.block)
+        memory.take_back(block.block)
     memory.settle(0, 100)
     assert [spilled.block for spilled in sealer.spilled] == [blocks[10].block]
-    tiers.take_back(blocks[10].block)  # the disk is full
+    memory.take_back(blocks[10].block)  # the disk is full
     memory.settle(0, 100, at_most=150)
     assert len(memory.blocks) == 9, "as many as make room on disk"
-    tiers.take_back(blocks[10].block)  # and still is
+    memory.take_back(blocks[10].block)  # and still is
     memory.settle(0, 100, at_most=80)
     assert len(memory.blocks) == 1, "memory counts for more than the disk"
 
@@ -274,21 +286,21 @@ def test_a_full_disk_costs_a_file_of_what_lies_on_it_and_not_all(monkeypatch: py
 def test_blocks_that_a_disk_did_not_take_are_tried_again_in_their_order() -> None:
     """Those that waited behind the one that failed come back with it."""
     sealer = Waiting()
-    memory = Memory(tiers := Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     blocks = [frozen_block(10) for _ in range(4)]
     for block in blocks:
         memory.keep(block, 0, MUCH)
         seal(block.block, 60)
-        tiers.take_back(block.block)
+        memory.take_back(block.block)
     memory.settle(0, 0)
     assert [spilled.block for spilled in sealer.spilled] == [block.block for block in blocks]
-    tiers.take_back(blocks[0].block)
+    memory.take_back(blocks[0].block)
     assert sealer.withdrawn == {id(block.block) for block in blocks[1:]}
     sealer.spilled.clear()
-    tiers.settle(Allowance(0, 0, MUCH), lambda: None)
+    memory.settle(0, 0, MUCH, may_evict=False)
     assert [spilled.block for spilled in sealer.spilled] == [blocks[0].block], "one is enough to try"
     move_to_disk(blocks[0].block)
-    tiers.take_back(blocks[0].block)
+    memory.take_back(blocks[0].block)
     memory.settle(0, 0)
     assert [spilled.block for spilled in sealer.spilled] == [block.block for block in blocks]
 
@@ -296,17 +308,17 @@ def test_blocks_that_a_disk_did_not_take_are_tried_again_in_their_order() -> Non
 def test_a_block_that_is_evicted_while_it_is_at_the_sealer_is_not_counted() -> None:
     """Whether it is being sealed or spilled; what comes of it is nobody's any more."""
     sealer = Waiting()
-    memory = Memory(Tiers(sealer, spills=True))
+    memory = Memory(sealer, spills=True)
     sealing, spilling = frozen_block(20), frozen_block(20)
     memory.keep(spilling, 0, MUCH)
-    memory.tiers.take_back(spilling.block)
+    memory.take_back(spilling.block)
     memory.settle(0, 0)
     memory.keep(sealing, 0, MUCH)
     assert (sealer.spilled, sealer.submitted[-1]) == ([spilling], sealing)
-    memory.tiers.forget([sealing.block, spilling.block])
+    memory.forget(sealing.block, spilling.block)
     assert sealer.withdrawn == {id(sealing.block), id(spilling.block)}
-    memory.tiers.take_back(sealing.block)
-    memory.tiers.take_back(spilling.block)
+    memory.take_back(sealing.block)
+    memory.take_back(spilling.block)
     newer = frozen_block(20)
     memory.keep(newer, 200, 200)
     assert sealer.submitted[-1] is sealing, "the newer one fits: the two that left take nothing"
@@ -317,24 +329,21 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     """Neither as one on disk nor by what its index takes: that would be taken from the budget for ever."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 4_000)
     leaf = Leaf("", (50,), np.dtype("u1"))
-    sealer, kernels = Waiting(), chosen_kernels()
-    segments = Segments(kernels, [leaf], 1, 10_000, Tiers(sealer, spills=True), Budget.of(None, "balanced", 1))
-    segments._budget = Budget.of(None, "balanced", 1, spills=True)
+    segments = Segments(chosen_kernels(), [leaf], 1, 10_000)
     rows = np.random.default_rng(0).integers(0, 256, (900, 1, 50), np.uint8)
     for tick in range(800):
         segments.append(tick, [rows[tick]], [rows[tick + 1]])
-    for frozen in sealer.submitted:
-        segments.take_back(frozen.block, None)
-    assert len(sealer.spilled) > 5
-    written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in sealer.spilled[:2]]
+    full = segments.take_frozen()
+    assert len(full) > 5
+    written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in full[:2]]
     before = segments.overhead_bytes
-    segments.take_back(sealer.spilled[1].block, written[1])
+    segments.seal(full[1].block, written[1])
     held = segments.places(np.array([0]), np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
     segments.evict_before(segments._closed[2].first_tick)
     after = segments.overhead_bytes
-    segments.take_back(sealer.spilled[0].block, written[0])
+    segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
     assert not segments.places(np.array([799]), np.array([0])).reads_files
 
@@ -342,34 +351,35 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
 # ---------------------------------------------------------------- blocks of several segments
 
 
-class Counting(Tiers):
-    """Keeps everything raw and says what it still knows of."""
+class Known:
+    """The blocks that a store would know of by what segments say: those that were full, and not dropped since."""
 
-    def __init__(self) -> None:
-        super().__init__(Waiting())
+    def __init__(self, segments: Segments) -> None:
+        self._segments = segments
+        self.blocks: set[int] = set()
 
-    @property
-    def known(self) -> set[int]:
-        return {id(frozen.block) for frozen in self._raw.blocks.values()}
+    def append(self, tick: int, obs: Any, next_obs: Any, oldest: int) -> None:
+        self._segments.append(tick, [obs], [next_obs])
+        self.blocks |= {id(frozen.block) for frozen in self._segments.take_frozen()}
+        self.blocks -= {id(block) for block in self._segments.evict_before(oldest)}
 
 
 def test_a_block_is_forgotten_with_its_last_segment(monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments may share a block: one that an older segment left is still raw, counted, and sealed in turn."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
     leaf = Leaf("", (50, 40), np.dtype("u1"))
-    tiers = Counting()
-    segments = Segments(chosen_kernels(), [leaf], 1, 400, tiers, Budget(None, MUCH, MUCH, 2.0, 1))
+    segments = Segments(chosen_kernels(), [leaf], 1, 400)
+    known = Known(segments)
     days = np.random.default_rng(0).integers(0, 256, (2000, 40), np.uint8)
     shared = 0
     for tick in range(1500):
         obs, next_obs = (days[None, start : start + 50] for start in (tick, tick + 1))
-        segments.append(tick, [obs], [next_obs])
-        segments.evict_before(tick - 399)
+        known.append(tick, obs, next_obs, tick - 399)
         if tick % 10 == 0:
             names: list[Any] = [closed.parts[0].block for closed in segments._closed]
             closed_blocks = {id(block) for block in names if block is not segments._open.parts[0].block}
             shared += len(names) > len({id(block) for block in names})
-            assert closed_blocks <= tiers.known
+            assert closed_blocks <= known.blocks
     assert shared > 20, "the segments of this test have to share blocks"
 
 
@@ -379,14 +389,13 @@ def test_a_block_that_a_new_window_leaves_behind_is_counted(still_ticks: int, mo
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 1)
     monkeypatch.setattr(segment, "_SEGMENTS_OF_A_MEMORY", 4)
     monkeypatch.setattr(segment, "_REPLAYED_TICKS", 4)
-    tiers = Counting()
     leaf = Leaf("", (4, 36, 36), np.dtype("u1"))
-    segments = Segments(chosen_kernels(), [leaf], 1, 17, tiers, Budget.of("auto", "speed", 1))
+    segments = Segments(chosen_kernels(), [leaf], 1, 17)
+    known = Known(segments)
     film = np.random.default_rng(0).integers(0, 256, (205, 36, 36), np.uint8)
     film[:still_ticks] = 0  # a still picture at first, whose window is found only when it begins to move
     for tick in range(200):
-        segments.append(tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
-        segments.evict_before(tick - 16)
+        known.append(tick, film[None, tick : tick + 4], film[None, tick + 1 : tick + 5], tick - 16)
         open_block = segments._open.parts[0].block
         closed = {id(each.parts[0].block) for each in segments._closed if each.parts[0].block is not open_block}
-        assert closed <= tiers.known
+        assert closed <= known.blocks

@@ -4,7 +4,8 @@ import inspect
 
 import pytest
 
-from holdall.tools.lint.run import ALGORITHMS, algorithm_by_import, algorithm_by_zoo_name
+from holdall.tools.lint.run import algorithm_by_import, algorithm_by_zoo_name
+from holdall.tools.plan.spec import ALGORITHM_CLASSES
 
 sb3 = pytest.importorskip("stable_baselines3")
 
@@ -13,7 +14,7 @@ INSTALLED = ["A2C", "DDPG", "DQN", "PPO", "SAC", "TD3"]
 
 @pytest.mark.parametrize("name", INSTALLED)
 def test_defaults_and_leading_arguments_are_the_librarys(name: str) -> None:
-    algorithm = ALGORITHMS[name]
+    algorithm = ALGORITHM_CLASSES[name]
     parameters = list(inspect.signature(getattr(sb3, name).__init__).parameters.values())[1:]
     defaults = {parameter.name: parameter.default for parameter in parameters}
     assert tuple(defaults)[: len(algorithm.positional)] == algorithm.positional

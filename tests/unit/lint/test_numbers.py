@@ -6,10 +6,10 @@ import pytest
 
 from holdall.tools.lint.engine import check_text
 from holdall.tools.lint.finding import Finding, Severity
-from holdall.tools.lint.rule import GIB, REFERENCE_MACHINE
+from holdall.tools.lint.rule import REFERENCE_MACHINE, SETUPS
 from holdall.tools.lint.rules import RULES
-from holdall.tools.lint.rules.memory import CAMERA_SCRIPT
-from holdall.tools.lint.rules.observations import SCREEN_SCRIPT
+
+GIB = 2**30
 
 STEP = (
     2 * (84 * 84 * 3 + 31 * 4) + 8 * 4 + 3 * 4
@@ -67,7 +67,7 @@ def found(rule: str, text: str, file: str = "train.py", /, **machine: object) ->
 
 
 def first(rule: str) -> Finding:
-    case = RULES[rule].BAD[0]
+    case = RULES[rule].doc.bad[0]
     return found(rule, case.source, case.file, **dict(case.machine))[0]
 
 
@@ -98,7 +98,7 @@ def test_the_words_say_the_same(rule: str, words: str) -> None:
 
 
 def test_a_frame_of_a_stack_is_there_twice_for_each_of_its_places() -> None:
-    text = SCREEN_SCRIPT.replace("import PPO", "import DQN") + (
+    text = SETUPS["screens"].replace("import PPO", "import DQN") + (
         "env = VecFrameStack(DummyVecEnv([Screen]), n_stack=4)\nDQN('CnnPolicy', env, buffer_size=20_000)"
     )
     (finding,) = found("M07", text)
@@ -108,7 +108,7 @@ def test_a_frame_of_a_stack_is_there_twice_for_each_of_its_places() -> None:
 
 
 def test_a_buffer_of_exactly_the_limit_fits() -> None:
-    text = CAMERA_SCRIPT + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000)'
+    text = SETUPS["camera"] + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000)'
     need = 1_000 * STEP
     assert found("M01", text, limit_bytes=need) == []
     assert len(found("M01", text, limit_bytes=need - 1)) == 1
@@ -124,7 +124,7 @@ def test_a_buffer_of_exactly_the_limit_fits() -> None:
 
 def test_without_an_action_space_the_size_is_a_lower_bound_and_says_so() -> None:
     text = (
-        CAMERA_SCRIPT.replace("self.action_space", "self.other")
+        SETUPS["camera"].replace("self.action_space", "self.other")
         + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000)'
     )
     (finding,) = found("M01", text)
@@ -134,7 +134,7 @@ def test_without_an_action_space_the_size_is_a_lower_bound_and_says_so() -> None
 
 
 def test_a_run_of_unknown_length_may_never_fill_its_buffer() -> None:
-    text = CAMERA_SCRIPT + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(steps)'
+    text = SETUPS["camera"] + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(steps)'
     (finding,) = found("M01", text)
     assert finding.severity is Severity.WARNING
     assert "42.63 GB (39.70 GiB) once it is full" in finding.message
@@ -143,14 +143,16 @@ def test_a_run_of_unknown_length_may_never_fill_its_buffer() -> None:
 
 
 def test_a_replay_buffer_is_only_as_large_as_the_run_makes_it() -> None:
-    text = CAMERA_SCRIPT + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(50_000)'
+    text = SETUPS["camera"] + 'SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(50_000)'
     assert found("M01", text, limit_bytes=50_000 * STEP) == []
     (finding,) = found("M01", text, limit_bytes=50_000 * STEP - 1)
     assert finding.numbers["needed_bytes"] == 50_000 * STEP
 
 
 def test_several_environments_share_the_capacity_that_is_advised() -> None:
-    text = CAMERA_SCRIPT.replace("import SAC", "import SAC\nfrom stable_baselines3.common.env_util import make_vec_env")
+    text = SETUPS["camera"].replace(
+        "import SAC", "import SAC\nfrom stable_baselines3.common.env_util import make_vec_env"
+    )
     text += 'SAC("MultiInputPolicy", make_vec_env(Dog, n_envs=4), buffer_size=1_000_000)'
     (finding,) = found("M01", text)
     rows = int(0.8 * 32 * GIB) // (4 * STEP)
@@ -158,7 +160,9 @@ def test_several_environments_share_the_capacity_that_is_advised() -> None:
 
 
 def test_checkpoints_are_counted_in_calls() -> None:
-    text = CAMERA_SCRIPT.replace("import SAC", "import SAC\nfrom stable_baselines3.common.env_util import make_vec_env")
+    text = SETUPS["camera"].replace(
+        "import SAC", "import SAC\nfrom stable_baselines3.common.env_util import make_vec_env"
+    )
     text += (
         "from stable_baselines3.common.callbacks import CheckpointCallback\n"
         "model = SAC('MultiInputPolicy', make_vec_env(Dog, n_envs=4), buffer_size=200_000)\n"

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.interval import Interval
 from holdall.tools.report import Report, read_report
+from holdall.tools.report.results import Interval
 
 BENCH = {"kind": "header", "format": "holdall-bench-1", "env": "demo", "algo": "sac", "limit": 1000}
 RECORDED = Path(__file__).parents[2] / "results" / "bench.jsonl"
@@ -60,7 +60,7 @@ def test_what_cannot_be_told_apart_is_said(tmp_path: Path) -> None:
     one, other = ["fast", "sb3"], ["fast", "holdall"]
     ranking = {"kind": "ranking", "by": "memory", "order": [one, other], "refused": None, "same": [[one, other]]}
     text = _report(tmp_path, BENCH, _run("fast", "sb3", 0), _run("fast", "holdall", 0), ranking).page()
-    assert text.count("not told apart from the next") == 1
+    assert text.count("no clear difference to the next") == 1
 
 
 def test_a_real_bench_is_ranked_as_it_was(tmp_path: Path) -> None:

@@ -10,9 +10,8 @@ from rich.console import Console
 from holdall.cli.plan import plan_tables
 from holdall.machine import Limit
 from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts
+from holdall.tools.plan.phases import HoldallNeed, MachineLimits, MeasuredCosts, PlanInputs
 from holdall.tools.plan.planner import Plan, plan_from_inputs
-from holdall.tools.plan.recommend import PlanInputs
 
 GB = 10**9
 

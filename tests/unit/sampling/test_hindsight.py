@@ -148,7 +148,7 @@ def test_a_space_without_goals_is_refused() -> None:
 def test_rewards_of_a_wrong_shape_are_refused() -> None:
     """One a row, not one for all."""
     memory, _ = fed("future")
-    memory._sampler._reward_fn = lambda *_: np.zeros((3, 1))  # type: ignore[attr-defined]  # the test's own sampler
+    memory.sampler.reward_fn = lambda *_: np.zeros((3, 1))  # type: ignore[attr-defined]  # the test's own sampler
     with pytest.raises(ArgumentError, match=r"reward_fn returned an array of shape \(3, 1\) for 32 rows"):
         memory.sample(40)
 

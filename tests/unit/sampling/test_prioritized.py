@@ -114,10 +114,10 @@ def test_a_restored_sampler_draws_as_the_saved_one() -> None:
     for _ in range(20):
         ids = saved.sample(32).ids
         saved.update_priorities(ids, generator.random(32))
-    state = saved._sampler.state()
+    state = saved.sampler.state()
     assert all(isinstance(value, np.ndarray | int | float) for value in state.values())
     restored, _ = fed(Prioritized(0.7), valid_share=0.9)
-    restored._sampler.restore(state)
+    restored.sampler.restore(state)
     restored._generator.bit_generator.state = saved._generator.bit_generator.state
     for _ in range(20):
         batch, expected = restored.sample(32), saved.sample(32)
@@ -185,7 +185,7 @@ def test_beta_may_be_annealed() -> None:
     memory, oracle = fed(Prioritized(1.0, 0.0))
     memory.update_priorities(oracle.ids, 1.0 + oracle.ids % 5)
     assert set(memory.sample(50).weights.tolist()) == {1.0}
-    sampler: Any = memory._sampler
+    sampler: Any = memory.sampler
     sampler.beta = 1.0
     assert memory.sample(50).weights.min() < 0.5
 

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from holdall.sampling import prioritized as sumtree
+from holdall.native import compiled_library
 from holdall.sampling.prioritized import SumTree
 
 
 @pytest.fixture(params=["compiled", "portable"], autouse=True)
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Either of the two ways, where both are there."""
-    if request.param == "compiled" and sumtree._loaded() is None:
+    if request.param == "compiled" and compiled_library() is None:
         pytest.skip("the compiled loops were not built")
     monkeypatch.setenv("HOLDALL_KERNELS", "" if request.param == "compiled" else "portable")
     return str(request.param)
@@ -67,14 +67,14 @@ def test_of_equal_slots_the_last_number_counts() -> None:
 
 def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums, slots and numbers, after changes of every size."""
-    if sumtree._loaded() is None:
+    if compiled_library() is None:
         pytest.skip("the compiled loops were not built")
     monkeypatch.setenv("HOLDALL_KERNELS", "")
     compiled = SumTree(3000)
     monkeypatch.setenv("HOLDALL_KERNELS", "portable")
     portable = SumTree(3000)
-    assert compiled._compiled is not None
-    assert portable._compiled is None
+    assert compiled._library is not None
+    assert portable._library is None
     generator = np.random.default_rng(0)
     for count in [1, 2, 17, 100, 256, 1000] * 3:
         slots = generator.integers(0, 3000, count)
@@ -87,16 +87,16 @@ def test_both_ways_give_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
         expected_slots, expected_shares = portable.find(points)
         assert slots_found.tolist() == expected_slots.tolist()
         assert shares.tobytes() == expected_shares.tobytes()
-        told = (slots, np.atleast_1d(values).repeat(1 if count % 2 else count), (0, 3000, 3000), 10.0)
-        assert compiled.tell(*told) == portable.tell(*told)
+        given = (slots, np.atleast_1d(values).repeat(1 if count % 2 else count), (0, 3000, 3000), 10.0)
+        assert compiled.update(*given) == portable.update(*given)
         assert compiled._nodes.tobytes() == portable._nodes.tobytes()
 
 
-def test_numbers_are_told_by_id_and_evicted_ids_are_passed_over() -> None:
-    """Slots are ids modulo the capacity; what cannot be told changes nothing."""
+def test_numbers_are_set_by_id_and_evicted_ids_are_skipped() -> None:
+    """Slots are ids modulo the capacity; what is refused changes nothing."""
     tree = SumTree(10)
-    assert tree.tell(np.array([12, 3, 12]), np.array([1.0, 7.0, 4.0]), (8, 18, 10), 9.0) == 4.0
+    assert tree.update(np.array([12, 3, 12]), np.array([1.0, 7.0, 4.0]), (8, 18, 10), 9.0) == 4.0
     assert tree.values(np.arange(10)).tolist() == [0, 0, 4.0, 0, 0, 0, 0, 0, 0, 0]
     for ids, values in (([13, 18], [1.0, 1.0]), ([13, 14], [1.0, 0.0]), ([13, 14], [1.0, np.nan]), ([13], [9.5])):
-        assert tree.tell(np.array(ids), np.array(values), (8, 18, 10), 9.0) is None
+        assert tree.update(np.array(ids), np.array(values), (8, 18, 10), 9.0) is None
     assert tree.total == 4.0

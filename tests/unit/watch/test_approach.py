@@ -24,9 +24,13 @@ def test_a_limit_is_near_from_its_share_on_and_a_second_before() -> None:
 
 def test_the_first_rate_that_is_measured_counts_whole_and_a_lower_one_by_and_by() -> None:
     approach = LimitTracker(0.9)
-    rates = [approach.nearest([limit(left)], now).coming / MIB for now, left in enumerate((500, 300, 300, 250))]
+    rates = [
+        approach.nearest([limit(left)], now).bytes_per_second / MIB for now, left in enumerate((500, 300, 300, 250))
+    ]
     assert rates == [0, 200, 100, 75]
-    assert approach.nearest([limit(400)], 9.0).coming / MIB == pytest.approx(37.5)  # memory that comes free is no rate
+    assert approach.nearest([limit(400)], 9.0).bytes_per_second / MIB == pytest.approx(
+        37.5
+    )  # memory that comes free is no rate
 
 
 def test_a_limit_that_was_not_the_nearest_before_is_known_all_the_same() -> None:
@@ -34,11 +38,11 @@ def test_a_limit_that_was_not_the_nearest_before_is_known_all_the_same() -> None
     machine = Limit("machine", 500 * MIB, 4000 * MIB)
     assert approach.nearest([machine, limit(590)], 0.0).limit is machine
     near = approach.nearest([machine, limit(190)], 1.0)
-    assert (near.limit.name, near.coming, near.is_near) == ("group", 400 * MIB, True)
+    assert (near.limit.name, near.bytes_per_second, near.is_near) == ("group", 400 * MIB, True)
 
 
 def test_what_comes_fast_or_is_close_is_looked_at_often() -> None:
     approach = LimitTracker(0.9)
-    assert approach.nearest([limit(9_000, 10_000)], 0.0).look_again_s == 0.5
-    assert approach.nearest([limit(188)], 0.0).look_again_s == 0.25  # 128 MiB to go, which 512 a second would take
-    assert approach.nearest([limit(60)], 0.5).look_again_s == 0.02
+    assert approach.nearest([limit(9_000, 10_000)], 0.0).pause_s == 0.5
+    assert approach.nearest([limit(188)], 0.0).pause_s == 0.25  # 128 MiB to go, which 512 a second would take
+    assert approach.nearest([limit(60)], 0.5).pause_s == 0.02

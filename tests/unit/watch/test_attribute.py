@@ -138,4 +138,4 @@ def test_where_the_system_tells_only_sums_the_watch_says_so(monkeypatch: pytest.
     found = ProcessWatcher(os.getpid()).read()
     assert not found.exact
     assert sum(one.resident for one in found.parts) == found.pss
-    assert "this system tells only the sum" in {one.name for one in found.parts}
+    assert "this system reports only the sum" in {one.name for one in found.parts}

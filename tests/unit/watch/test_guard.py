@@ -44,16 +44,16 @@ def filled(memory: ReplayMemory, count: int) -> list[np.ndarray[Any, Any]]:
 
 
 def test_nothing_is_done_while_there_is_room(own: Agent, caplog: pytest.LogCaptureFixture) -> None:
-    assert not guard(own, "warn", limit_bytes=held_bytes().proportional * 4, at=0.9).look()
+    assert not guard(own, "warn", limit_bytes=held_bytes().proportional * 4, at=0.9).check()
     assert not caplog.records
 
 
 def test_a_limit_that_is_near_is_told_once(own: Agent, caplog: pytest.LogCaptureFixture) -> None:
     one = guard(own, "warn", limit_bytes=held_bytes().proportional, at=0.9)
     with caplog.at_level(logging.WARNING, "holdall"):
-        assert one.look()
+        assert one.check()
         one._rests_until = 0.0
-        assert one.look()
+        assert one.check()
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == ["memory is short"]
     own.publish()
     told = read_agent_report(own._pid)
@@ -68,7 +68,7 @@ def test_memories_give_memory_back_and_lose_nothing(own: Agent, tmp_path: Path, 
         frames = filled(memory, 4000)
         before = held_bytes().unique
         assert memory.report().disk_bytes == 0
-        assert guard(own, "spill", limit_bytes=held_bytes().proportional + MIB, at=0.5).look()
+        assert guard(own, "spill", limit_bytes=held_bytes().proportional + MIB, at=0.5).check()
         memory.drain()
         assert held_bytes().unique < before - 20 * MIB
         assert (memory.report().disk_bytes > 0) == spills
@@ -85,12 +85,12 @@ def test_a_checkpoint_is_asked_for_once_each_time_memory_runs_short(own: Agent) 
     one = guard(own, "checkpoint", limit_bytes=limit, at=0.9, checkpoint=lambda: saved.append(1))
     for _ in range(3):
         one._rests_until = 0.0
-        assert one.look()
+        assert one.check()
     assert saved == [1]
     one._limit_bytes, one._rests_until = 10 * limit, 0.0
-    assert not one.look()
+    assert not one.check()
     one._limit_bytes, one._rests_until = limit, 0.0
-    assert one.look()
+    assert one.check()
     assert saved == [1, 1]
 
 

@@ -41,7 +41,7 @@ def test_a_record_is_one_object_a_line(runtime: Path, tmp_path: Path) -> None:
     turns = WatchLoop(os.getpid(), 1.0)
     recorder = WatchRecorder(tmp_path / "run.jsonl", record_header(os.getpid(), ["python", "train.py"], 1.0))
     for _ in range(3):
-        recorder.show(turns.take())
+        recorder.show(turns.run_pass())
     recorder.close()
     lines = [json.loads(line) for line in (tmp_path / "run.jsonl").read_text(encoding="utf-8").splitlines()]
     check(lines)
@@ -59,7 +59,7 @@ def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).take()
+    turn = WatchLoop(os.getpid(), 1.0).run_pass()
     assert latest_reading(os.getpid()) is None
     publish_latest(os.getpid(), turn)
     assert latest_reading(os.getpid()) == (turn.reading, turn.verdicts)
@@ -67,7 +67,7 @@ def test_the_newest_turn_comes_back_whole(runtime: Path) -> None:
 
 
 def test_prometheus_reads_the_newest_turn_from_the_loopback(runtime: Path) -> None:
-    turn = WatchLoop(os.getpid(), 1.0).take()
+    turn = WatchLoop(os.getpid(), 1.0).run_pass()
     served = PrometheusServer(0)
     try:
         served.show(turn)

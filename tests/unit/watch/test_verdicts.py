@@ -92,7 +92,7 @@ def leaking(history: ReadingHistory, slope: float, noise: float, seed: int = 0, 
     rng = random.Random(seed)
     for i in range(count):
         step = i * STEPS // 4
-        history.hear(
+        history.add_live(
             LiveObjects(1000.0 + i / 4, step, None, int(200 * MIB + slope * step + rng.gauss(0, noise)), 50 * MIB)
         )
 
@@ -119,7 +119,7 @@ def test_no_leak_is_told_where_there_is_none(seed: int) -> None:
 def test_objects_that_are_made_once_are_no_leak() -> None:
     history = history_of(100, lambda _: [base()])
     for i in range(400):
-        history.hear(LiveObjects(1000.0 + i, i * STEPS, None, 200 * MIB + (64 * MIB if i > 150 else 0), 0))
+        history.add_live(LiveObjects(1000.0 + i, i * STEPS, None, 200 * MIB + (64 * MIB if i > 150 else 0), 0))
     assert "leak" not in names(verdicts_for(history))
 
 
@@ -127,7 +127,9 @@ def test_only_one_phase_is_looked_at() -> None:
     history = history_of(10, lambda _: [base()])
     for i in range(400):  # ever more of what is told is told in the phase that takes more
         phase = "train" if i % 10 < i / 60 else "collect"
-        history.hear(LiveObjects(1000.0 + i, i * STEPS, phase, 200 * MIB + (90 * MIB if phase == "train" else 0), 0))
+        history.add_live(
+            LiveObjects(1000.0 + i, i * STEPS, phase, 200 * MIB + (90 * MIB if phase == "train" else 0), 0)
+        )
     assert "leak" not in names(verdicts_for(history))
 
 

@@ -20,21 +20,29 @@ from holdall.replay import ReplayMemory
 from holdall.tools.bench.child_process import version_of
 from holdall.tools.bench.trace import TraceStep
 
+_CPPRB_FLAGS = ("terminated", "truncated")
+_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
+_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
+LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
+"""A library's name on the command line selects all of its setups."""
+
 
 class BufferAdapter(ABC):
     """One buffer of one environment, from any library."""
 
-    @abstractmethod
-    def arranged(self, step: TraceStep) -> Any:
-        """Bring a step into the form that `add` takes; not timed."""
+    buffer: Any
 
     @abstractmethod
-    def add(self, arranged: Any) -> None:
+    def prepare(self, step: TraceStep) -> Any:
+        """Return a step in the form that `add` takes; not timed."""
+
+    def add(self, prepared: Any) -> None:
         """Add one transition."""
+        self.buffer.add(prepared)
 
-    @abstractmethod
     def sample(self, batch_size: int) -> Any:
         """Draw a batch, as torch tensors."""
+        return self.buffer.sample(batch_size)
 
     @abstractmethod
     def rows(self, ids: Any) -> dict[str, Any]:
@@ -51,7 +59,7 @@ class BufferAdapter(ABC):
     def load(self, folder: Path) -> BufferAdapter:
         """Return a buffer with what was saved there."""
 
-    def settle(self) -> None:  # noqa: B027 most have no background work
+    def wait(self) -> None:  # noqa: B027 most have no background work
         """Wait for background work."""
 
     def close(self) -> None:
@@ -98,18 +106,14 @@ class Sb3Adapter(BufferAdapter):
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         """Both kinds of ending are `done` to Stable-Baselines3."""
         infos = [{"TimeLimit.truncated": bool(step.truncated[0])}]
         return step.obs, step.next_obs, step.action, step.reward, step.terminated | step.truncated, infos
 
-    def add(self, arranged: Any) -> None:
+    def add(self, prepared: Any) -> None:
         """Add one transition."""
-        self.buffer.add(*arranged)
-
-    def sample(self, batch_size: int) -> Any:
-        """Draw a batch."""
-        return self.buffer.sample(batch_size)
+        self.buffer.add(*prepared)
 
     def rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does, and the flags from their arrays."""
@@ -138,9 +142,6 @@ class Sb3Adapter(BufferAdapter):
         return Sb3Adapter(load_from_pkl(folder / "buffer.pkl"))
 
 
-_CPPRB_FLAGS = ("terminated", "truncated")
-
-
 class CpprbAdapter(BufferAdapter):
     """A buffer of cpprb that stores every observation once (`next_of`); the keys of a Dict are separate fields."""
 
@@ -158,7 +159,7 @@ class CpprbAdapter(BufferAdapter):
         fields |= {name: {"dtype": np.bool_} for name in _CPPRB_FLAGS}
         self.buffer = ReplayBuffer(capacity, fields, next_of=tuple(self._observed))
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         """Name every field; the flag beside them says whether the episode ends."""
         given = {"action": step.action[0], "reward": step.reward[0]}
         given |= {name: getattr(step, name)[0] for name in _CPPRB_FLAGS}
@@ -167,9 +168,9 @@ class CpprbAdapter(BufferAdapter):
             given[f"next_{name}"] = self._part(step.next_obs, name)
         return given, bool(step.terminated[0] or step.truncated[0])
 
-    def add(self, arranged: Any) -> None:
+    def add(self, prepared: Any) -> None:
         """Add one transition."""
-        given, ends = arranged
+        given, ends = prepared
         self.buffer.add(**given)
         if ends:
             self.buffer.on_episode_end()
@@ -203,24 +204,16 @@ class CpprbAdapter(BufferAdapter):
         return (observation[name.removeprefix("obs_")] if self._is_dict else observation)[0]
 
 
-_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
-
-
-def open_torchrl(observation: spaces.Space[Any], action: spaces.Space[Any], capacity: int) -> TorchrlAdapter:
-    """Make a buffer of TorchRL, which learns the spaces from the first transition."""
-    return TorchrlAdapter(capacity)
-
-
 class TorchrlAdapter(BufferAdapter):
-    """TorchRL's TensorDictReplayBuffer over a LazyTensorStorage, transition by transition."""
+    """TorchRL's TensorDictReplayBuffer over a LazyTensorStorage; it learns the spaces from the first transition."""
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, _observation: Any, _action: Any, capacity: int) -> None:
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415 may be missing
 
         self._capacity = capacity
         self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=1)
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         """Make the nested record that TorchRL's collectors make."""
         import torch  # noqa: PLC0415 loaded with the buffer
         from tensordict import TensorDict  # noqa: PLC0415 loaded with the buffer
@@ -228,14 +221,6 @@ class TorchrlAdapter(BufferAdapter):
         after = {"obs": _tensors(step.next_obs)}
         after |= {name: torch.as_tensor(getattr(step, name)) for name in _TORCHRL_FIELDS}
         return TensorDict({"obs": _tensors(step.obs), "action": torch.as_tensor(step.action[0]), "next": after})
-
-    def add(self, arranged: Any) -> None:
-        """Add one transition."""
-        self.buffer.add(arranged)
-
-    def sample(self, batch_size: int) -> Any:
-        """Draw a batch."""
-        return self.buffer.sample(batch_size)
 
     def rows(self, ids: Any) -> dict[str, Any]:
         """Read rows from the storage."""
@@ -252,7 +237,7 @@ class TorchrlAdapter(BufferAdapter):
 
     def load(self, folder: Path) -> TorchrlAdapter:
         """Read them into a new buffer."""
-        loaded = TorchrlAdapter(self._capacity)
+        loaded = TorchrlAdapter(None, None, self._capacity)
         loaded.buffer.loads(folder)
         return loaded
 
@@ -289,7 +274,7 @@ class TianshouAdapter(BufferAdapter):
     def __init__(self, buffer: Any) -> None:
         self.buffer = buffer
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         """Make the record that Tianshou's collector makes."""
         from tianshou.data import Batch  # noqa: PLC0415 loaded with the buffer
 
@@ -302,10 +287,6 @@ class TianshouAdapter(BufferAdapter):
             obs_next=_first_env(step.next_obs),
             info={},
         )
-
-    def add(self, arranged: Any) -> None:
-        """Add one transition."""
-        self.buffer.add(arranged)
 
     def sample(self, batch_size: int) -> Any:
         """Draw a batch."""
@@ -351,38 +332,38 @@ class HoldallAdapter(BufferAdapter):
     """A ReplayMemory."""
 
     def __init__(self, memory: ReplayMemory, budget: str | int | None) -> None:
-        self.memory = memory
+        self.buffer = memory
         self._budget = budget
 
-    def arranged(self, step: TraceStep) -> Any:
+    def prepare(self, step: TraceStep) -> Any:
         """Pass the arrays as they are."""
         return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated
 
-    def add(self, arranged: Any) -> None:
+    def add(self, prepared: Any) -> None:
         """Add one transition."""
-        self.memory.add(*arranged)
+        self.buffer.add(*prepared)
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Wait until all compression is done."""
-        self.memory.drain()
+        self.buffer.drain()
 
     def close(self) -> None:
         """Free the blocks at once."""
-        self.memory.close()
+        self.buffer.close()
 
     def sample(self, batch_size: int) -> Any:
         """Draw a batch."""
-        return self.memory.sample(batch_size)
+        return self.buffer.sample(batch_size)
 
     def rows(self, ids: Any) -> dict[str, Any]:
         """Gather."""
-        batch = self.memory.gather(ids)
+        batch = self.buffer.gather(ids)
         names = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
         return {name: getattr(batch, name) for name in names}
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint and wait for it."""
-        self.memory.save(folder).result()
+        self.buffer.save(folder).result()
 
     def load(self, folder: Path) -> HoldallAdapter:
         """Load the checkpoint."""
@@ -419,8 +400,6 @@ class BufferSetup:
         return self.opener(observation, action, capacity, **self.settings)
 
 
-_SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
-
 BUFFER_SETUPS = {
     setup.name: setup
     for setup in (
@@ -429,15 +408,13 @@ BUFFER_SETUPS = {
         BufferSetup("sb3-extra-buffers zstd", _EXTRA, open_sb3_extra, {"method": "zstd-3"}, needs="zstd"),
         BufferSetup("sb3-extra-buffers lz4", _EXTRA, open_sb3_extra, {"method": "lz4-frame/1"}, needs="lz4"),
         BufferSetup("cpprb next_of", "cpprb", CpprbAdapter),
-        BufferSetup("torchrl", "torchrl", open_torchrl),
+        BufferSetup("torchrl", "torchrl", TorchrlAdapter),
         BufferSetup("tianshou", _TIANSHOU, open_tianshou, needs="h5py"),
         BufferSetup("tianshou ignore_obs_next", _TIANSHOU, open_tianshou, {"ignore_obs_next": True}, needs="h5py"),
         BufferSetup("holdall", "holdall", open_holdall),
         BufferSetup("holdall compressed", "holdall", open_holdall, {"budget": None}),
     )
 }
-LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
-"""A library's name on the command line selects all of its setups."""
 
 
 def setups_named(names: list[str]) -> list[BufferSetup]:

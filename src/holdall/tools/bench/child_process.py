@@ -13,7 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TextIO
@@ -21,19 +21,23 @@ from typing import Any, TextIO
 import psutil
 
 from holdall.errors import HoldallError
+from holdall.threads import usable_cores
+
+_CHANNEL: dict[str, TextIO] = {}
+
+OnProgress = Callable[[str, float], None]
+"""Gets what is being done, and how much of it is done: a share, or the seconds that it was expected to take."""
+_DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
 
 
 class ChildError(HoldallError, RuntimeError):
     """A measurement in a process of its own did not end well."""
 
 
-_CHANNEL: dict[str, TextIO] = {}
-
-
 def emit(message: Mapping[str, Any]) -> None:
     """Write one JSON line and push it out at once: the parent's progress bar waits for it.
 
-    Libraries greet on stdout, too; from the first line on, whatever else is printed goes to stderr.
+    Libraries print greetings on stdout; from the first line on, whatever else is printed goes to stderr.
     """
     if not _CHANNEL:
         sys.stdout.flush()
@@ -43,7 +47,7 @@ def emit(message: Mapping[str, Any]) -> None:
 
 
 def messages(command: list[str], environment: Mapping[str, str] | None = None) -> Generator[dict[str, Any], None, None]:
-    """Yield the JSON lines that `command` prints; raise what it complained of if it fails."""
+    """Yield the JSON lines that `command` prints; raise ChildError with its last error line if it fails."""
     with (
         tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as complaints,
         subprocess.Popen(
@@ -58,7 +62,7 @@ def messages(command: list[str], environment: Mapping[str, str] | None = None) -
             raise
         if child.wait() != 0:
             complaints.seek(0)
-            last = (complaints.read().strip().splitlines() or ["it said nothing"])[-1]
+            last = (complaints.read().strip().splitlines() or ["it printed nothing"])[-1]
             ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
             msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{' '.join(command)}` alone."
             raise ChildError(msg)
@@ -88,18 +92,20 @@ class Task:
 
 
 def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
-    """Run one training in a process of its own; yield what it says."""
+    """Run one training in a process of its own; yield its messages."""
     return messages(module_command("tools.bench.training", json.dumps(asdict(task))))
 
 
-_DISTRIBUTIONS = ("holdall", "numpy", "torch", "stable-baselines3", "gymnasium")
+def folder_bytes(folder: Path) -> int:
+    """Add up the sizes of all files in a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def machine() -> dict[str, Any]:
     """Describe this machine, and how busy it is."""
     return {
         "processor": _processor(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": usable_cores(),
         "memory_bytes": int(psutil.virtual_memory().total),
         "system": platform.platform(),
         "load_average": [round(load, 2) for load in psutil.getloadavg()],

@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,9 +19,20 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.buffer_libraries import BufferSetup
-from holdall.tools.bench.child_process import ChildError, machine, messages, module_command, version_of, versions
+from holdall.tools.bench.child_process import (
+    ChildError,
+    OnProgress,
+    machine,
+    messages,
+    module_command,
+    version_of,
+    versions,
+)
 from holdall.tools.bench.trace import Trace
+from holdall.tools.report import BUFFERS_FORMAT
 from holdall.units import format_bytes
+
+HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,31 +68,27 @@ def case_named(name: str) -> BufferCase:
 
 
 def record_case(
-    case: BufferCase, transitions: int | None, folder: Path, tell: Callable[[float], None]
+    case: BufferCase, transitions: int | None, folder: Path, on_progress: Callable[[float], None]
 ) -> tuple[Path, int]:
-    """Return the case as a trace, and how many transitions of it are to be held."""
+    """Return the case as a trace, and how many of its transitions to hold."""
     if case.file is not None:
         return case.file, transitions or len(Trace.load(case.file))
     count = transitions or 20_000
     file = folder / f"{case.name}.npz"
     options = ("--env", case.env, "--wrapper", case.wrapper, "--stack", case.stack)
     for message in messages(module_command("tools.bench.trace", *options, "--transitions", count, "--out", file)):
-        tell(message["done"] / message["total"])
+        on_progress(message["done"] / message["total"])
     return file, count
 
 
-OnProgress = Callable[[str, float], None]
-"""Is told what is being done, and which share of it is."""
-
-
-def compare_buffers(
-    cases: list[BufferCase], ways: list[BufferSetup], transitions: int | None, rounds: int, tell: OnProgress
+def measure_buffers(
+    cases: list[BufferCase], setups: list[BufferSetup], transitions: int | None, rounds: int, on_progress: OnProgress
 ) -> Iterator[Any]:
     """Measure everything; yield the header, then records as they come."""
-    distributions = sorted({way.distribution for way in ways if way.distribution != "holdall"})
+    distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
     yield {
         "kind": "header",
-        "format": FORMAT,
+        "format": BUFFERS_FORMAT,
         "command": sys.argv[1:],
         "machine": machine(),
         "versions": versions(*distributions),
@@ -92,91 +99,72 @@ def compare_buffers(
             if case.missing is not None:
                 yield {"kind": "absent", "case": case.name, "library": None, "reason": case.missing}
                 continue
-            yield from _compare_on_case(case, ways, transitions, rounds, Path(folder), tell)
+            yield from _compare_on_case(case, setups, transitions, rounds, Path(folder), on_progress)
 
 
 def _compare_on_case(
-    case: BufferCase, ways: list[BufferSetup], transitions: int | None, rounds: int, folder: Path, tell: OnProgress
+    case: BufferCase,
+    setups: list[BufferSetup],
+    transitions: int | None,
+    rounds: int,
+    folder: Path,
+    on_progress: OnProgress,
 ) -> Iterator[dict[str, Any]]:
-    file, count = record_case(case, transitions, folder, lambda share: tell(f"{case.name}: recording", share))
+    file, count = record_case(case, transitions, folder, lambda share: on_progress(f"{case.name}: recording", share))
     trace = Trace.load(file)
     here, laps = [], count / len(trace)
-    for way in ways:
-        reason = way.missing(trace.observation_space)
+    for setup in setups:
+        reason = setup.missing(trace.observation_space)
         if reason is None:
-            here.append(way)
+            here.append(setup)
         else:
-            yield {"kind": "absent", "case": case.name, "library": way.name, "reason": reason}
+            yield {"kind": "absent", "case": case.name, "library": setup.name, "reason": reason}
     del trace
-    answers: dict[str, list[dict[str, Any]]] = {way.name: [] for way in here}
-    for turn in range(rounds):
-        for way in here[turn % max(len(here), 1) :] + here[: turn % max(len(here), 1)]:
-            if way.name not in answers:
+    answers: dict[str, list[dict[str, Any]]] = {setup.name: [] for setup in here}
+    for round_number in range(rounds):
+        for setup in here[round_number % max(len(here), 1) :] + here[: round_number % max(len(here), 1)]:
+            if setup.name not in answers:
                 continue
             try:
                 found = _measure_round(
-                    way, file, count, turn, rounds, lambda what, share: tell(f"{case.name}: {what}", share)
+                    setup,
+                    file,
+                    count,
+                    round_number,
+                    rounds,
+                    lambda what, share: on_progress(f"{case.name}: {what}", share),
                 )
             except ChildError as error:
-                del answers[way.name]
-                yield {"kind": "absent", "case": case.name, "library": way.name, "reason": str(error)}
+                del answers[setup.name]
+                yield {"kind": "absent", "case": case.name, "library": setup.name, "reason": str(error)}
                 continue
-            answers[way.name].append(found)
-            yield {"kind": "round", "case": case.name, "library": way.name, "round": turn} | found
-    for way in here:
-        if way.name in answers:
-            record = summarise_rounds(way.name, way.version, case.name, count, answers[way.name]).as_dict()
+            answers[setup.name].append(found)
+            yield {"kind": "round", "case": case.name, "library": setup.name, "round": round_number} | found
+    for setup in here:
+        if setup.name in answers:
+            named = {"library": setup.name, "version": setup.version, "case": case.name, "transitions": count}
+            record = {"kind": "buffer"} | named | summarise_rounds(answers[setup.name])
             yield record | ({"laps": laps} if laps > 1 else {})
 
 
 def _measure_round(
-    way: BufferSetup, file: Path, count: int, turn: int, rounds: int, tell: OnProgress
+    setup: BufferSetup, file: Path, count: int, round_number: int, rounds: int, on_progress: OnProgress
 ) -> dict[str, Any]:
-    command = module_command("tools.bench.measure_buffer", "--way", way.name, "--trace", file, "--transitions", count)
+    command = module_command("tools.bench.measure_buffer", "--way", setup.name, "--trace", file, "--transitions", count)
     found: dict[str, Any] = {}
-    for message in messages(command + (["--check"] if turn == 0 else [])):
+    for message in messages(command + (["--check"] if round_number == 0 else [])):
         if "result" in message:
             found = message["result"]
         else:
-            tell(f"{way.name}, round {turn + 1} of {rounds}", message["done"] / message["total"])
+            on_progress(f"{setup.name}, round {round_number + 1} of {rounds}", message["done"] / message["total"])
     return found
 
 
-FORMAT = "holdall-bench-buffers-1"
+def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the medians over rounds, each in a process of its own; the first one compared the rows.
 
-
-@dataclass(frozen=True, slots=True)
-class BufferResult:
-    """One way on one case; times and bytes are medians over rounds, each in a process of its own."""
-
-    library: str
-    version: str | None
-    case: str
-    transitions: int
-    bytes: int
-    add_us: float
-    sample_ms: float
-    save_s: float
-    load_s: float
-    save_extra_bytes: int | None  # memory that saving takes for a while
-    file_bytes: int
-    exact: bool  # every row, before saving and after loading
-    wrong: int  # rows
-    wrong_loaded: int  # rows, after loading
-    compared: int
-    note: str
-    rounds: int
-    fastest: dict[str, float]  # the smallest of the rounds, by figure
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"kind": "buffer"} | asdict(self)
-
-
-def summarise_rounds(
-    library: str, version: str | None, case: str, transitions: int, rounds: Sequence[Any]
-) -> BufferResult:
-    """Make one record of the answers of several processes; the first one compared the rows."""
+    A row is wrong if any of its fields is, before saving or after loading. docs/bench.md describes the keys.
+    """
     rows, loaded = rounds[0]["rows"], rounds[0]["loaded_rows"]
     figures = {
         "add_us": [1e6 * one["add_s"] for one in rounds],
@@ -184,39 +172,32 @@ def summarise_rounds(
         "save_s": [one["save_s"] for one in rounds],
         "load_s": [one["load_s"] for one in rounds],
     }
-    extra = rounds[0]["save_extra_bytes"]
-    return BufferResult(
-        library=library,
-        version=version,
-        case=case,
-        transitions=transitions,
-        bytes=int(median(one["bytes"] for one in rounds)),
-        save_extra_bytes=None if extra is None else int(median(one["save_extra_bytes"] for one in rounds)),
-        file_bytes=int(median(one["file_bytes"] for one in rounds)),
-        exact=rows["wrong"] == loaded["wrong"] == 0,
-        wrong=rows["wrong"],
-        wrong_loaded=loaded["wrong"],
-        compared=rows["compared"],
-        note=_note(rows, loaded),
-        rounds=len(rounds),
-        fastest={name: min(seconds) for name, seconds in figures.items()},
-        **{name: median(seconds) for name, seconds in figures.items()},
-    )
+    extras = [one["save_extra_bytes"] for one in rounds if one["save_extra_bytes"] is not None]
+    return {
+        "bytes": int(median(one["bytes"] for one in rounds)),
+        **{name: median(values) for name, values in figures.items()},
+        "save_extra_bytes": int(median(extras)) if extras else None,
+        "file_bytes": int(median(one["file_bytes"] for one in rounds)),
+        "exact": rows["wrong"] == loaded["wrong"] == 0,
+        "wrong": rows["wrong"],
+        "wrong_loaded": loaded["wrong"],
+        "compared": rows["compared"],
+        "note": _note(rows, loaded),
+        "rounds": len(rounds),
+        "fastest": {name: min(values) for name, values in figures.items()},
+    }
 
 
 def _note(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
-    said = []
+    notes = []
     for where, found in (("", rows), ("after loading ", loaded)):
         if found["wrong"] and (where == "" or found["wrong"] != rows["wrong"]):
-            said.append(
+            notes.append(
                 f"{where}{', '.join(found['fields'])} wrong in {found['wrong']:,} of {found['compared']:,} rows"
             )
     if rows["dtypes"]:
-        said.append(f"returns {', '.join(rows['dtypes'])}")
-    return "; ".join(said)
-
-
-HEADINGS = ("", "memory", "`add`", "`sample(256)`", "save", "load", "came back right")
+        notes.append(f"returns {', '.join(rows['dtypes'])}")
+    return "; ".join(notes)
 
 
 def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[str, ...]]:
@@ -268,22 +249,22 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 
 def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
-    """Say what was not measured, and why; and which figures are to be taken with care."""
+    """Return what was not measured, and why; and which figures need care."""
     known = list(records)
-    said = [
+    notes = [
         f"{record['case']} was played {record['laps']:.1f} times over: a buffer that shares what repeats gains by that"
         for record in known
         if record["kind"] == "buffer" and "laps" in record
     ]
-    said += [
+    notes += [
         f"{record['library']} on {record['case']}: {record['note']}"
         for record in known
         if record["kind"] == "buffer" and record["note"]
     ]
-    said += (
+    notes += (
         f"{record['library'] or record['case']}{' on ' + record['case'] if record['library'] else ''}"
         f" was not measured: {record['reason']}"
         for record in known
         if record["kind"] == "absent"
     )
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys(notes))

@@ -14,7 +14,7 @@ import tempfile
 import time
 import warnings
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -25,10 +25,15 @@ from numpy.typing import NDArray
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.testing.oracle import OracleMemory, as_array
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
-from holdall.tools.bench.child_process import emit
+from holdall.tools.bench.child_process import emit, folder_bytes
 from holdall.tools.bench.trace import Trace, TraceStep
 
 _AT_ONCE_BYTES = 32 * 2**20
+BATCH = 256
+_BLOCK = 50
+_EMIT_EVERY = 20 * _BLOCK
+_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
+_BATCHES = 60
 
 
 @dataclass(slots=True)
@@ -42,12 +47,7 @@ class RowDifferences:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return {
-            "compared": self.compared,
-            "wrong": self.wrong,
-            "fields": sorted(self.fields),
-            "dtypes": sorted(self.dtypes),
-        }
+        return asdict(self) | {"fields": sorted(self.fields), "dtypes": sorted(self.dtypes)}
 
 
 def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
@@ -98,21 +98,14 @@ def _nbytes(observation: Any) -> int:
     return max(int(np.asarray(observation).nbytes), 1)
 
 
-BATCH = 256
-_BLOCK = 50
-_EMIT_EVERY = 20 * _BLOCK
-_WARM_UP_STEPS = 64  # transitions of a first buffer, which is thrown away
-_BATCHES = 60
-
-
-def measure(way_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:
+def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:
     """Fill, sample, save, load, and compare."""
-    way = BUFFER_SETUPS[way_name]
+    setup = BUFFER_SETUPS[setup_name]
     importlib.import_module("torch")  # batches of every side are its tensors
     trace = Trace.load(file)
-    _warm_up(way, trace)
+    _warm_up(setup, trace)
     before = held_bytes().unique
-    buffer = way.open(trace.observation_space, trace.action_space, transitions + 1)
+    buffer = setup.open(trace.observation_space, trace.action_space, transitions + 1)
     found: dict[str, Any] = {"add_s": _time_adds(buffer, trace.repeated(), transitions)}
     found["bytes"] = held_bytes().unique - before
     found["sample_s"] = _time_samples(buffer)
@@ -128,11 +121,11 @@ def measure(way_name: str, file: Path, transitions: int, *, checks: bool) -> dic
     return found
 
 
-def _warm_up(way: BufferSetup, trace: Trace) -> None:
+def _warm_up(setup: BufferSetup, trace: Trace) -> None:
     """Use a small buffer once: whatever the library loads late is loaded then."""
-    buffer = way.open(trace.observation_space, trace.action_space, _WARM_UP_STEPS)
+    buffer = setup.open(trace.observation_space, trace.action_space, _WARM_UP_STEPS)
     for step in islice(trace.repeated(), _WARM_UP_STEPS // 2):
-        buffer.add(buffer.arranged(step))
+        buffer.add(buffer.prepare(step))
     buffer.sample(_WARM_UP_STEPS // 4)
     buffer.close()
     del buffer
@@ -143,16 +136,16 @@ def _time_adds(buffer: BufferAdapter, steps: Iterator[TraceStep], transitions: i
     """Add everything; return the median over blocks of the seconds that one `add` takes."""
     blocks = []
     for begin in range(0, transitions, _BLOCK):
-        arranged = [buffer.arranged(step) for step in islice(steps, min(_BLOCK, transitions - begin))]
+        prepared = [buffer.prepare(step) for step in islice(steps, min(_BLOCK, transitions - begin))]
         add = buffer.add
         start = time.perf_counter()
-        for one in arranged:
+        for one in prepared:
             add(one)
-        blocks.append((time.perf_counter() - start) / len(arranged))
+        blocks.append((time.perf_counter() - start) / len(prepared))
         if begin % _EMIT_EVERY == 0:
             emit({"done": begin, "total": transitions})
-    del arranged
-    buffer.settle()
+    del prepared
+    buffer.wait()
     return float(np.median(blocks))
 
 
@@ -174,8 +167,7 @@ def _measure_save(buffer: BufferAdapter, folder: Path) -> dict[str, Any]:
     buffer.save(folder)
     seconds = time.perf_counter() - start
     extra = max(peak_bytes() - resident, 0) if has_peak else None
-    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
-    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": size}
+    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": folder_bytes(folder)}
 
 
 def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dict[str, Any]:

@@ -10,38 +10,33 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.child_process import ChildError, Task, machine, run_task, versions
+from holdall.tools.bench.child_process import ChildError, OnProgress, machine, run_task, versions
 from holdall.tools.bench.settings import BenchSettings, Calibration
+from holdall.tools.report import BENCH_FORMAT, JsonLine, TrainingRun
 
-OnProgress = Callable[[str, float], None]
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""
+MAX_LINES = 100_000
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRun:
-    """One run that is to be made."""
+class PlannedRun(NamedTuple):
+    """One run of the bench, and what names it in the results."""
 
     profile: str
     buffer: str
     seed: int
 
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What names it."""
-        return self.profile, self.buffer, self.seed
-
 
 def header(settings: BenchSettings, calibration: Calibration, seconds: float) -> dict[str, Any]:
-    """Describe what is measured, where, and how long it was said to take."""
+    """Describe what is measured, where, and how long it is expected to take."""
     return {
         "kind": "header",
-        "format": FORMAT,
+        "format": BENCH_FORMAT,
         "command": sys.argv[1:],
         "machine": machine(),
         "versions": versions(),
@@ -55,7 +50,7 @@ def header(settings: BenchSettings, calibration: Calibration, seconds: float) ->
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
-    """Order the runs: whose turn comes first changes with every seed, so that no profile has the quiet hours."""
+    """Order the runs: which comes first changes with every seed, so that no profile has the quiet hours."""
     found = []
     names = [(profile, buffer) for profile in settings.profiles for buffer in settings.buffers]
     for seed in range(settings.seeds):
@@ -67,65 +62,50 @@ def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
 def expected_seconds(settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun] = ()) -> float:
     """Return the seconds that what is left is expected to take."""
     over = {run.key for run in done if run.status in {"done", "does not fit"}}
-    return sum(_expected(turn, calibration) for turn in planned_runs(settings) if turn.key not in over)
+    return sum(_expected(planned, calibration) for planned in planned_runs(settings) if planned not in over)
 
 
 def run_bench(
-    settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun], tell: OnProgress
+    settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun], on_progress: OnProgress
 ) -> Iterator[TrainingRun]:
     """Run what is left; yield every run as it ends.
 
-    `tell` is told what is being run, and the seconds, of those announced, that are behind.
+    `on_progress` gets the name of the run, and how many of the expected seconds are over.
     """
     over = {run.key for run in done if run.status in {"done", "does not fit"}}
     behind = 0.0
-    for turn in planned_runs(settings):
-        if turn.key in over:
+    for planned in planned_runs(settings):
+        if planned in over:
             continue
-        expected = _expected(turn, calibration)
-        title = f"{turn.profile}, {turn.buffer}, seed {turn.seed}"
-        yield _run(turn, settings, calibration, lambda share: tell(title, behind + share * expected))  # noqa: B023 used before the next turn
+        expected = _expected(planned, calibration)
+        title = f"{planned.profile}, {planned.buffer}, seed {planned.seed}"
+        yield _run(planned, settings, calibration, lambda share: on_progress(title, behind + share * expected))  # noqa: B023 used before the next one
         behind += expected
-        tell(title, behind)
+        on_progress(title, behind)
 
 
 def _run(
-    turn: PlannedRun, settings: BenchSettings, calibration: Calibration, tell: Callable[[float], None]
+    planned: PlannedRun, settings: BenchSettings, calibration: Calibration, on_progress: Callable[[float], None]
 ) -> TrainingRun:
-    size = calibration.sizes[turn.profile]
-    run = TrainingRun(turn.profile, turn.buffer, turn.seed, "does not fit", size.size, size.batch_size)
-    if turn.buffer not in size.fits:
+    size = calibration.sizes[planned.profile]
+    run = TrainingRun(planned.profile, planned.buffer, planned.seed, "does not fit", size.size, size.batch_size)
+    if planned.buffer not in size.fits:
         why = f"{size.share:.0%} of the limit does not hold the process and one batch with this buffer"
-        return _changed(run, reason=why)
-    task = Task(
-        settings.env_id,
-        settings.algo,
-        turn.buffer,
-        size.size,
-        size.batch_size,
-        settings.timesteps,
-        turn.seed,
-        settings.fills,
-        settings.features,
-        dict(settings.policy_kwargs),
-        settings.threads,
-    )
+        return replace(run, reason=why)
+    task = settings.task(planned.buffer, size.size, size.batch_size, settings.timesteps, planned.seed)
     start = time.perf_counter()
     found: dict[str, Any] = {}
     try:
         for message in run_task(task):
             found = message.get("result", found)
             if "phase" in message:
-                tell(_share(message))
+                on_progress(_share(message))
     except ChildError as error:
-        return _changed(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
+        return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
+    found["rewards"] = tuple(found["rewards"])
     names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "rewards", "checkpoint")
     measured = {name: found[name] for name in names}
-    return _changed(run, status="done", seconds=time.perf_counter() - start, **measured)
-
-
-def _changed(run: TrainingRun, **changes: Any) -> TrainingRun:
-    return TrainingRun.from_dict(run.as_dict() | changes)
+    return replace(run, status="done", seconds=time.perf_counter() - start, **measured)
 
 
 def _share(message: dict[str, Any]) -> float:
@@ -135,53 +115,8 @@ def _share(message: dict[str, Any]) -> float:
     return begin + (end - begin) * min(done, 1.0)
 
 
-def _expected(turn: PlannedRun, calibration: Calibration) -> float:
-    return calibration.seconds.get(f"{turn.profile}/{turn.buffer}", 0.0)
-
-
-FORMAT = "holdall-bench-1"
-MAX_LINES = 100_000
-
-
-@dataclass(frozen=True, slots=True)
-class TrainingRun:
-    """One training, or why there is none."""
-
-    profile: str
-    buffer: str
-    seed: int
-    status: str  # done, failed, stopped, does not fit
-    size: int  # capacity of a replay buffer, or steps of a rollout
-    batch_size: int
-    steps: int = 0
-    filled: float = 0.0  # share of the buffer that was full before training was measured
-    steps_per_second: float | None = None
-    peaks: Mapping[str, int] = field(default_factory=dict)
-    bytes_per_transition: float | None = None
-    rewards: tuple[float, ...] = ()
-    checkpoint: Mapping[str, Any] | None = None
-    seconds: float = 0.0
-    reason: str | None = None
-
-    @property
-    def key(self) -> tuple[str, str, int]:
-        """What names it."""
-        return self.profile, self.buffer, self.seed
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most that was resident in any phase."""
-        return max(self.peaks.values(), default=0)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"kind": "run"} | asdict(self) | {"peaks": dict(self.peaks), "rewards": list(self.rewards)}
-
-    @classmethod
-    def from_dict(cls, data: Mapping[str, Any]) -> TrainingRun:
-        """Make a run of a line of a file; keys that are not known are passed over."""
-        known = {name: data[name] for name in cls.__slots__ if name in data}
-        return cls(**known | {"rewards": tuple(data.get("rewards", ()))})
+def _expected(planned: PlannedRun, calibration: Calibration) -> float:
+    return calibration.seconds.get(f"{planned.profile}/{planned.buffer}", 0.0)
 
 
 class ResultWriter:
@@ -197,7 +132,7 @@ class ResultWriter:
             self._file.flush()
 
 
-def read_results(path: Path, form: str = FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_results(path: Path, form: str = BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file: its header, and its other records; a last line that was cut off is passed over."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
@@ -213,8 +148,8 @@ def read_results(path: Path, form: str = FORMAT) -> tuple[dict[str, Any], list[d
 
 def runs_of(records: Iterable[Mapping[str, Any]]) -> list[TrainingRun]:
     """Return the runs among some records; of those with one name the last."""
-    found = [TrainingRun.from_dict(record) for record in records if record.get("kind") == "run"]
-    return list({run.key: run for run in found}.values())
+    lines = [JsonLine(dict(record), "a run of the results") for record in records if record.get("kind") == "run"]
+    return list({run.key: run for run in map(TrainingRun.read, lines)}.values())
 
 
 def _records(lines: Iterable[str]) -> Iterable[dict[str, Any]]:

@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench.child_process import ChildError, Task, run_task
+from holdall.tools.bench.child_process import ChildError, OnProgress, run_task
 from holdall.tools.bench.settings import SHIPPED_ENVS, BenchSettings
-from holdall.tools.plan import recommend
-from holdall.tools.plan.config import spec_from_settings
-from holdall.tools.plan.phases import FitVerdict
-from holdall.tools.plan.planner import make_plan
-from holdall.tools.plan.recommend import PlanInputs
-from holdall.tools.plan.spec import Spec
+from holdall.tools.plan import (
+    FitVerdict,
+    PlanInputs,
+    Spec,
+    code_to_paste,
+    largest_size,
+    make_plan,
+    spec_from_settings,
+)
 from holdall.units import format_bytes
 
-OnProgress = Callable[[str, float], None]
 _PROJECTED_FROM = 0.2
-"""Share of the buffer from which on its final size is foretold: before, the heap still grows for other reasons."""
+"""Share of the buffer from which on its final size is predicted; before, the heap still grows for other reasons."""
 _MORE_THAN_FITS = 1.25
 """The largest capacity that is tried, of what the plan says fits: the plan is careful."""
 
@@ -102,14 +104,14 @@ class Search:
             load_if_exists=True,
         )
 
-    def run(self, trials: int, tell: OnProgress) -> Iterator[SearchTrial]:
+    def run(self, trials: int, on_progress: OnProgress) -> Iterator[SearchTrial]:
         """Add trials until there are so many; yield each."""
         while sum(trial.state.is_finished() for trial in self._study.trials) < trials:
             trial = self._study.ask()
-            drawn = self._drawn(trial)
+            drawn = self._suggest(trial)
             state = _optuna().trial.TrialState
             try:
-                figures = self._tried(drawn, partial(tell, f"trial {trial.number}"))
+                figures = self._measure(drawn, partial(on_progress, f"trial {trial.number}"))
             except TrialStopped as stop:
                 trial.set_user_attr("reason", str(stop))
                 self._study.tell(trial, state=state.PRUNED)
@@ -120,9 +122,9 @@ class Search:
                 for name in ("steps_per_second", "peak_bytes"):
                     trial.set_user_attr(name, figures[name])
                 self._study.tell(trial, [figures["samples_per_second"], float(drawn["capacity"])])
-            yield next(found for found in self.found() if found.number == trial.number)
+            yield next(found for found in self.trials() if found.number == trial.number)
 
-    def found(self) -> list[SearchTrial]:
+    def trials(self) -> list[SearchTrial]:
         """Return every trial that has ended."""
         best = {trial.number for trial in self._study.best_trials}
         return [
@@ -146,9 +148,9 @@ class Search:
         lines = [f"torch.set_num_threads({found.settings['threads']})"]
         if spec.num_envs > 1:
             lines.append(f"env = make_vec_env(..., n_envs={spec.num_envs})")
-        return "\n".join([*lines, recommend.code(spec, holdall=self._holdall)])
+        return "\n".join([*lines, code_to_paste(spec, holdall=self._holdall)])
 
-    def _drawn(self, trial: Any) -> dict[str, int]:
+    def _suggest(self, trial: Any) -> dict[str, int]:
         space = self.space
         return {
             "capacity": trial.suggest_int("capacity", *space.capacity, log=True),
@@ -157,13 +159,12 @@ class Search:
             "threads": trial.suggest_categorical("threads", list(space.threads)),
         }
 
-    def _tried(self, drawn: dict[str, int], tell: Callable[[float], None]) -> dict[str, Any]:
+    def _measure(self, drawn: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
         self._require_fit(drawn)
         settings = self.settings
-        task = Task(
-            settings.env_id, settings.algo, settings.buffers[0], drawn["capacity"], drawn["batch_size"],
-            settings.timesteps, 0, True, settings.features, dict(settings.policy_kwargs), drawn["threads"],
-            drawn["num_envs"],
+        task = settings.task(
+            settings.buffers[0], drawn["capacity"], drawn["batch_size"], settings.timesteps,
+            fills=True, threads=drawn["threads"], num_envs=drawn["num_envs"],
         )  # fmt: skip
         lines = run_task(task)
         base = 0
@@ -174,7 +175,9 @@ class Search:
                 if "resident" in message:
                     base = base or message["resident"]
                     self._require_room(message, base)
-                    tell(min(message["done"] / message["total"], 1.0) * (0.5 if message["phase"] == "fill" else 1.0))
+                    on_progress(
+                        min(message["done"] / message["total"], 1.0) * (0.5 if message["phase"] == "fill" else 1.0)
+                    )
         finally:
             lines.close()  # kills the child, with SIGKILL
         peak = max(figures["peaks"].values())
@@ -184,7 +187,7 @@ class Search:
     def _require_fit(self, drawn: dict[str, int]) -> None:
         spec = self._spec_of(drawn)
         if self._known.verdict(spec, holdall=self._holdall) is FitVerdict.DOES_NOT_FIT:
-            need = format_bytes(recommend.need_bytes(spec, self._known, holdall=self._holdall))
+            need = format_bytes(self._known.need_bytes(spec, holdall=self._holdall))
             raise TrialStopped(f"not started: the plan says {need}, of {format_bytes(self.settings.limit_bytes)}")
 
     def _require_room(self, message: dict[str, Any], base: int) -> None:
@@ -203,10 +206,10 @@ class Search:
 
     def _default_space(self) -> SearchSpace:
         base = self.settings.batch_size
-        most = int(_MORE_THAN_FITS * recommend.largest_size(self._spec, self._known, holdall=self._holdall))
+        most = int(_MORE_THAN_FITS * largest_size(self._spec, self._known, holdall=self._holdall))
         if most < 4 * base:
             size = format_bytes(self.settings.limit_bytes)
-            raise ArgumentError(f"limit ({size}) leaves no room for a buffer beside the process; raise it")
+            raise ArgumentError(f"limit ({size}) leaves no room for a buffer besides the process; raise it")
         return SearchSpace((max(most // 16, 2 * base), most), (base, 2 * base, 4 * base, 8 * base), (1, 2, 4), (1, 2))
 
 

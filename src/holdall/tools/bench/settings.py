@@ -7,22 +7,31 @@ profile, by the same arithmetic as `holdall plan`, and the seconds that every ru
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.bench.child_process import Task, run_task
-from holdall.tools.plan.environments import space_from_dict
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
-from holdall.tools.plan.recommend import PROFILES, PlanInputs, profiles
-from holdall.tools.plan.spec import ALGORITHMS, Spec
+from holdall.tools.bench.child_process import OnProgress, Task, run_task
+from holdall.tools.plan import (
+    ALGORITHMS,
+    PROFILES,
+    MachineLimits,
+    MeasuredCosts,
+    PlanInputs,
+    Spec,
+    need_from_spaces,
+    share_profiles,
+    space_from_dict,
+)
 from holdall.units import parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")
 BUFFERS = ("sb3", "holdall")
+TRIAL_SIZE = 1_000
+_TRIAL_STEPS = 120
+_TRIAL_ROLLOUT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +86,12 @@ class BenchSettings:
         """Return plain data."""
         return asdict(self) | {"policy_kwargs": dict(self.policy_kwargs)}
 
+    def task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
+        """Return what one process trains."""
+        own: dict[str, Any] = {"fills": self.fills, "features": self.features, "threads": self.threads}
+        own["policy_kwargs"] = dict(self.policy_kwargs)
+        return Task(self.env_id, self.algo, buffer, size, batch_size, timesteps, seed, **own | changes)
+
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BenchSettings:
         """Make settings of what `as_dict` returned."""
@@ -101,7 +116,7 @@ def settings_of(
     _require("profiles", names, tuple(PROFILES))
     _require("buffers", buffers, BUFFERS)
     shipped = SHIPPED_ENVS.get(env)
-    limit_bytes, said = _limit(limit, shipped)
+    limit_bytes, source = _limit(limit, shipped)
     return BenchSettings(
         env=env,
         algo=algo,
@@ -112,7 +127,7 @@ def settings_of(
         limit_bytes=limit_bytes,
         batch_size=shipped.batch_size if shipped else ALGORITHMS[algo].batch_size or 0,
         fills=fills,
-        limit_said=said,
+        limit_said=source,
         env_id=shipped.env if shipped else env,
         features=shipped.features if shipped else "",
         policy_kwargs={"net_arch": [64, 64]} if shipped else {},
@@ -139,11 +154,6 @@ def _require(name: str, values: list[str], known: tuple[str, ...]) -> None:
     unknown = [value for value in values if value not in known]
     if unknown or not values:
         raise ArgumentError(f"{name} ({', '.join(unknown) or None}) must be among {', '.join(known)}")
-
-
-TRIAL_SIZE = 1_000
-_TRIAL_STEPS = 120
-_TRIAL_ROLLOUT = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,14 +202,14 @@ class Calibration:
         return cls(sizes, dict(data["seconds"]))
 
 
-def calibrate(settings: BenchSettings, tell: Callable[[str, float], None]) -> Calibration:
+def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
     """Try every batch size with every buffer, at a small size."""
     factors = {name: PROFILES[name][1] for name in settings.profiles}
     batches = sorted({settings.batch_size * factor for factor in factors.values()})
     trials: dict[tuple[int, str], dict[str, Any]] = {}
     wanted = [(batch, buffer) for batch in batches for buffer in settings.buffers]
     for number, (batch, buffer) in enumerate(wanted):
-        tell(f"trial with {buffer}, batches of {batch}", number / len(wanted))
+        on_progress(f"trial with {buffer}, batches of {batch}", number / len(wanted))
         trials[batch, buffer] = _trial(settings, batch, buffer)
     sizes = {}
     for name, factor in factors.items():
@@ -219,19 +229,7 @@ def calibrate(settings: BenchSettings, tell: Callable[[str, float], None]) -> Ca
 def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
     size = _TRIAL_ROLLOUT if settings.on_policy else max(TRIAL_SIZE, 2 * batch)
     steps = 2 * size if settings.on_policy else _TRIAL_STEPS
-    task = Task(
-        settings.env_id,
-        settings.algo,
-        buffer,
-        size,
-        batch,
-        steps,
-        0,
-        True,
-        settings.features,
-        dict(settings.policy_kwargs),
-        settings.threads,
-    )
+    task = settings.task(buffer, size, batch, steps, fills=True)
     start = time.perf_counter()
     found: dict[str, Any] = {}
     for message in run_task(task):
@@ -274,7 +272,7 @@ def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict
     }
     room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
     known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
-    found = next(profile for profile in profiles(spec, known) if profile.name == name)
+    found = next(profile for profile in share_profiles(spec, known) if profile.name == name)
     fits = tuple(
         buffer
         for buffer in settings.buffers

@@ -23,10 +23,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError
+from holdall.schema import stored_space
 from holdall.tools.bench.child_process import emit
-from holdall.tools.plan.environments import make_single_env, random_steps
+from holdall.tools.plan import make_single_env, random_steps
 
 _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
+_EMIT_EVERY = 200
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +107,7 @@ class Trace:
                 done += 1
 
     def repeated(self) -> Iterator[TraceStep]:
-        """Play the trace for ever."""
+        """Play the trace again and again, without end."""
         return itertools.chain.from_iterable(self.steps() for _ in itertools.count())
 
     def _observe(self, begin: int, frame: int) -> Any:
@@ -180,16 +182,7 @@ def _channels_first(batch: NDArray[Any]) -> NDArray[Any]:
 def _space_of(observation: Any) -> spaces.Space[Any]:
     if isinstance(observation, dict):
         return spaces.Dict({key: _space_of(part) for key, part in observation.items()})
-    array = np.asarray(observation)
-    if array.dtype.kind == "f":
-        return spaces.Box(-np.inf, np.inf, array.shape[1:], array.dtype.type)
-    if array.dtype.kind == "b":
-        return spaces.Box(0, 1, array.shape[1:], array.dtype.type)
-    limits = np.iinfo(array.dtype)
-    return spaces.Box(int(limits.min), int(limits.max), array.shape[1:], array.dtype.type)
-
-
-_EMIT_EVERY = 200
+    return stored_space(observation.shape[1:], observation.dtype)
 
 
 def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) -> None:

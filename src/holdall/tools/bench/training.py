@@ -25,11 +25,13 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench.child_process import Task, emit
-from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
-from holdall.tools.plan.spec import ALGORITHMS
+from holdall.tools.bench.child_process import Task, emit, folder_bytes
+from holdall.tools.plan import ALGORITHMS, has_images, make_single_env, space_to_dict
 
 PATCH_PX = 12  # what the network sees at once
+_EMIT_EVERY_S = 0.2
+_READINGS = 50
+_WARM_UP = 0.2  # share of the steps that are not timed
 
 
 class CameraExtractor(BaseFeaturesExtractor):
@@ -52,11 +54,6 @@ class CameraExtractor(BaseFeaturesExtractor):
         return torch.cat([self.look(observations["camera"]), observations["state"]], dim=1)
 
 
-_EMIT_EVERY_S = 0.2
-_READINGS = 50
-_WARM_UP = 0.2  # share of the steps that are not timed
-
-
 class MeasureCallback(BaseCallback):
     """Reads memory at even distances, notes when steps were done, and what episodes returned."""
 
@@ -67,7 +64,7 @@ class MeasureCallback(BaseCallback):
         self.readings: list[tuple[int, int]] = []  # steps done, unique bytes
         self.returns: list[float] = []
         self._every = max(total // _READINGS, 1)
-        self._told = 0.0
+        self._emitted = 0.0
         self._steps = 0
 
     def _on_rollout_start(self) -> None:
@@ -79,8 +76,8 @@ class MeasureCallback(BaseCallback):
         self.returns += [float(info["episode"]["r"]) for info in self.locals["infos"] if "episode" in info]
         if self._steps // self._every != (self._steps - self.training_env.num_envs) // self._every:
             self.readings.append((self._steps, held_bytes().unique))
-        if now - self._told > _EMIT_EVERY_S:
-            self._told = now
+        if now - self._emitted > _EMIT_EVERY_S:
+            self._emitted = now
             resident = held_bytes().resident
             emit({"phase": self.phase, "done": self._steps, "total": self.total, "resident": resident})
         return True
@@ -129,10 +126,10 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
     return {
         "steps": len(seconds) * task.num_envs,
         "filled": held / model.replay_buffer.buffer_size,
-        # The median: on a shared machine the mean tells more about the neighbours than about the run.
+        # The median: on a shared machine the mean shows the neighbours more than the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
         "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
-        "bytes_per_transition": _slope(filling.readings),
+        "bytes_per_transition": _late_slope(filling.readings),
         "rewards": training.returns[-1_000:],
     }
 
@@ -150,7 +147,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
         "fill_per_second": None,
-        "bytes_per_transition": _slope([reading for reading in training.readings if reading[0] <= rollout]),
+        "bytes_per_transition": _late_slope([reading for reading in training.readings if reading[0] <= rollout]),
         "rewards": training.returns[-1_000:],
     }
 
@@ -158,7 +155,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
 def _make_model(task: Task) -> Any:
     algorithm = ALGORITHMS[task.algo]
     env = make_vec_env(partial(make_single_env, task.env_id), n_envs=task.num_envs)
-    cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+    cls = getattr(importlib.import_module(algorithm.package), algorithm.name)
     settings: dict[str, Any] = {"batch_size": task.batch_size, "policy_kwargs": dict(task.policy_kwargs)}
     is_dict = hasattr(env.observation_space, "spaces")
     if algorithm.on_policy:
@@ -173,14 +170,10 @@ def _make_model(task: Task) -> Any:
     if task.features:
         module, _, name = task.features.partition(":")
         settings["policy_kwargs"]["features_extractor_class"] = getattr(importlib.import_module(module), name)
-    policy = "MultiInputPolicy" if is_dict else _policy(env)
+    policy = "MultiInputPolicy" if is_dict else "CnnPolicy" if has_images(env.observation_space) else "MlpPolicy"
     model = cls(policy, env, seed=task.seed, device="cpu", **settings)
     model.set_logger(configure(None, []))
     return model
-
-
-def _policy(env: Any) -> str:
-    return "CnnPolicy" if has_images(env.observation_space) else "MlpPolicy"
 
 
 def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
@@ -200,17 +193,19 @@ def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, An
             if replay is not None:
                 model.save_replay_buffer(place / "buffer.pkl")
         seconds = time.perf_counter() - start
-        size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
+        size = folder_bytes(place)
     peaks["save"] = peak_bytes()
     return {"seconds": seconds, "bytes": size, "extra": max(peaks["save"] - before, 0) if has_peak else None}
 
 
-def _slope(readings: list[tuple[int, int]]) -> float | None:
-    """Return the bytes that one more transition costs: a line through the later readings."""
+def _late_slope(readings: list[tuple[int, int]]) -> float | None:
     late = readings[len(readings) // 4 :]
-    if len(late) < 3:
-        return None
-    held, taken = np.array(late, np.float64).T
+    return slope(late) if len(late) >= 3 else None
+
+
+def slope(readings: list[tuple[int, int]]) -> float:
+    """Return the bytes that one more transition costs: a line through the readings."""
+    held, taken = np.array(readings, np.float64).T
     return float(np.polyfit(held, taken, 1)[0])
 
 

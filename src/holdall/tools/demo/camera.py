@@ -51,7 +51,7 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
     def reset(
         self, *, seed: int | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Observation, dict[str, Any]]:
-        """Place the rover and the beacon anew, neither on top of the other."""
+        """Place the rover and the beacon, at a distance from each other."""
         super().reset(seed=seed, options=options)
         self._position = self.np_random.uniform(0.3, 0.7, 2) * FIELD_PX
         angle = self.np_random.uniform(0.0, 2.0 * np.pi)
@@ -81,14 +81,14 @@ class CameraRover(gym.Env[Observation, NDArray[np.float32]]):
         """Return the camera image."""
         return self._photograph()
 
-    def where(self) -> list[list[float]]:
-        """Say where everything is, for a checkpoint in the middle of an episode."""
+    def get_state(self) -> list[list[float]]:
+        """Return where everything is, for a checkpoint in the middle of an episode."""
         state = (self._position, self._velocity, self._last_action, self._beacon, np.array([self._steps]))
         return [part.tolist() for part in state]
 
-    def put(self, where: list[list[float]]) -> None:
-        """Put everything where it was."""
-        self._position, self._velocity, self._last_action, self._beacon, steps = map(np.array, where)
+    def set_state(self, state: list[list[float]]) -> None:
+        """Put everything back."""
+        self._position, self._velocity, self._last_action, self._beacon, steps = map(np.array, state)
         self._steps = int(steps[0])
 
     def _observe(self) -> Observation:

@@ -26,8 +26,7 @@ from holdall.machine import held_bytes, peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench.child_process import emit
-from holdall.tools.bench.training import CameraExtractor
+from holdall.tools.bench import CameraExtractor, emit, folder_bytes, slope
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
@@ -55,13 +54,13 @@ class ProgressCallback(BaseCallback):
         return True
 
     def steps_per_second(self) -> float:
-        """Return the median speed of the steps that train: a mean tells more about the machine's other users."""
+        """Return the median speed of the steps that train: a mean shows the machine's other users more than the run."""
         trained = [moment for step, moment in self.moments if step > RANDOM_STEPS]
         return 1.0 / float(np.median(np.diff(trained)))
 
 
 class SafeCheckpoint(CheckpointCallback):
-    """Waits until its checkpoint is safe, and says which batches the memory would draw next."""
+    """Waits until its checkpoint is safe, and reports which batches the memory would draw next."""
 
     def save(self) -> Any:
         """Save, wait, draw."""
@@ -127,7 +126,7 @@ def _new(buffer: str, capacity: int) -> Any:
 
 
 def _resumed(checkpoint: Path) -> Any:
-    """Go on from a checkpoint; the batches that its memory draws are told, and drawn by a memory of their own."""
+    """Continue from a checkpoint; a second memory draws the batches whose fingerprint is reported."""
     start = time.perf_counter()
     model = resume(checkpoint, environment(), device="cpu", env_state=(get_env_state, set_env_state))
     seconds = time.perf_counter() - start
@@ -142,8 +141,8 @@ def _emit_fingerprint(what: str, step: int, memory: ReplayMemory, seconds: float
         batch = memory.sample(32)
         for array in (*batch.obs.values(), batch.action, batch.reward, *batch.next_obs.values(), batch.ids):
             fingerprint.update(np.ascontiguousarray(array).tobytes())
-    size = sum(file.stat().st_size for file in place.rglob("*") if file.is_file())
-    emit({what: dataclasses.asdict(CheckpointFingerprint(step, fingerprint.hexdigest(), seconds, size))})
+    found = CheckpointFingerprint(step, fingerprint.hexdigest(), seconds, folder_bytes(place))
+    emit({what: dataclasses.asdict(found)})
 
 
 def environment() -> VecEnv:
@@ -152,14 +151,14 @@ def environment() -> VecEnv:
 
 
 def get_env_state(env: VecEnv) -> bytes:
-    """Say where the rover is; its generator is saved by holdall."""
-    return json.dumps(_rover(env).where()).encode()
+    """Return the state of the rover; its generator is saved by holdall."""
+    return json.dumps(_rover(env).get_state()).encode()
 
 
 def set_env_state(env: VecEnv, state: bytes) -> None:
-    """Put the rover where it was."""
+    """Put the rover back into a state."""
     env.reset()
-    _rover(env).put(json.loads(state))
+    _rover(env).set_state(json.loads(state))
 
 
 def _rover(env: Any) -> CameraRover:
@@ -179,12 +178,6 @@ def weights_digest(policy: torch.nn.Module) -> str:
         fingerprint.update(name.encode())
         fingerprint.update(tensor.cpu().contiguous().numpy().tobytes())
     return fingerprint.hexdigest()
-
-
-def slope(readings: list[tuple[int, int]]) -> float:
-    """Return the bytes that one more transition costs: a line through the readings."""
-    held, taken = np.array(readings, np.float64).T
-    return float(np.polyfit(held, taken, 1)[0])
 
 
 def main() -> None:

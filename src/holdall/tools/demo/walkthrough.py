@@ -21,23 +21,23 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit
-from holdall.tools.bench.child_process import messages, module_command
+from holdall.tools.bench import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
-from holdall.tools.plan.measure_memory import need_from_spaces
-from holdall.tools.plan.phases import MachineLimits, MeasuredCosts
-from holdall.tools.plan.recommend import PlanInputs, need_bytes
-from holdall.tools.plan.spec import Spec
-from holdall.tools.plan.subprocess_probe import run_probe
+from holdall.tools.plan import MachineLimits, MeasuredCosts, PlanInputs, Spec, need_from_spaces, run_probe
 from holdall.tools.report import read_report
 from holdall.units import format_bytes
 
 MIN_STEPS = 240
 MIN_TRANSITIONS = 2_000  # below this a line through the memory readings means nothing
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "red"}
+_ROUND_BYTES = 50 * 2**20
+_TAIL_BYTES = 65_536
+_SHOWN = ("buffers", "torch", "python", "libraries")
+TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
 
 
 def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path, console: Console) -> Comparison:
-    """Run the whole story."""
+    """Run all steps of the demo, and return what they came to."""
     _check(steps, transitions)
     begun = time.perf_counter()
     folder.mkdir(parents=True, exist_ok=True)
@@ -46,8 +46,10 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
 
     _print_heading(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
     fitted = plan_fit(steps + transitions, limit_bytes)
-    console.print(f"  There is to be no more than {format_bytes(fitted.limit_bytes)}.")
-    _print_fit(console, fitted)
+    console.print(f"  The limit is {format_bytes(fitted.limit_bytes)}.")
+    for buffer, (size, fit) in fitted.rows().items():
+        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
+    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
     _print_heading(console, 2, "Train with Stable-Baselines3's replay buffer")
     sizes = ("--steps", steps, "--transitions", transitions)
@@ -58,10 +60,10 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     saved = _train_until_killed(console, module_command("tools.demo.training", *own))
 
     _print_heading(console, 4, "Resume, and watch the memory while it fills")
-    told = _train(
+    messages_by_kind = _train(
         console, "holdall", module_command("tools.demo.training", *own, "--resume", "--record", record), record
     )
-    resumed = CheckpointFingerprint(**told["resumed"])
+    resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
         f"  loaded in {resumed.seconds:.1f} s at step {resumed.step}; the next batches are {same}, bit for bit"
@@ -69,33 +71,28 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     if now := latest_reading(record):
         console.print(f"  at the end {now}", soft_wrap=True)
 
-    comparison = Comparison(fitted, plain, _result_of(told), saved, resumed)
-    page = _write_report(record, folder / "report.html")
-    return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=page)
+    comparison = Comparison(fitted, plain, _result_of(messages_by_kind), saved, resumed)
+    page = folder / "report.html"
+    page.write_text(read_report(record).page(), encoding="utf-8")
+    return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
 
 
 def _print_heading(console: Console, number: int, title: str) -> None:
     console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
 
-def _print_fit(console: Console, fitted: DemoFit) -> None:
-    for buffer, (size, said) in fitted.rows().items():
-        console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[said]}]{said}[/]")
-    console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
-
-
 def _train(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
-    """Run one training to its end behind a bar; return what it said, by kind."""
-    told: dict[str, Any] = {}
+    """Run one training to its end behind a bar; return its messages by kind."""
+    messages_by_kind: dict[str, Any] = {}
     with _bars(console) as bars:
         task = bars.add_task(TITLES[buffer], total=1.0, memory="")
         for message in messages(command):
             if "done" not in message:
-                told |= message
+                messages_by_kind |= message
                 continue
             memory = "" if record is None else latest_reading(record).partition(", torch")[0]
             bars.update(task, completed=message["done"] / message["total"], memory=memory)
-    return told
+    return messages_by_kind
 
 
 def _train_until_killed(console: Console, command: list[str]) -> CheckpointFingerprint:
@@ -109,7 +106,7 @@ def _train_until_killed(console: Console, command: list[str]) -> CheckpointFinge
                 if "saved" in message:
                     saved = CheckpointFingerprint(**message["saved"])
                 elif saved is not None and message.get("done", 0) > saved.step:
-                    break  # it has learnt something that the checkpoint does not know
+                    break  # it has learnt something that is not in the checkpoint
                 elif "done" in message:
                     bars.update(task, completed=message["done"] / message["total"])
         finally:
@@ -121,21 +118,15 @@ def _train_until_killed(console: Console, command: list[str]) -> CheckpointFinge
     return saved
 
 
-def _result_of(told: dict[str, Any]) -> DemoResult:
-    if "result" not in told:
+def _result_of(messages_by_kind: dict[str, Any]) -> DemoResult:
+    if "result" not in messages_by_kind:
         raise HoldallError("The training ended without a result; run `python -m holdall.tools.demo.training` alone.")
-    return DemoResult(**told["result"])
+    return DemoResult(**messages_by_kind["result"])
 
 
 def _bars(console: Console) -> Progress:
     columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
     return Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
-
-
-def _write_report(record: Path, target: Path) -> str:
-    """Make the page of what the watch recorded, as `holdall report` does."""
-    target.write_text(read_report(record).page(), encoding="utf-8")
-    return str(target)
 
 
 def _check(steps: int, transitions: int) -> None:
@@ -144,11 +135,8 @@ def _check(steps: int, transitions: int) -> None:
         raise MissingPackageError(msg)
     for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
         if value < least:
-            msg = f"{name} ({value}) is too few to measure anything by; give at least {least}."
+            msg = f"{name} ({value}) is too small to measure anything; give at least {least}."
             raise ArgumentError(msg)
-
-
-_ROUND_BYTES = 50 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,7 +160,7 @@ def plan_fit(transitions: int, limit_bytes: int | None) -> DemoFit:
     spec = Spec("sac", rover.observation_space, rover.action_space, capacity=transitions, batch_size=32)
     base = run_probe("baseline", spec=spec, networks=True)
     measured = MeasuredCosts(libraries=base["updated"], libraries_anonymous=base["imported_anonymous"])
-    needs = [need_bytes(spec, _known(measured, spec, 0), holdall=holdall) for holdall in (False, True)]
+    needs = [_known(measured, spec, 0).need_bytes(spec, holdall=holdall) for holdall in (False, True)]
     limit = sum(needs) // (2 * _ROUND_BYTES) * _ROUND_BYTES if limit_bytes is None else limit_bytes
     known = _known(measured, spec, limit)
     plain, own = (str(known.verdict(spec, holdall=holdall)) for holdall in (False, True))
@@ -181,10 +169,6 @@ def plan_fit(transitions: int, limit_bytes: int | None) -> DemoFit:
 
 def _known(measured: MeasuredCosts, spec: Spec, limit_bytes: int) -> PlanInputs:
     return PlanInputs(measured, MachineLimits((Limit("--limit", limit_bytes, limit_bytes),)), need_from_spaces(spec))
-
-
-_TAIL_BYTES = 65_536
-_SHOWN = ("buffers", "torch", "python", "libraries")
 
 
 def latest_reading(record: Path) -> str:
@@ -215,9 +199,6 @@ def _reading_text(reading: dict[str, object]) -> str:
     return f"{format_bytes(float(str(reading['pss'])))}: {shown}"
 
 
-TITLES = {"sb3": "Stable-Baselines3", "holdall": "holdall"}
-
-
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """The same training with either buffer; the second one was killed half-way and resumed."""
@@ -242,7 +223,7 @@ class Comparison:
 
     @property
     def holds(self) -> bool:
-        """Whether all is as promised."""
+        """Whether both comparisons came out identical."""
         return self.weights_identical and self.batches_identical
 
     def as_json(self) -> str:

@@ -18,18 +18,22 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.tools.lint.finding import Finding, Severity, SourceRange, drop_stale_edits, read_ignores
+from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange, drop_stale_edits, read_ignores
 from holdall.tools.lint.machine import Machine, detect_machine
-from holdall.tools.lint.rule import CheckedScript, NotParsed, Rule, RunRule, ScriptRule, UnusedIgnore
+from holdall.tools.lint.rule import NotParsed, Rule, RunRule, ScriptRule, UnusedIgnore
 from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.run import ConfiguredRun
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
-from holdall.tools.plan.spec import parse_version
+from holdall.tools.plan import parse_version
 from holdall.units import parse_bytes
 
 ALL_RULES = "ALL"
+YAML_SUFFIXES = (".yml", ".yaml")
+Rules = Mapping[str, Rule]
+_SUFFIXES = (".py", *YAML_SUFFIXES)
+_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +118,6 @@ def read_settings(file: Path) -> LintSettings:
     )
 
 
-YAML_SUFFIXES = (".yml", ".yaml")
-
-Rules = Mapping[str, Rule]
-
-
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:
     """Return what is wrong with a file: a Python script, or YAML by its name's ending."""
     check = _check_yaml if path.endswith(YAML_SUFFIXES) else _check_script
@@ -156,10 +155,9 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Itera
         return
     training = TrainingReader(script)
     yield from check_runs(training.runs, rules, machine)
-    subject = CheckedScript(script, training)
     for rule in rules.values():
         if isinstance(rule, ScriptRule):
-            yield from rule.check(subject, machine)
+            yield from rule.check(training, machine)
 
 
 def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
@@ -172,9 +170,8 @@ def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterato
 
 
 def _not_parsed(rules: Rules, message: str, place: SourceRange) -> Iterator[Finding]:
-    rule = rules.get(NotParsed.id)
-    if isinstance(rule, NotParsed):
-        yield from rule.report(message, place)
+    if NotParsed.id in rules:
+        yield rules[NotParsed.id].finding(f"cannot be parsed: {message}", place)
 
 
 def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
@@ -186,16 +183,13 @@ def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> It
         used = {one.rule for one in found if ignore.accepts(one)}
         idle = ignore.ids - used
         # A rule that was not asked for may well find something; only what was looked for is idle.
-        if not isinstance(unused, UnusedIgnore) or not idle <= rules.keys() or (not ignore.ids and used):
+        if unused is None or not idle <= rules.keys() or (used if not ignore.ids else not idle):
             continue
-        if idle or not ignore.ids:
-            place = SourceRange(path, ignore.line, ignore.start + 1, ignore.line, ignore.end + 1)
-            line = text.split("\n")[ignore.line - 1]
-            yield from unused.report(ignore, idle, place, line[ignore.start : ignore.end])
-
-
-_SUFFIXES = (".py", *YAML_SUFFIXES)
-_SKIPPED = frozenset({"__pycache__", "build", "dist", "node_modules", "site-packages", "venv"})
+        place = SourceRange(path, ignore.line, ignore.start + 1, ignore.line, ignore.end + 1)
+        comment = text.split("\n")[ignore.line - 1][ignore.start : ignore.end]
+        named = ", ".join(sorted(idle)) or "all rules"
+        removal = Edit(place, comment, "") if idle == ignore.ids else None
+        yield unused.finding(f"this comment ignores {named}, and nothing is found here", place, removal)
 
 
 def find_files(paths: Iterable[Path], exclude: Iterable[str] = ()) -> list[Path]:

@@ -12,6 +12,9 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
+_COMMENT = re.compile(r"\s*#\s*holdall:\s*ignore(?P<file>-file)?(?:\[(?P<ids>[A-Z0-9,\s]*)\])?", re.ASCII)
+_ID = re.compile(r"[A-Z]\d*")
+
 
 class Severity(IntEnum):
     """How bad a finding is; a larger number is worse."""
@@ -62,10 +65,6 @@ class Finding:
     place: SourceRange
     numbers: Mapping[str, int | float | str] = field(default_factory=dict)
     edit: Edit | None = None  # safe: it changes nothing that the training computes
-
-
-_COMMENT = re.compile(r"\s*#\s*holdall:\s*ignore(?P<file>-file)?(?:\[(?P<ids>[A-Z0-9,\s]*)\])?", re.ASCII)
-_ID = re.compile(r"[A-Z]\d*")
 
 
 @dataclass(frozen=True, slots=True)

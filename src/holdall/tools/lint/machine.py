@@ -1,4 +1,4 @@
-"""The machine that a run is judged against, and the bytes of the run's buffer.
+"""The machine that a run is compared with, and the bytes of the run's buffer.
 
 In:  this machine, or what the user says of another one; a run.  Out: one record of limits; the buffer's layout and
 bytes, or None where a size is not known; bytes as text in decimal and binary units.
@@ -8,7 +8,6 @@ action space is not known, its bytes are left out and the size is a lower bound.
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,8 +18,9 @@ import psutil
 from holdall.errors import HoldallError
 from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
-from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
-from holdall.tools.plan.spec import (
+from holdall.threads import usable_cores
+from holdall.tools.lint.run import ConfiguredRun, Reference
+from holdall.tools.plan import (
     BufferLayout,
     Version,
     default_class,
@@ -28,6 +28,10 @@ from holdall.tools.plan.spec import (
     replay_buffer,
     rollout_buffer,
 )
+
+_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
+_BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
+_NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +63,7 @@ def detect_machine(
     limit, name = min(limits) if budget_bytes is None else (budget_bytes, "the budget")
     shm, free = shared_memory(), disk(Path.cwd())
     return Machine(
-        cores=_cores(),
+        cores=usable_cores(),
         ram_bytes=max(ram, limit),
         limit_bytes=limit,
         limit_name=name,
@@ -69,16 +73,6 @@ def detect_machine(
         python=sys.version_info[:2],
         sb3=sb3 or installed_version(),
     )
-
-
-def _cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
 
 
 def sized(count: float) -> str:
@@ -93,9 +87,6 @@ def sized(count: float) -> str:
 def percent(part: float, of: float) -> str:
     """Write a share: `83 %`."""
     return f"{100 * part / of:.0f} %"
-
-
-_NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +106,7 @@ class BufferNeed:
 
 
 def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
-    """Return what the buffer of a run takes, or None if that cannot be told."""
+    """Return what the buffer of a run takes, or None if that is not known."""
     observation, count = run.environments.observation, run.environments.number
     if observation is None or count is None or not run.algorithm.has_plain_buffer:
         return None
@@ -131,13 +122,10 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
 
 
 def _layout(run: ConfiguredRun, machine: Machine, count: int) -> BufferLayout | None:
-    observation = run.environments.observation
-    if observation is None:
+    observation, steps = run.environments.observation, run.count("n_steps")
+    if observation is None or steps is None:
         return None
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
-    steps = run.count("n_steps")
-    if steps is None:
-        return None
     if run.algorithm.on_policy and run.value("rollout_buffer_class") is not None:
         return None
     try:
@@ -169,6 +157,6 @@ def _replay_class(run: ConfiguredRun) -> str | None:
     is_dict = bool(run.environments.observation and run.environments.observation.is_dict)
     if given is None:
         return default_class(False, is_dict, run.count("n_steps") or 1)
-    if given is UNKNOWN or not isinstance(given, Reference):
+    if not isinstance(given, Reference) or not given.dotted.startswith("stable_baselines3"):
         return None
-    return given.last if given.dotted.startswith("stable_baselines3") else None
+    return given.last

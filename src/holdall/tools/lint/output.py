@@ -6,7 +6,6 @@ In:  findings, or a rule.  Out: text, or plain data that is ready for JSON.
 from __future__ import annotations
 
 import hashlib
-import inspect
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +14,10 @@ from urllib.parse import quote
 
 from holdall.tools.lint.finding import Finding, Severity, SourceRange
 from holdall.tools.lint.rule import Rule, RuleExample
+
+SCHEMA_VERSION = 1
+_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
+_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
 def as_line(finding: Finding) -> str:
@@ -34,11 +37,6 @@ def summary(findings: Sequence[Finding]) -> str:
     counted = Counter(finding.severity for finding in findings)
     words = [f"{counted[s]} {s.word}{'' if counted[s] == 1 else 's'}" for s in sorted(Severity, reverse=True)]
     return ", ".join(words)
-
-
-SCHEMA_VERSION = 1
-_SARIF_SCHEMA = "https://json.schemastore.org/sarif-2.1.0.json"
-_LEVELS = {Severity.ERROR: "error", Severity.WARNING: "warning", Severity.INFO: "note"}
 
 
 def as_json(findings: Sequence[Finding], files: int) -> dict[str, Any]:
@@ -91,13 +89,12 @@ def as_sarif(findings: Sequence[Finding], rules: Mapping[str, Rule], version: st
 
 
 def _descriptor(rule: Rule) -> dict[str, Any]:
-    why, fix = " ".join(rule.why.split()), " ".join(rule.fix.split())
     return {
         "id": rule.id,
         "name": "".join(word.capitalize() for word in rule.name.split("-")),
-        "shortDescription": {"text": rule.what},
-        "fullDescription": {"text": why},
-        "help": {"text": f"{why} {fix}"},
+        "shortDescription": {"text": rule.doc.what},
+        "fullDescription": {"text": rule.doc.why},
+        "help": {"text": f"{rule.doc.why} {rule.doc.fix}"},
         "defaultConfiguration": {"level": _LEVELS[rule.severity]},
     }
 
@@ -144,27 +141,10 @@ def _fingerprint(finding: Finding) -> str:
 
 def explain(rule: Rule) -> str:
     """Write one rule."""
-    return "\n".join(
-        [
-            f"### {rule.id} {rule.name} ({rule.severity.word})",
-            "",
-            rule.what,
-            "",
-            f"**Why it matters.** {_flowing(rule.why)}",
-            "",
-            "**Example.**",
-            "",
-            _fenced(rule.BAD[0]),
-            "",
-            f"**Fix.** {_flowing(rule.fix)}",
-            "",
-            _fenced(rule.GOOD[0]),
-        ]
-    )
-
-
-def _flowing(text: str) -> str:
-    return " ".join(inspect.cleandoc(text).split())
+    doc = rule.doc
+    parts = [f"### {rule.id} {rule.name} ({rule.severity.word})", doc.what, f"**Why it matters.** {doc.why}"]
+    parts += ["**Example.**", *map(_fenced, doc.bad), f"**Fix.** {doc.fix}", *map(_fenced, doc.good)]
+    return "\n\n".join(parts)
 
 
 def _fenced(case: RuleExample) -> str:

@@ -1,53 +1,132 @@
-"""What a rule is: its id, its words, the examples that show it, and its check; and the two rules about the file itself.
+"""What a rule is: its id, its documentation with examples, and its check; and the two rules about the file itself.
 
 In:  a run, or a script, and the machine.  Out: findings.
-A rule's docstring says what it does. Its first BAD and GOOD examples are the ones in the documentation, and one test
-runs all of them.
+The docstring of a rule is its documentation: what it does, `Why:` it matters, how to `Fix:` it, and one example that is
+`Bad:` and one that is `Good:`. A test runs the examples. In brackets an example names what it does not share with the
+others: its file's name, one of the `SETUPS` that stand before it, or what differs from the reference machine.
 """
 
 from __future__ import annotations
 
 import inspect
+import re
 import textwrap
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import ClassVar
 
-from holdall.tools.lint.finding import Edit, Finding, IgnoreComment, Severity, SourceRange
+from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.run import ConfiguredRun
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Script
+from holdall.units import parse_bytes
 
-GIB = 2**30
-
+_GIB = 2**30
 REFERENCE_MACHINE = Machine(
     cores=8,
-    ram_bytes=32 * GIB,
-    limit_bytes=32 * GIB,
+    ram_bytes=32 * _GIB,
+    limit_bytes=32 * _GIB,
     limit_name="RAM",
-    vram_bytes=16 * GIB,
-    shm_bytes=16 * GIB,
+    vram_bytes=16 * _GIB,
+    shm_bytes=16 * _GIB,
     disk_bytes=200 * 10**9,
     python=(3, 11),
     sb3=(2, 9, 2),
 )
-"""The machine that the cases are judged on."""
+"""The machine that the examples are checked for."""
+
+_CAMERA = """import numpy as np
+import gymnasium as gym
+from gymnasium import spaces
+from stable_baselines3 import SAC
+
+class Dog(gym.Env):
+    def __init__(self):
+        self.observation_space = spaces.Dict({
+            "image": spaces.Box(0, 255, (84, 84, 3), np.uint8),
+            "vector": spaces.Box(-1, 1, (31,), np.float32),
+        })
+        self.action_space = spaces.Box(-1, 1, (8,), np.float32)
+
+"""
+_SCREENS = """import numpy as np
+import gymnasium as gym
+from gymnasium import spaces
+from stable_baselines3 import PPO
+from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
+
+class Screen(gym.Env):
+    def __init__(self):
+        self.observation_space = spaces.Box(0, 255, (144, 160, 3), np.uint8)
+        self.action_space = spaces.Discrete(8)
+
+"""
+_PROCESSES = """from stable_baselines3 import PPO
+from stable_baselines3.common.env_util import make_vec_env
+from stable_baselines3.common.vec_env import SubprocVecEnv
+
+"""
+SETUPS = {"camera": _CAMERA, "screens": _SCREENS, "processes": _PROCESSES}
+
+_SECTION = re.compile(r"^(Why|Fix|Bad|Good)(?: \((.+)\))?:", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
 class RuleExample:
     """A file that a rule must, or must not, find something in."""
 
-    text: str
+    source: str
     file: str = "train.py"
     machine: Mapping[str, object] = field(default_factory=dict)  # what is not as on the reference machine
 
-    @property
-    def source(self) -> str:
-        """The file's text, without the indentation of the rule that shows it."""
-        return textwrap.dedent(self.text).strip("\n") + "\n"
+    @classmethod
+    def read(cls, options: str | None, text: str) -> RuleExample:
+        """Read an example from a docstring: its options, and the indented lines."""
+        file, setup, machine = "train.py", "", {}
+        for option in options.split(", ") if options else ():
+            name, _, value = option.partition("=")
+            if value:
+                machine[name] = _machine_value(name, value)
+            elif name in SETUPS:
+                setup = SETUPS[name]
+            else:
+                file = name
+        return cls(setup + textwrap.dedent(text).strip("\n") + "\n", file, machine)
+
+
+def _machine_value(name: str, text: str) -> object:
+    if text == "none":
+        return None
+    if name in {"python", "sb3"}:
+        return tuple(map(int, text.split(".")))
+    return parse_bytes(text, name) if name.endswith("_bytes") else text
+
+
+@dataclass(frozen=True, slots=True)
+class RuleDoc:
+    """The documentation of a rule, in parts."""
+
+    what: str
+    why: str
+    fix: str
+    bad: tuple[RuleExample, ...]  # the rule finds something in each of them
+    good: tuple[RuleExample, ...]  # and nothing in these
+
+    @classmethod
+    def read(cls, text: str) -> RuleDoc:
+        """Split a docstring into its sections."""
+        what, *parts = _SECTION.split(inspect.cleandoc(text))
+        words = {"Why": "", "Fix": ""}
+        examples: dict[str, list[RuleExample]] = {"Bad": [], "Good": []}
+        for name, options, body in zip(parts[::3], parts[1::3], parts[2::3], strict=True):
+            if name in examples:
+                examples[name].append(RuleExample.read(options, body))
+            else:
+                words[name] = " ".join(body.split())
+        bad, good = map(tuple, examples.values())
+        return cls(" ".join(what.split()), words["Why"], words["Fix"], bad, good)
 
 
 class Rule(ABC):
@@ -56,22 +135,14 @@ class Rule(ABC):
     id: ClassVar[str]
     name: ClassVar[str]
     severity: ClassVar[Severity]
-    why: ClassVar[str]
-    fix: ClassVar[str]
-    BAD: ClassVar[tuple[RuleExample, ...]]
-    GOOD: ClassVar[tuple[RuleExample, ...]]
 
-    @property
-    def what(self) -> str:
-        """What the rule does."""
-        return " ".join(inspect.cleandoc(self.__doc__ or "").split())
+    @cached_property
+    def doc(self) -> RuleDoc:
+        """The docstring, read; empty where Python was started with -OO."""
+        return RuleDoc.read(self.__doc__ or "")
 
     def finding(
-        self,
-        message: str,
-        place: SourceRange,
-        edit: Edit | None = None,
-        **numbers: int | float | str,
+        self, message: str, place: SourceRange, edit: Edit | None = None, **numbers: int | float | str
     ) -> Finding:
         """Return a finding of this rule."""
         return Finding(self.id, self.name, self.severity, message, place, numbers, edit)
@@ -87,60 +158,43 @@ class RunRule(Rule):
         """Yield what is wrong with a run."""
 
 
-@dataclass(frozen=True, slots=True)
-class CheckedScript:
-    """A script and what was read from it."""
-
-    script: Script
-    training: TrainingReader
-
-
 class ScriptRule(Rule):
     """A rule about the text of a script."""
 
     @abstractmethod
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield what is wrong with a script."""
 
 
 class NotParsed(Rule):
-    """Reports a file that is no Python, or no YAML."""
+    """Reports a file that is no Python, or no YAML.
 
-    id = "F01"
-    name = "not-parsed"
-    severity = Severity.ERROR
-    why = "None of the other rules could look at it."
-    fix = "Correct the syntax at the place that is named."
-    BAD: ClassVar = (RuleExample("def train(:\n    pass"), RuleExample("a: [1, 2", file="ppo.yml"))
-    GOOD: ClassVar = (RuleExample("def train():\n    pass"), RuleExample("a: [1, 2]", file="ppo.yml"))
+    Why: None of the other rules could look at it.
+    Fix: Correct the syntax at the place that is named.
 
-    def report(self, message: str, place: SourceRange) -> Iterator[Finding]:
-        """Yield that a file could not be read."""
-        yield self.finding(f"cannot be parsed: {message}", place)
+    Bad:
+        def train(:
+            pass
+
+    Good:
+        def train():
+            pass
+    """
+
+    id, name, severity = "F01", "not-parsed", Severity.ERROR
 
 
 class UnusedIgnore(Rule):
-    """Reports `# holdall: ignore[...]` comments that ignore nothing."""
+    """Reports `# holdall: ignore[...]` comments that ignore nothing.
 
-    id = "F02"
-    name = "unused-ignore"
-    severity = Severity.INFO
-    why = "It would hide the next finding on its line, one that nobody has looked at."
-    fix = "Delete the comment, or the ids that the message names."
-    BAD: ClassVar = (RuleExample("batch_size = 64  # holdall: ignore[L05]"),)
-    GOOD: ClassVar = (
-        RuleExample("batch_size = 64"),
-        RuleExample("import pickle\npickle.dump(replay_buffer, file)  # holdall: ignore[S03]"),
-    )
+    Why: It would hide the next finding on its line, one that nobody has looked at.
+    Fix: Delete the comment, or the ids that the message names.
 
-    def report(self, ignore: IgnoreComment, unused: frozenset[str], place: SourceRange, text: str) -> Iterator[Finding]:
-        """Yield that an ignore, or some of its ids, ignore nothing."""
-        named = ", ".join(sorted(unused)) or "all rules"
-        is_whole = unused == ignore.ids
-        yield self.finding(
-            f"this comment ignores {named}, and nothing is found here", place, _removal(place, text, is_whole)
-        )
+    Bad:
+        batch_size = 64  # holdall: ignore[L05]
 
+    Good:
+        batch_size = 64
+    """
 
-def _removal(place: SourceRange, text: str, is_whole: bool) -> Edit | None:
-    return Edit(place, text, "") if is_whole else None
+    id, name, severity = "F02", "unused-ignore", Severity.INFO

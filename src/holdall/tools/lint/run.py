@@ -1,8 +1,7 @@
 """One training run as far as it is known: values, the algorithm's arguments and defaults, settings with their place.
 
 In:  what was read from a script, a hyperparameter file or a live model.  Out: what every rule about runs reads.
-Invariant: a value that is not certain is UNKNOWN, or names every candidate; no rule sees a guess. A test compares
-the algorithms' tables with the signatures of the installed Stable-Baselines3.
+Invariant: a value that is not certain is UNKNOWN, or names every candidate; no rule sees a guess.
 """
 
 from __future__ import annotations
@@ -16,10 +15,14 @@ import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
+from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm
+
+# The names that rl-baselines3-zoo gives to files and folders.
+_ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}
 
 
 class Unknown:
-    """The value cannot be told from the file."""
+    """The value is not known from the file."""
 
     __slots__ = ()
 
@@ -72,75 +75,15 @@ def candidates(value: object) -> tuple[int, ...]:
     return () if None in numbers else tuple(number for number in numbers if number is not None)
 
 
-_PACKAGES = ("stable_baselines3", "sb3_contrib")
-
-
-@dataclass(frozen=True, slots=True)
-class AlgorithmSignature:
-    """One algorithm."""
-
-    name: str
-    on_policy: bool
-    positional: tuple[str, ...]  # the leading arguments, whose order no version has changed
-    defaults: Mapping[str, object]
-    has_plain_buffer: bool = True  # False: a buffer class of its own, whose size is not known here
-
-
-def _off_policy(name: str, batch_size: int, train_freq: int, **more: object) -> AlgorithmSignature:
-    positional = ("policy", "env", "learning_rate", "buffer_size", "learning_starts", "batch_size")
-    defaults = {
-        "buffer_size": 1_000_000,
-        "learning_starts": 100,
-        "batch_size": batch_size,
-        "train_freq": train_freq,
-        "gradient_steps": 1,
-        "replay_buffer_class": None,
-        "replay_buffer_kwargs": None,
-        "optimize_memory_usage": False,
-        "n_steps": 1,
-        "device": "auto",
-    }
-    return AlgorithmSignature(name, False, positional, defaults | more)
-
-
-def _on_policy(name: str, has_plain_buffer: bool = True, **defaults: object) -> AlgorithmSignature:
-    positional = ("policy", "env", "learning_rate", "n_steps", *(("batch_size",) if "batch_size" in defaults else ()))
-    return AlgorithmSignature(
-        name, True, positional, defaults | {"rollout_buffer_class": None, "device": "auto"}, has_plain_buffer
-    )
-
-
-ALGORITHMS = {
-    algorithm.name: algorithm
-    for algorithm in (
-        _off_policy("DQN", 32, 4, target_update_interval=10_000),
-        _off_policy("DDPG", 256, 1),
-        _off_policy("TD3", 256, 1),
-        _off_policy("SAC", 256, 1),
-        _off_policy("QRDQN", 32, 4, target_update_interval=10_000),
-        _off_policy("TQC", 256, 1),
-        _off_policy("CrossQ", 256, 1),
-        _on_policy("PPO", n_steps=2048, batch_size=64, n_epochs=10, normalize_advantage=True),
-        _on_policy("A2C", n_steps=5, normalize_advantage=False),
-        _on_policy("TRPO", n_steps=2048, batch_size=128, normalize_advantage=True),
-        _on_policy("MaskablePPO", False, n_steps=2048, batch_size=64, n_epochs=10, normalize_advantage=True),
-        _on_policy("RecurrentPPO", False, n_steps=128, batch_size=128, n_epochs=10, normalize_advantage=True),
-    )
-}
-
-# The names that rl-baselines3-zoo gives to files and folders.
-_ZOO_NAMES = {name.lower(): name for name in ALGORITHMS} | {"ppo_lstm": "RecurrentPPO"}
-
-
-def algorithm_by_import(dotted: str) -> AlgorithmSignature | None:
+def algorithm_by_import(dotted: str) -> Algorithm | None:
     """Return the algorithm that a full name such as `stable_baselines3.PPO` means."""
     package, _, rest = dotted.partition(".")
-    return ALGORITHMS.get(rest.rpartition(".")[2]) if package in _PACKAGES else None
+    return ALGORITHM_CLASSES.get(rest.rpartition(".")[2]) if package in {"stable_baselines3", "sb3_contrib"} else None
 
 
-def algorithm_by_zoo_name(word: str) -> AlgorithmSignature | None:
+def algorithm_by_zoo_name(word: str) -> Algorithm | None:
     """Return the algorithm that a file or key calls `ppo` or `PPO`."""
-    return ALGORITHMS.get(_ZOO_NAMES.get(word.lower(), ""))
+    return ALGORITHM_CLASSES.get(_ZOO_NAMES.get(word.lower(), ""))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +115,10 @@ class SpaceInfo:
         """Numbers in one value of the whole space."""
         return sum(prod(leaf.shape) for leaf in self.leaves)
 
-    def is_image(self, leaf: Leaf) -> bool:
-        """Whether Stable-Baselines3 takes a leaf for an image: three axes, uint8, 0 to 255."""
-        return len(leaf.shape) == 3 and leaf.dtype == np.uint8
-
     @property
     def images(self) -> tuple[Leaf, ...]:
-        """The leaves that are images."""
-        return tuple(leaf for leaf in self.leaves if self.is_image(leaf))
+        """The leaves that Stable-Baselines3 takes for images: three axes, uint8, 0 to 255."""
+        return tuple(leaf for leaf in self.leaves if len(leaf.shape) == 3 and leaf.dtype == np.uint8)
 
     def stacked(self, count: int) -> SpaceInfo:
         """Return the space of `count` values side by side along the last axis."""
@@ -199,7 +138,7 @@ class Environments:
     stack: int = 1  # frames side by side in one observation, as far as wrappers say
     episode_steps: object = UNKNOWN  # the time limit
     place: SourceRange | None = None
-    origin: object = None  # the same for the same object; None where it cannot be told
+    origin: object = None  # the same for the same object; None where that is not known
 
     @property
     def number(self) -> int | None:
@@ -238,13 +177,12 @@ class ConfiguredRun:
     """A model and what it is trained with."""
 
     title: str
-    algorithm: AlgorithmSignature
+    algorithm: Algorithm
     given: Mapping[str, Setting]
     environments: Environments
     learns: tuple[LearnCall, ...]
     place: SourceRange
     has_more: bool = False  # further arguments were passed that could not be read
-    filled: int | None = None  # transitions already held, for a live model
 
     def setting(self, name: str) -> Setting:
         """What an argument is: given, the default, or UNKNOWN."""

@@ -15,149 +15,26 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.plan.environments import parse_observation, parse_space, space_from_dict, stacked_space
-from holdall.tools.plan.spec import ALGORITHMS, REPLAY_CLASSES, Spec, installed_version, parse_version
+from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
+from holdall.tools.plan.environments import (
+    parse_observation,
+    parse_space,
+    read_vec_env,
+    space_from_dict,
+    stacked_space,
+)
+from holdall.tools.plan.spec import ALGORITHMS, Spec
 from holdall.tools.plan.subprocess_probe import run_probe
-
-
-def read_literal(text: str, argument: str) -> Any:
-    """Read one value."""
-    try:
-        return _value(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise ArgumentError(
-            f"{argument} ({text!r}) is no plain value ({error}); write numbers, lists and dicts"
-        ) from error
-
-
-def _value(node: ast.expr) -> Any:
-    if isinstance(node, ast.Call):
-        return _called(node)
-    if isinstance(node, ast.Attribute | ast.Name):
-        return node.attr if isinstance(node, ast.Attribute) else node.id
-    if isinstance(node, ast.Dict):
-        if None in node.keys:
-            raise ValueError("'**' is not data")
-        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_value(item) for item in node.elts]
-    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
-        return _number(node.left) * _number(node.right)
-    return ast.literal_eval(node)
-
-
-def _called(node: ast.Call) -> dict[str, Any]:
-    if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
-        raise ValueError(f"{ast.unparse(node)} is a call")
-    if any(keyword.arg is None for keyword in node.keywords):
-        raise ValueError("'**' is not data")
-    return {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
-
-
-def _number(node: ast.expr) -> float:
-    value = _value(node)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{ast.unparse(node)} is no number")  # noqa: TRY004 as every other refusal here
-    return value
-
-
-OPTIONS = {
-    "algo", "obs", "action", "capacity", "num_envs", "n_steps", "batch_size", "policy", "policy_kwargs", "vec_env",
-    "start_method", "preloads", "device", "total_timesteps", "frame_stack", "buffer_class", "optimize_memory_usage",
-    "handle_timeout_termination", "saves_buffer", "uses_holdall", "sb3", "env", "wrapper", "name", "budget",
-    "memory", "vram",
-}  # fmt: skip
-_MOST_BYTES = 4 * 2**20
-_ZOO_NAMES = {
-    "n_envs": "num_envs",
-    "n_timesteps": "total_timesteps",
-    "buffer_size": "capacity",
-    "batch_size": "batch_size",
-    "n_steps": "n_steps",
-    "policy": "policy",
-    "frame_stack": "frame_stack",
-    "optimize_memory_usage": "optimize_memory_usage",
-}
-
-
-def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
-    """Read either kind of file; `algo` and `env` choose the entry of rl-zoo's."""
-    data = _load(path)
-    if data and all(isinstance(entry, Mapping) for entry in data.values()) and not set(data) <= OPTIONS:
-        return _zoo_entry(path, data, algo, env)
-    unknown = sorted(set(data) - OPTIONS)
-    if unknown:
-        raise ArgumentError(f"{path} has the keys {unknown}; holdall plan knows {sorted(OPTIONS)}")
-    return dict(data)
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    try:
-        if path.stat().st_size > _MOST_BYTES:
-            raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes, which no configuration is")
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ArgumentError(f"file ({path}) cannot be read: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ArgumentError(f"file ({path}) is not UTF-8 text; save it as such") from error
-    data = _parsed(path, text)
-    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
-        raise ArgumentError(f"file ({path}) must be a table of names and values")
-    return data
-
-
-def _parsed(path: Path, text: str) -> Any:
-    if path.suffix == ".toml":
-        try:
-            return tomllib.loads(text)
-        except tomllib.TOMLDecodeError as error:
-            raise ArgumentError(f"file ({path}) is not TOML: {error}") from error
-    try:
-        import yaml  # noqa: PLC0415 an extra
-    except ImportError as error:
-        raise MissingPackageError(f"{path} is YAML; pip install 'holdall[yaml]', or write it as TOML") from error
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise ArgumentError(f"file ({path}) is not YAML: {' '.join(str(error).split())}") from error
-
-
-def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict[str, Any]:
-    """Take one environment's entry of rl-zoo's hyperparameters."""
-    algo = algo or path.stem.lower()
-    if algo not in ALGORITHMS:
-        raise ArgumentError(f"algo ({algo!r}) is none of {', '.join(ALGORITHMS)}; name it with --algo")
-    plain = env.rpartition(":")[2]
-    key = env if env in data else plain if plain in data else "atari" if "NoFrameskip" in plain else ""
-    if key not in data:
-        raise ArgumentError(
-            f"env ({env!r}) is not in {path}; name one of its {len(data)} entries with --env: "
-            f"{', '.join(list(data)[:8])} ..."
-        )
-    entry = data[key]
-    found: dict[str, Any] = {"algo": algo, "name": f"rl-zoo {algo} {key}"}
-    found |= {ours: entry[theirs] for theirs, ours in _ZOO_NAMES.items() if theirs in entry}
-    if key != "atari":
-        found["env"] = env
-    if "atari" in str(entry.get("env_wrapper", "")).lower():
-        found |= {"wrapper": "atari"} | ({"obs": "84x84x1:uint8"} if key == "atari" else {})
-    if entry.get("policy_kwargs"):
-        found["policy_kwargs"] = _data_of(entry["policy_kwargs"], "policy_kwargs")
-    replay = _data_of(entry.get("replay_buffer_kwargs") or {}, "replay_buffer_kwargs")
-    if "handle_timeout_termination" in replay:
-        found["handle_timeout_termination"] = bool(replay["handle_timeout_termination"])
-    if str(entry.get("replay_buffer_class", "")) in REPLAY_CLASSES:
-        found["buffer_class"] = str(entry["replay_buffer_class"])
-    return found
-
-
-def _data_of(value: Any, argument: str) -> Any:
-    return read_literal(value, argument) if isinstance(value, str) else value
-
 
 _COUNTS = ("capacity", "num_envs", "n_steps", "batch_size", "total_timesteps", "frame_stack")
 _SWITCHES = ("optimize_memory_usage", "handle_timeout_termination", "saves_buffer", "uses_holdall", "preloads")
 _TEXTS = ("policy", "vec_env", "start_method", "device", "buffer_class", "wrapper", "name")
+OPTIONS = {
+    *_COUNTS, *_SWITCHES, *_TEXTS, "algo", "obs", "action", "policy_kwargs", "sb3", "env", "budget", "memory", "vram",
+}  # fmt: skip
+_ZOO_NAMES = {"n_envs": "num_envs", "n_timesteps": "total_timesteps", "buffer_size": "capacity"}
+_ZOO_NAMES |= {name: name for name in ("batch_size", "n_steps", "policy", "frame_stack", "optimize_memory_usage")}
+_MOST_BYTES = 4 * 2**20  # of a configuration file
 
 
 def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any] | None]:
@@ -236,12 +113,129 @@ def _kwargs(value: Any) -> dict[str, Any]:
     return dict(value)
 
 
+def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
+    """Read either kind of file; `algo` and `env` choose the entry of rl-zoo's."""
+    data = _load(path)
+    if data and all(isinstance(entry, Mapping) for entry in data.values()) and not set(data) <= OPTIONS:
+        return _zoo_entry(path, data, algo, env)
+    unknown = sorted(set(data) - OPTIONS)
+    if unknown:
+        raise ArgumentError(f"{path} has the keys {unknown}; holdall plan knows {sorted(OPTIONS)}")
+    return dict(data)
+
+
+def _load(path: Path) -> Mapping[str, Any]:
+    try:
+        if path.stat().st_size > _MOST_BYTES:
+            raise ArgumentError(f"{path} is larger than {_MOST_BYTES} bytes, which no configuration is")
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ArgumentError(f"file ({path}) cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"file ({path}) is not UTF-8 text; save it as such") from error
+    data = _parsed(path, text)
+    if not isinstance(data, Mapping) or not all(isinstance(key, str) for key in data):
+        raise ArgumentError(f"file ({path}) must be a table of names and values")
+    return data
+
+
+def _parsed(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        try:
+            return tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise ArgumentError(f"file ({path}) is not TOML: {error}") from error
+    try:
+        import yaml  # noqa: PLC0415 an extra
+    except ImportError as error:
+        raise MissingPackageError(f"{path} is YAML; pip install 'holdall[yaml]', or write it as TOML") from error
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ArgumentError(f"file ({path}) is not YAML: {' '.join(str(error).split())}") from error
+
+
+def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict[str, Any]:
+    """Take one environment's entry of rl-zoo's hyperparameters."""
+    algo = algo or path.stem.lower()
+    if algo not in ALGORITHMS:
+        raise ArgumentError(f"algo ({algo!r}) is none of {', '.join(ALGORITHMS)}; name it with --algo")
+    plain = env.rpartition(":")[2]
+    key = env if env in data else plain if plain in data else "atari" if "NoFrameskip" in plain else ""
+    if key not in data:
+        raise ArgumentError(
+            f"env ({env!r}) is not in {path}; name one of its {len(data)} entries with --env: "
+            f"{', '.join(list(data)[:8])} ..."
+        )
+    entry = data[key]
+    found: dict[str, Any] = {"algo": algo, "name": f"rl-zoo {algo} {key}"}
+    found |= {ours: entry[theirs] for theirs, ours in _ZOO_NAMES.items() if theirs in entry}
+    if key != "atari":
+        found["env"] = env
+    if "atari" in str(entry.get("env_wrapper", "")).lower():
+        found |= {"wrapper": "atari"} | ({"obs": "84x84x1:uint8"} if key == "atari" else {})
+    if entry.get("policy_kwargs"):
+        found["policy_kwargs"] = _data_of(entry["policy_kwargs"], "policy_kwargs")
+    replay = _data_of(entry.get("replay_buffer_kwargs") or {}, "replay_buffer_kwargs")
+    if "handle_timeout_termination" in replay:
+        found["handle_timeout_termination"] = bool(replay["handle_timeout_termination"])
+    if str(entry.get("replay_buffer_class", "")) in REPLAY_CLASSES:
+        found["buffer_class"] = str(entry["replay_buffer_class"])
+    return found
+
+
+def _data_of(value: Any, argument: str) -> Any:
+    return read_literal(value, argument) if isinstance(value, str) else value
+
+
+def read_literal(text: str, argument: str) -> Any:
+    """Read a value that is written as Python: numbers, lists, dicts, names; nothing is evaluated."""
+    try:
+        return _value(ast.parse(text.strip(), mode="eval").body)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ArgumentError(
+            f"{argument} ({text!r}) is no plain value ({error}); write numbers, lists and dicts"
+        ) from error
+
+
+def _value(node: ast.expr) -> Any:
+    if isinstance(node, ast.Call):
+        return _called(node)
+    if isinstance(node, ast.Attribute | ast.Name):
+        return node.attr if isinstance(node, ast.Attribute) else node.id
+    if isinstance(node, ast.Dict):
+        if None in node.keys:
+            raise ValueError("'**' is not data")
+        return {_value(key): _value(value) for key, value in zip(node.keys, node.values, strict=True) if key}
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_value(item) for item in node.elts]
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):
+        return _number(node.left) * _number(node.right)
+    return ast.literal_eval(node)
+
+
+def _called(node: ast.Call) -> dict[str, Any]:
+    if not isinstance(node.func, ast.Name) or node.func.id != "dict" or node.args:
+        raise ValueError(f"{ast.unparse(node)} is a call")
+    if any(keyword.arg is None for keyword in node.keywords):
+        raise ValueError("'**' is not data")
+    return {str(keyword.arg): _value(keyword.value) for keyword in node.keywords}
+
+
+def _number(node: ast.expr) -> float:
+    value = _value(node)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{ast.unparse(node)} is no number")  # noqa: TRY004 as every other refusal here
+    return value
+
+
 def spec_from_model(model: Any) -> Spec:
     """Read a model's configuration."""
     algo = type(model).__name__.lower()
     if algo not in ALGORITHMS or not hasattr(model, "observation_space"):
-        names = ", ".join(algorithm.class_name for algorithm in ALGORITHMS.values())
+        names = ", ".join(algorithm.name for algorithm in ALGORITHMS.values())
         raise ArgumentError(f"model ({type(model).__name__}) is none that holdall plan knows: {names}")
+    env = read_vec_env(model.get_env())
     values: dict[str, Any] = {
         "observation": model.observation_space,
         "action": model.action_space,
@@ -250,7 +244,10 @@ def spec_from_model(model: Any) -> Spec:
         "policy_kwargs": _plain_policy_kwargs(model.policy_kwargs),
         "device": model.device.type,
         "sb3": installed_version(),
-    } | _vector_environment(model.get_env())
+        "vec_env": env.kind or "dummy",
+        "start_method": env.start_method,
+        "frame_stack": env.frame_stack,
+    }
     if ALGORITHMS[algo].on_policy:
         values |= {"n_steps": int(model.n_steps), "batch_size": int(getattr(model, "batch_size", 0) or 0)}
     else:
@@ -271,19 +268,6 @@ def _replay_settings(model: Any) -> dict[str, Any]:
         "optimize_memory_usage": bool(model.optimize_memory_usage) and not ours,
         "handle_timeout_termination": bool(getattr(model.replay_buffer, "handle_timeout_termination", True)),
     }
-
-
-def _vector_environment(env: Any) -> dict[str, Any]:
-    """Look through the wrappers for how environments run, and for a stack of frames."""
-    found: dict[str, Any] = {"vec_env": "dummy"}
-    while env is not None:
-        if type(env).__name__ == "SubprocVecEnv":
-            method = getattr(getattr(env, "processes", [None])[0], "_start_method", None) or ""
-            found |= {"vec_env": "subproc", "start_method": method}
-        if type(env).__name__ == "VecFrameStack":
-            found["frame_stack"] = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
-        env = getattr(env, "venv", None)
-    return found
 
 
 def _policy_name(model: Any) -> str:

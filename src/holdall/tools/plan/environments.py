@@ -13,7 +13,7 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import gymnasium as gym
 import numpy as np
@@ -26,7 +26,8 @@ _BOX = re.compile(r"(?P<shape>\d+(?:x\d+)*)(?::(?P<dtype>[a-z]+\d*))?")
 _COUNTED_SPACE = re.compile(r"(?P<kind>discrete|multibinary|multidiscrete)\((?P<counts>\d+(?:\s*,\s*\d+)*)\)")
 _FORMS = "84x84x3:uint8, 31 (float32), discrete(4), multibinary(6) or multidiscrete(3,4)"
 _MOST_ELEMENTS = 2**26
-"""Shapes beyond this are a slip of the pen, and gymnasium allocates four arrays of a box's shape to tell its bounds."""
+"""Larger shapes are a typing error, and gymnasium allocates four arrays of a box's shape for its bounds."""
+_FEW_STEPS = 50  # steps after which an environment has loaded what it needs
 
 
 def parse_space(text: str, argument: str) -> spaces.Space[Any]:
@@ -79,7 +80,7 @@ def space_to_dict(space: spaces.Space[Any]) -> dict[str, Any]:
 
 
 def space_from_dict(data: Mapping[str, Any]) -> spaces.Space[Any]:
-    """Make a space of what `describe` returned."""
+    """Make a space of what `space_to_dict` returned."""
     kind = data["kind"]
     if kind == "dict":
         return spaces.Dict({key: space_from_dict(child) for key, child in data["spaces"].items()})
@@ -160,10 +161,6 @@ def _finite(value: float) -> float | None:
     return value if np.isfinite(value) else None
 
 
-_FEW_STEPS = 50
-"""Steps after which an environment has loaded what it needs."""
-
-
 def make_single_env(env_id: str, wrapper: str = "") -> Any:
     """Make one environment."""
     env = _instantiate(env_id)
@@ -232,3 +229,27 @@ def random_steps(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bo
         next_obs, reward, terminated, truncated, _ = env.step(action)
         yield obs, action, float(np.asarray(reward).item()), next_obs, bool(terminated), bool(truncated)
         obs = env.reset()[0] if terminated or truncated else next_obs
+
+
+class VecEnvFacts(NamedTuple):
+    """How the environments of a live model run."""
+
+    kind: str  # "dummy" or "subproc"; empty: neither
+    start_method: str  # of the processes; empty: not known
+    frame_stack: int
+
+
+def read_vec_env(env: Any) -> VecEnvFacts:
+    """Look through the wrappers of a vector environment of Stable-Baselines3."""
+    kind, method, frames = "", "", 1
+    while env is not None:
+        match type(env).__name__:
+            case "DummyVecEnv":
+                kind = "dummy"
+            case "SubprocVecEnv":
+                kind = "subproc"
+                method = getattr(getattr(env, "processes", [None])[0], "_start_method", None) or ""
+            case "VecFrameStack":
+                frames = int(env.stacked_obs.n_stack if hasattr(env, "stacked_obs") else env.n_stack)
+        env = getattr(env, "venv", None)
+    return VecEnvFacts(kind, method, frames)

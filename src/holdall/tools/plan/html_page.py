@@ -9,22 +9,31 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest
+from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, heading, largest_sizes, row_name, size_name
-from holdall.tools.report.charts import (
+from holdall.tools.report import (
     BarPiece,
     BarRow,
+    Card,
     Child,
     Markup,
     Plot,
     PlotLayer,
     Scale,
+    Tile,
     bars,
     bytes_scale,
+    cards,
+    code,
+    document,
     joined,
+    section,
+    sentence,
+    table,
     tag,
+    tiles,
+    toned_word,
 )
-from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.units import format_bytes
 
 _TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
@@ -32,7 +41,7 @@ _COLOURS = {
     "CUDA": "c8", "holdall": "c0", "copied": "c7", "buffer": "c1", "libraries": "c5", "weights": "c4", "batch": "c2",
 }  # fmt: skip
 """By a word in the name of a part; environments and processes have the one that is left."""
-_PROVENANCE = "Every part says how it is known: exact, measured, traced, or an estimate."
+_PROVENANCE = "Each part names its source: exact, measured, traced, or an estimate."
 
 
 def write_plan_page(plan: Plan) -> str:
@@ -40,7 +49,7 @@ def write_plan_page(plan: Plan) -> str:
     sections = [_tiles(plan), _answer(plan), _checks(plan), *_phases(plan), _capacities(plan), _profiles(plan)]
     if plan.notes:
         notes = tag("ul", *(tag("li", sentence(note)) for note in plan.notes), class_="notes")
-        sections.append(section("What was left out", notes))
+        sections.append(section("Not included", notes))
     return document(heading(plan), "plan", (), sections)
 
 
@@ -49,7 +58,7 @@ def _verdict_badge(verdict: object) -> Markup:
 
 
 def _tiles(plan: Plan) -> Markup:
-    check = max(plan.checks, key=lambda check: check.verdict.value)  # the one that decides
+    check = max(plan.checks, key=lambda check: check.verdict)  # the one that decides
     verdict = str(plan.verdict)
     shown = [
         Tile("verdict", verdict, check.what, _TONES[verdict]),
@@ -63,7 +72,7 @@ def _answer(plan: Plan) -> Markup:
     found: list[Child] = []
     if plan.change is not None:
         found.append(cards([Card("info", plan.change.title, sentence(plan.change.why))]))
-    elif plan.verdict.value:
+    elif plan.verdict:
         found.append(cards([Card("error", "No single change makes it fit here", "")]))
     title = "The cheapest change that makes it fit" if plan.change else "To paste"
     return section(title, *found, code(plan.code))
@@ -84,7 +93,7 @@ def _checks(plan: Plan) -> Markup:
     lead = (
         "A run fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
     )
-    return section("Against what there is", table(heads, rows, "Checks", words=2), lead=lead)
+    return section("Need and limits", table(heads, rows, "Checks", words=2), lead=lead)
 
 
 def _phases(plan: Plan) -> list[Markup]:
@@ -115,7 +124,7 @@ def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
 def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> Markup:
     names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts if part.nbytes))
     colours = {name: _colour(name) for name in names}
-    peak = largest(phases)
+    peak = largest_phase(phases)
     rows = [
         BarRow(
             phase.name,
@@ -125,7 +134,7 @@ def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> 
                 if part.nbytes
             ],
             format_bytes(phase.nbytes),
-            "" if phase.happens else "if ever",
+            "" if phase.happens else "not in this run",
             strong=phase is peak,
         )
         for phase in phases
@@ -147,7 +156,7 @@ def _colour(name: str) -> str:
 def _capacities(plan: Plan) -> Markup:
     name = row_name(plan.spec)
     heads = [name.lower(), "SB3's buffer", "the run"]
-    holdall = plan.known.experience is not None
+    holdall = plan.known.need is not None
     rows: list[list[Child]] = []
     for row in plan.table:
         cells: list[Child] = [size_name(row.size), both_units(row.sb3_bytes), _verdict_badge(row.sb3_verdict)]
@@ -156,7 +165,9 @@ def _capacities(plan: Plan) -> Markup:
         rows.append(cells)
     figures = table(heads + (["holdall's", "the run"] if holdall else []), rows, f"{name} against memory")
     sizes = tiles(Tile(f"largest {what}", size) for what, size in largest_sizes(plan))
-    lead = "What the buffer takes; verdicts are on the whole run. Each of the largest is for all else as it is."
+    lead = (
+        "Bytes are those of the buffer, verdicts those of the whole run. A largest size holds if nothing else changes."
+    )
     return section(f"{name} against memory", sizes, _curves(plan), figures, lead=lead)
 
 
@@ -164,10 +175,10 @@ def _curves(plan: Plan) -> Markup:
     rows = sorted(plan.table, key=lambda row: row.size)
     sizes = np.array([0, *(row.size for row in rows)], np.float64)
     layers = [PlotLayer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
-    if plan.known.experience is not None:
-        ours = [plan.known.experience.need(0), *(row.holdall_bytes or 0 for row in rows)]
+    if plan.known.need is not None:
+        ours = [plan.known.need.need(0), *(row.holdall_bytes or 0 for row in rows)]
         layers.append(PlotLayer("holdall's memory", "c0", np.array(ours, np.float64)))
-    limit = plan.known.room.limit_bytes
+    limit = plan.known.limits.limit_bytes
     most = max(float(layer.values.max()) for layer in layers)
     scale = bytes_scale(limit if most <= limit <= 2 * most else most)
     unit = row_name(plan.spec).lower()

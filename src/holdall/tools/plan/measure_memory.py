@@ -9,7 +9,7 @@ measured on real steps or not given.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from itertools import chain
 from typing import Any, NamedTuple
@@ -23,14 +23,12 @@ from holdall.replay import ReplayMemory
 from holdall.rollout import RolloutMemory
 from holdall.storage.segment import SEGMENT_BYTES
 from holdall.tools.plan.environments import has_images, make_single_env, random_steps
-from holdall.tools.plan.phases import HoldallNeed
-from holdall.tools.plan.spec import Spec, leaves_of
+from holdall.tools.plan.phases import SEGMENTS_OF_A_CAPACITY, HoldallNeed
+from holdall.tools.plan.spec import Spec
 
 _NOISE_BYTES = 48 * 2**20
 _NOISE_TICKS = 256
-_SEGMENTS = 4
-"""A probe's memory is cut into this many segments, so that all but the last one are closed and sealed."""
-_SEGMENTS_OF_A_CAPACITY = 16
+_SEGMENTS = 4  # a probe's memory is cut into this many segments, so that all but the last one are compressed
 _SETTLE_S = 60.0
 _TRIALS = 2
 """A codec is chosen by how fast it decodes, and a busy machine may let a good one look slow: so more than once."""
@@ -41,7 +39,7 @@ StepArrays = tuple[Any, Any, Any, Any, Any, Any]  # obs, action, reward, next_ob
 
 
 class FilledMemory(NamedTuple):
-    """What a memory told after it was filled a little."""
+    """What a memory reports after a few steps were added."""
 
     bytes_per_transition: float
     beside_bytes: int  # that the process took, and no field of the memory counts
@@ -50,48 +48,37 @@ class FilledMemory(NamedTuple):
 
 def need_from_spaces(spec: Spec) -> HoldallNeed:
     """Fill a memory with noise that overlaps as frame stacks do: an upper bound, if the environment overlaps too."""
-    ticks = int(np.clip(_NOISE_BYTES // (_observation_bytes(spec) * spec.num_envs), 16, _NOISE_TICKS))
+    ticks = int(np.clip(_NOISE_BYTES // (spec.observation_bytes * spec.num_envs), 16, _NOISE_TICKS))
     filled = (_fill_rollout if spec.on_policy else _fill_replay)(spec, _noise_steps(spec), ticks)
-    return HoldallNeed(filled.bytes_per_transition, None, _batches_bytes(spec) + _TABLES_BYTES, 0, filled.findings)
+    return HoldallNeed(filled.bytes_per_transition, None, _fixed_bytes(spec), 0, filled.findings)
 
 
 def measure_need(spec: Spec, steps: int, prefer: str) -> dict[str, Any]:
     """Play the run's environment into two memories, one raw and one that compresses."""
     ticks = max(steps // spec.num_envs, 16 * _SEGMENTS)
+    played, fixed = ticks * spec.num_envs, _fixed_bytes(spec)
     if spec.on_policy:
         raw = _fill_rollout(spec, environment_steps(spec), ticks)
-        return asdict(
-            HoldallNeed(
-                raw.bytes_per_transition,
-                None,
-                _batches_bytes(spec) + _TABLES_BYTES,
-                ticks * spec.num_envs,
-                raw.findings,
-            )
-        )
+        return asdict(HoldallNeed(raw.bytes_per_transition, None, fixed, played, raw.findings))
     # These first: what codecs work in is taken from a heap that nothing else has stretched yet.
     trials = [_fill_replay(spec, environment_steps(spec), ticks, prefer) for _ in range(_TRIALS)]
-    if _relative_spread(trials) > _LARGEST_SPREAD:
+    sizes = [trial.bytes_per_transition for trial in trials]
+    if max(sizes) / max(min(sizes), 1.0) - 1 > _LARGEST_SPREAD:
         trials.append(_fill_replay(spec, environment_steps(spec), ticks, prefer))
     sealed = min(trials, key=lambda trial: trial.bytes_per_transition)
     raw = _fill_replay(spec, environment_steps(spec), ticks)
-    least = _batches_bytes(spec) + _TABLES_BYTES  # a heap that was stretched before hides what is taken from it
+    # A heap that was stretched before hides what is taken from it: never less than is known to be needed.
     found = HoldallNeed(
         raw.bytes_per_transition,
         min(sealed.bytes_per_transition, raw.bytes_per_transition),
-        max(raw.beside_bytes, least),
-        ticks * spec.num_envs,
+        max(raw.beside_bytes, fixed),
+        played,
         raw.findings | sealed.findings,
-        max(trials[0].beside_bytes, least),
+        max(trials[0].beside_bytes, fixed),
         SEGMENT_BYTES,
         min(max(trial.bytes_per_transition for trial in trials), raw.bytes_per_transition),
     )
     return asdict(found)
-
-
-def _relative_spread(trials: list[FilledMemory]) -> float:
-    each = [trial.bytes_per_transition for trial in trials]
-    return max(each) / max(min(each), 1.0) - 1
 
 
 def _fill_replay(spec: Spec, steps: Iterator[StepArrays], ticks: int, prefer: str | None = None) -> FilledMemory:
@@ -104,7 +91,7 @@ def _fill_replay(spec: Spec, steps: Iterator[StepArrays], ticks: int, prefer: st
     capacity = max(spec.capacity, ticks * lanes)
     if prefer is not None:
         settings = {"budget": None, "prefer": prefer}
-        capacity = ticks // _SEGMENTS * _SEGMENTS_OF_A_CAPACITY * lanes
+        capacity = ticks // _SEGMENTS * SEGMENTS_OF_A_CAPACITY * lanes
     first, last = _quarters(ticks)
     drawn = min(spec.batch, first * lanes)
     readings = []
@@ -158,13 +145,12 @@ def wait_until_compressed(memory: ReplayMemory) -> Any:
     return report
 
 
-def _batches_bytes(spec: Spec) -> int:
-    """Bytes of batches: of a replay two, with next observations, one drawn while the last is used; of a rollout one."""
-    return (1 if spec.on_policy else 4) * spec.batch * _observation_bytes(spec)
+def _fixed_bytes(spec: Spec) -> int:
+    """Bytes beside the transitions: tables, and batches.
 
-
-def _observation_bytes(spec: Spec) -> int:
-    return sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
+    Of a replay memory these are two batches with next observations, one drawn while the last is used; of a rollout one.
+    """
+    return (1 if spec.on_policy else 4) * spec.batch * spec.observation_bytes + _TABLES_BYTES
 
 
 def _noise_steps(spec: Spec) -> Iterator[StepArrays]:
@@ -172,10 +158,10 @@ def _noise_steps(spec: Spec) -> Iterator[StepArrays]:
     rng = np.random.default_rng(0)
     lanes = spec.num_envs
     observation, stack = stored_space(spec.observation), spec.frame_stack
-    obs = _map_space(observation, lambda space: _random_values(rng, space, lanes))
+    obs = _map_space(lambda space: _random_values(rng, space, lanes), observation)
     while True:
-        next_obs = _map_space_with(observation, obs, lambda space, old: _shift_frames(rng, space, old, stack))
-        action = _map_space(spec.action, lambda space: _random_values(rng, space, lanes))
+        next_obs = _map_space(lambda space, old: _shift_frames(rng, space, old, stack), observation, obs)
+        action = _random_values(rng, spec.action, lanes)
         flags = np.zeros(lanes, np.bool_)
         yield obs, action, np.zeros(lanes, np.float32), next_obs, flags, flags
         obs = next_obs
@@ -198,14 +184,10 @@ def environment_steps(spec: Spec) -> Iterator[StepArrays]:
 
 def _stacked_steps(spec: Spec, seed: int) -> Iterator[tuple[Any, ...]]:
     stack: Any = None
-    for obs, action, reward, next_obs, terminated, truncated in random_steps(
-        make_single_env(spec.env_id, spec.wrapper), seed
-    ):
-        stack = _channels_first(obs) if spec.frame_stack == 1 else stack
-        if spec.frame_stack == 1:
-            yield stack, action, reward, _channels_first(next_obs), terminated, truncated
-            continue
-        stack = _push_frame(None, _channels_first(obs), spec.frame_stack) if stack is None else stack
+    env = make_single_env(spec.env_id, spec.wrapper)
+    for obs, action, reward, next_obs, terminated, truncated in random_steps(env, seed):
+        if stack is None:
+            stack = _push_frame(None, _channels_first(obs), spec.frame_stack)
         following = _push_frame(stack, _channels_first(next_obs), spec.frame_stack)
         yield stack, action, reward, following, terminated, truncated
         stack = None if terminated or truncated else following
@@ -213,6 +195,8 @@ def _stacked_steps(spec: Spec, seed: int) -> Iterator[tuple[Any, ...]]:
 
 def _push_frame(stack: Any, frame: Any, frames: int) -> Any:
     """Push a frame in at the end; a new stack begins with zeros, as Stable-Baselines3's does."""
+    if frames == 1:
+        return frame
     if isinstance(frame, dict):
         return {key: _push_frame(None if stack is None else stack[key], value, frames) for key, value in frame.items()}
     axis = 0 if frame.ndim == 3 and frame.dtype == np.uint8 else -1
@@ -241,21 +225,14 @@ def stored_space(space: spaces.Space[Any]) -> spaces.Space[Any]:
 
 
 def _stack_envs(space: spaces.Space[Any], values: tuple[Any, ...]) -> Any:
+    return _map_space(lambda leaf, *each: np.stack([np.asarray(one, leaf.dtype) for one in each]), space, *values)
+
+
+def _map_space(function: Callable[..., Any], space: spaces.Space[Any], *values: Any) -> Any:
+    """Call a function for every plain space of a Dict, with the values under its key."""
     if isinstance(space, spaces.Dict):
-        return {key: _stack_envs(space[key], tuple(value[key] for value in values)) for key in space.spaces}
-    return np.stack([np.asarray(value, space.dtype) for value in values])
-
-
-def _map_space(space: spaces.Space[Any], function: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: function(child) for key, child in space.spaces.items()}
-    return function(space)
-
-
-def _map_space_with(space: spaces.Space[Any], value: Any, function: Any) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: function(child, value[key]) for key, child in space.spaces.items()}
-    return function(space, value)
+        return {key: function(child, *(value[key] for value in values)) for key, child in space.spaces.items()}
+    return function(space, *values)
 
 
 def _random_values(rng: np.random.Generator, space: Any, lanes: int) -> NDArray[Any]:

@@ -10,18 +10,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum
-from typing import Any
+from enum import IntEnum
+from typing import Any, NamedTuple
 
 from holdall.machine import Limit
-from holdall.tools.plan.spec import Spec, leaves_of
+from holdall.tools.plan.buffer_layout import leaves_of
+from holdall.tools.plan.spec import Spec
 
-_SEGMENTS_OF_A_CAPACITY = 16
-"""A segment is at most this share of the capacity."""
-_MOST_RAW_SEGMENTS = 3
-"""Segments that are raw at most while the worker keeps up: the open one, one waiting, and one being sealed."""
-_RATIO_SPREAD = 0.1
-"""What the ratio of the first thousands of steps may be off by."""
+MIB = 2**20
+SEGMENTS_OF_A_CAPACITY = 16  # a segment is at most this share of the capacity
+MAPPED_FROM = 32 * MIB  # the C library's largest threshold: it always maps blocks from here on on their own
+
+_MOST_RAW_SEGMENTS = 3  # while the worker keeps up: the open one, one that waits, and one that is compressed
+_RATIO_SPREAD = 0.1  # how much the ratio of the first thousands of steps may be wrong
+_HEAP_SPREAD = 1.6  # of a heap over what lives in it at most: freed blocks leave holes; measured 1.1 to 2.2
+_MOST_HEAP_SPREAD = 2.5
+_LIBRARIES_SPREAD = 0.05
+_PROCESSES_SPREAD = 0.15
+_PROBED_SPREAD = 0.05
+_ALIGNMENT_BYTES = 64
+
+_FORKED_BYTES = 6 * MIB  # what a forked process changes of the pages that it shares
+_PRELOADED_BYTES = 10 * MIB
+_SERVER_BYTES = 6 * MIB  # an interpreter that only starts others: the fork server, the resource tracker
+
+_CONTEXT_BYTES = 766 * MIB  # a CUDA context where none can be measured: that of an H200 with torch 2.11
+_CUDA_HOST_BYTES = 1100 * MIB  # what CUDA's libraries add to the host's memory, from the same machine
+_MOST_CUDA_HOST_BYTES = 1500 * MIB
+_BLAS_BYTES = 65 * MIB  # workspace of the matrix products, taken from torch's pool once
+_CONVOLUTION_SPREAD = 1.2  # workspace of convolutions on a GPU, beside what they read and write; measured 1.1 to 1.8
+_POOL_SPREAD = 2.1  # torch's pool hands out whole blocks and keeps them; measured up to 2.0 times what is in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,35 +73,8 @@ class HoldallNeed:
         if self.compressed_bytes is None:
             return self.raw_need(transitions)
         # The worker seals a segment faster than training fills the next one: one is raw, and it is full at the peak.
-        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // _SEGMENTS_OF_A_CAPACITY)
+        segment = min(self.segment_bytes, int(self.raw_bytes * transitions) // SEGMENTS_OF_A_CAPACITY)
         return int(self.compressed_bytes * transitions) + segments * segment + self.sealing_bytes
-
-
-MIB = 2**20
-_ALIGNMENT_BYTES = 64
-_HEAP_SPREAD = 1.6
-"""How much larger a heap is than what lives in it at most: freed blocks leave holes. Measured: 1.1 to 2.2."""
-_MOST_HEAP_SPREAD = 2.5
-_MAPPED_FROM = 32 * MIB
-_FORKED_BYTES = 6 * MIB
-"""What a forked process changes of the pages that it shares."""
-_PRELOADED_BYTES = 10 * MIB
-_SERVER_BYTES = 6 * MIB
-"""An interpreter that only starts others: the fork server, the resource tracker."""
-_CONTEXT_BYTES = 766 * MIB
-"""A CUDA context with its kernels, where none can be measured: what an H200 showed with torch 2.11."""
-_CUDA_HOST_BYTES = 1100 * MIB
-"""What CUDA's libraries add to the host's memory, where they cannot be measured: likewise."""
-_MOST_CUDA_HOST_BYTES = 1500 * MIB
-_BLAS_BYTES = 65 * MIB
-"""Workspace of the matrix products, taken from torch's pool once."""
-_CONVOLUTION_SPREAD = 1.2
-"""Convolutions on a GPU ask for workspace beside what they read and write. Measured: 1.1 to 1.8."""
-_POOL_SPREAD = 2.1
-"""torch's pool hands out whole blocks and keeps them. Measured: up to 2.0 times what is in use."""
-_LIBRARIES_SPREAD = 0.05
-_PROCESSES_SPREAD = 0.15
-_PROBED_SPREAD = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +90,11 @@ class PhasePart:
     def exact(cls, name: str, nbytes: int) -> PhasePart:
         """Return a part that is known to the byte."""
         return cls(name, nbytes, "exact", nbytes)
+
+    @classmethod
+    def measured(cls, name: str, nbytes: int, spread: float) -> PhasePart:
+        """Return a part that was measured, and may be larger by a share of itself."""
+        return cls(name, nbytes, "measured", int(nbytes * (1 + spread)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +116,15 @@ class RunPhase:
         return sum(part.most_bytes for part in self.parts)
 
 
-@dataclass(frozen=True, slots=True)
-class UpdateBytes:
-    """An update's bytes at one batch size; the fields are those of `sb3_model.UpdateTrace`."""
+class UpdateBytes(NamedTuple):
+    """Bytes of an update at one batch size."""
 
     weights: int
-    settled: int
-    settled_heap: int
-    mapped: int
-    heap: int
-    live: int
+    settled: int  # weights, gradients and the optimizer's state: what stays between updates
+    settled_heap: int  # the part of it in smaller blocks
+    mapped: int  # at the peak, in blocks of their own
+    heap: int  # at the peak, in smaller blocks
+    live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,12 +147,8 @@ class MeasuredCosts:
         if self.traced is None or self.traced_twice is None or batch == self.traced_batch:
             return self.traced
         share = batch / self.traced_batch - 1
-        pairs = zip(_values(self.traced), _values(self.traced_twice), strict=True)
+        pairs = zip(self.traced, self.traced_twice, strict=True)
         return UpdateBytes(*(max(int(once + (twice - once) * share), 0) for once, twice in pairs))
-
-
-def _values(traced: UpdateBytes) -> tuple[int, ...]:
-    return traced.weights, traced.settled, traced.settled_heap, traced.mapped, traced.heap, traced.live
 
 
 def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None = None) -> list[RunPhase]:
@@ -238,25 +229,25 @@ def _libraries_and_environments(spec: Spec, measured: MeasuredCosts) -> list[Pha
     if measured.probe is not None:
         return _probed_libraries(measured.probe, measured)
     libraries = measured.libraries
-    parts = [_part_with_spread("interpreter and libraries", libraries, "measured", _LIBRARIES_SPREAD)]
+    parts = [PhasePart.measured("interpreter and libraries", libraries, _LIBRARIES_SPREAD)]
     if spec.device.startswith("cuda") and measured.vram_context is None:
         parts.append(PhasePart("CUDA's libraries", _CUDA_HOST_BYTES, "estimate", _MOST_CUDA_HOST_BYTES))
     if spec.vec_env != "dummy":
         name = f"{spec.num_envs} processes ({spec.method})"
-        parts.append(_part_with_spread(name, process_bytes(spec, measured), "measured", _PROCESSES_SPREAD))
+        parts.append(PhasePart.measured(name, process_bytes(spec, measured), _PROCESSES_SPREAD))
     elif measured.env_first is not None:
         size = measured.env_first + (spec.num_envs - 1) * measured.env_each
-        parts.append(_part_with_spread(f"{spec.num_envs} environments", size, "measured", _PROCESSES_SPREAD))
+        parts.append(PhasePart.measured(f"{spec.num_envs} environments", size, _PROCESSES_SPREAD))
     return parts
 
 
 def _probed_libraries(probe: Mapping[str, Any], measured: MeasuredCosts) -> list[PhasePart]:
     weights = 0 if measured.traced is None else measured.traced.weights
     held = max(int(probe["constructed"]) - weights, 0)
-    parts = [_part_with_spread("interpreter, libraries, environments", held, "measured", _PROBED_SPREAD)]
+    parts = [PhasePart.measured("interpreter, libraries, environments", held, _PROBED_SPREAD)]
     if probe["processes"]:
         unique = sum(int(child["unique"]) for child in probe["processes"])
-        parts.append(_part_with_spread(f"{len(probe['processes'])} processes", unique, "measured", _PROBED_SPREAD))
+        parts.append(PhasePart.measured(f"{len(probe['processes'])} processes", unique, _PROBED_SPREAD))
     return parts
 
 
@@ -279,34 +270,23 @@ def _update(spec: Spec, networks: UpdateBytes | None, measured: MeasuredCosts, c
     if measured.probe is not None:
         settled = 0 if networks is None else networks.settled - networks.weights
         known = int(measured.probe["constructed"]) + int(measured.probe["buffer_bytes"]) + settled
-        return [
-            _part_with_spread("batch and activations", max(int(measured.probe["trained"]) - known, 0), "measured", 0.1)
-        ]
-    gathered = _gathered_batch_bytes(spec)
+        return [PhasePart.measured("batch and activations", max(int(measured.probe["trained"]) - known, 0), 0.1)]
+    # One batch of observations as the buffer returns it, before it becomes tensors.
+    gathered = spec.batch * spec.observation_bytes * (1 if spec.on_policy else 2)
     if networks is None:
-        return [_part_with_spread("batch", 2 * gathered, "estimate", 1.0)]
+        return [PhasePart("batch", 2 * gathered, "estimate", 4 * gathered)]
     churn = max(networks.heap - networks.settled_heap, 0)
     mapped = max(networks.mapped - (networks.settled - networks.settled_heap), 0)
-    if gathered < _MAPPED_FROM:
+    if gathered < MAPPED_FROM:
         churn += gathered
-    if copies < _MAPPED_FROM:  # freed after the flattening, but the heap stays as large
+    if copies < MAPPED_FROM:  # freed after the flattening, but the heap stays as large
         churn += copies
     size = max(mapped + int(_HEAP_SPREAD * churn), 2 * gathered)
     most = max(int(1.15 * mapped + _MOST_HEAP_SPREAD * churn), 2 * gathered) + 16 * MIB
     return [PhasePart("batch and activations", size, "traced", most)]
 
 
-def _gathered_batch_bytes(spec: Spec) -> int:
-    """Bytes of one batch of observations as the buffer hands it over, before it becomes tensors."""
-    once = sum(leaf.nbytes for leaf in leaves_of(spec.observation, "obs"))
-    return spec.batch * once * (1 if spec.on_policy else 2)
-
-
-def _part_with_spread(name: str, nbytes: int, how: str, spread: float) -> PhasePart:
-    return PhasePart(name, nbytes, how, int(nbytes * (1 + spread)))
-
-
-class FitVerdict(Enum):
+class FitVerdict(IntEnum):
     """Whether a run fits; the value is the command's exit code."""
 
     FITS = 0
@@ -350,31 +330,55 @@ class LimitCheck:
         return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
 
 
-def largest(phases: Sequence[RunPhase]) -> RunPhase:
+def largest_phase(phases: Sequence[RunPhase]) -> RunPhase:
     """Return the phase that decides."""
     return max((phase for phase in phases if phase.happens), key=lambda phase: phase.most_bytes)
 
 
-def checks(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> list[LimitCheck]:
-    """Compare every need of a run with what there is; `holdall`: its memory is used."""
-    host = host_phases(spec, measured, holdall)
-    need = max(phase.nbytes for phase in host if phase.happens)
-    found = [LimitCheck(f"memory, {largest(host).name}", need, largest(host).most_bytes, room.memory[0])]
-    if room.largest_mapping is not None and holdall is None:
-        array = max(spec.layout().arrays, key=lambda array: array.nbytes)
-        whole = Limit("memory and swap, for one array", room.largest_mapping, room.largest_mapping)
-        found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
-    gpu = vram_phases(spec, measured)
-    if gpu and room.vram is not None:
-        most = largest(gpu)
-        found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, room.vram))
-    if room.shared_memory is not None and (size := shared_bytes(spec)):
-        found.append(LimitCheck("shared memory", size, size, room.shared_memory))
-    if room.disk is not None and holdall is None and (size := checkpoint_bytes(spec, measured)):
-        found.append(LimitCheck("one checkpoint", size, size, room.disk))
-    return found
+@dataclass(frozen=True, slots=True)
+class PlanInputs:
+    """Everything that the arithmetic needs beside the spec; every answer of a plan is worked out by these methods."""
 
+    measured: MeasuredCosts
+    limits: MachineLimits
+    need: HoldallNeed | None  # what holdall's memory would need; None: not known
 
-def verdict_of(spec: Spec, measured: MeasuredCosts, room: MachineLimits, holdall: HoldallNeed | None) -> FitVerdict:
-    """Return the worst of all checks."""
-    return max((check.verdict for check in checks(spec, measured, room, holdall)), key=lambda verdict: verdict.value)
+    def phases(self, spec: Spec, *, holdall: bool) -> list[RunPhase]:
+        """Work out the host's memory by phase, with holdall's memory or with Stable-Baselines3's buffer."""
+        return host_phases(spec, self.measured, self.need if holdall else None)
+
+    def need_bytes(self, spec: Spec, *, holdall: bool) -> int:
+        """Bytes of the largest phase."""
+        return max(phase.nbytes for phase in self.phases(spec, holdall=holdall) if phase.happens)
+
+    def checks(self, spec: Spec, *, holdall: bool) -> list[LimitCheck]:
+        """Compare every need of a run with its limit."""
+        limits, theirs = self.limits, not holdall or self.need is None  # theirs: Stable-Baselines3's buffer is used
+        worst = largest_phase(self.phases(spec, holdall=holdall))
+        need = self.need_bytes(spec, holdall=holdall)
+        found = [LimitCheck(f"memory, {worst.name}", need, worst.most_bytes, limits.memory[0])]
+        if limits.largest_mapping is not None and theirs:
+            array = max(spec.layout().arrays, key=lambda array: array.nbytes)
+            whole = Limit("memory and swap, for one array", limits.largest_mapping, limits.largest_mapping)
+            found.append(LimitCheck(f"array {array.name}", array.nbytes, array.nbytes, whole))
+        gpu = vram_phases(spec, self.measured)
+        if gpu and limits.vram is not None:
+            most = largest_phase(gpu)
+            found.append(LimitCheck(f"GPU memory, {most.name}", most.nbytes, most.most_bytes, limits.vram))
+        if limits.shared_memory is not None and (size := shared_bytes(spec)):
+            found.append(LimitCheck("shared memory", size, size, limits.shared_memory))
+        if limits.disk is not None and theirs and (size := checkpoint_bytes(spec, self.measured)):
+            found.append(LimitCheck("one checkpoint", size, size, limits.disk))
+        return found
+
+    def verdict(self, spec: Spec, *, holdall: bool) -> FitVerdict:
+        """Return the worst of all checks."""
+        return max(check.verdict for check in self.checks(spec, holdall=holdall))
+
+    def fits(self, spec: Spec, *, holdall: bool) -> bool:
+        """Whether a run fits for sure."""
+        return self.verdict(spec, holdall=holdall) is FitVerdict.FITS
+
+    def within(self, limit_bytes: int) -> PlanInputs:
+        """Return the same with less host memory."""
+        return replace(self, limits=replace(self.limits, memory=(Limit("profile", limit_bytes, limit_bytes),)))

@@ -1,4 +1,4 @@
-"""The plan of one run: measure what may be measured, work out the rest, and name it in words and units.
+"""The plan of one run: measure what may be measured, calculate the rest, and name it in words and units.
 
 In:  a spec, and how much may be measured.  Out: a `Plan`, for the terminal, JSON and HTML, and the texts that the
 terminal and the HTML page share.
@@ -20,18 +20,18 @@ from holdall.tools.plan.phases import (
     LimitCheck,
     MachineLimits,
     MeasuredCosts,
+    PlanInputs,
     RunPhase,
     UpdateBytes,
-    checks,
-    host_phases,
-    largest,
+    largest_phase,
     vram_phases,
 )
-from holdall.tools.plan.recommend import CapacityRow, PlanInputs, ShareProfile, SuggestedChange
+from holdall.tools.plan.recommend import CapacityRow, ShareProfile, SuggestedChange
 from holdall.tools.plan.spec import Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
 SCHEMA = "holdall.plan/1"
+_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +53,29 @@ class Plan:
     @property
     def verdict(self) -> FitVerdict:
         """The worst of all checks."""
-        return max((check.verdict for check in self.checks), key=lambda verdict: verdict.value)
+        return max(check.verdict for check in self.checks)
 
     @property
     def peak(self) -> RunPhase:
         """The phase that decides, with the buffer that the run uses."""
-        return largest(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
+        return largest_phase(self.holdall_phases if self.spec.uses_holdall and self.holdall_phases else self.phases)
 
     @property
     def code(self) -> str:
         """The lines to paste: the run as it is if it fits, or the cheapest change that makes it fit."""
-        if self.change is None:
-            return recommend.code(self.spec, holdall=self.spec.uses_holdall, compressed=self._compresses(self.spec))
-        change = self.change
-        compressed = self._compresses(change.spec)
-        return recommend.code(change.spec, holdall=change.holdall, setup=change.setup, compressed=compressed)
+        change = self.change or SuggestedChange("", "", self.spec)
+        spec, compressed = change.spec, self._compresses(change.spec)
+        return recommend.code_to_paste(spec, holdall=spec.uses_holdall, setup=change.setup, compressed=compressed)
 
     def _compresses(self, spec: Spec) -> bool:
-        """Whether a run with holdall's buffer fits only if all that is sealed is compressed."""
-        experience = self.known.experience
-        if experience is None or experience.compressed_bytes is None:
+        """Whether a run with holdall's buffer fits only if all closed segments are compressed."""
+        need = self.known.need
+        if need is None or need.compressed_bytes is None:
             return False
-        return experience.raw_need(spec.layout().transitions) > self.known.room.limit_bytes // 2
+        return need.raw_need(spec.layout().transitions) > self.known.limits.limit_bytes // 2
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and strings; docs/plan.md describes them."""
-        experience = self.known.experience
         layout = self.spec.layout()
         return {
             "schema": SCHEMA,
@@ -95,7 +92,7 @@ class Plan:
                     for a in layout.arrays
                 ],
             },
-            "holdall": None if experience is None else asdict(experience),
+            "holdall": None if self.known.need is None else asdict(self.known.need),
             "checks": [
                 {
                     "what": check.what,
@@ -107,18 +104,12 @@ class Plan:
                 }
                 for check in self.checks
             ],
-            "limits": [asdict(limit) for limit in self.known.room.memory],
+            "limits": [asdict(limit) for limit in self.known.limits.memory],
             "phases": [_phase(phase) for phase in self.phases],
             "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
             "vram_phases": [_phase(phase) for phase in self.vram],
             "table": [
-                {
-                    "size": row.size,
-                    "sb3_bytes": row.sb3_bytes,
-                    "sb3_verdict": str(row.sb3_verdict),
-                    "holdall_bytes": row.holdall_bytes,
-                    "holdall_verdict": None if row.holdall_verdict is None else str(row.holdall_verdict),
-                }
+                {name: str(value) if isinstance(value, FitVerdict) else value for name, value in asdict(row).items()}
                 for row in self.table
             ],
             "profiles": [asdict(profile) for profile in self.profiles],
@@ -152,22 +143,23 @@ def make_plan(
         environment: What `measure_environment` found, if an environment was made.
     """
     notes: list[str] = []
-    room = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
-    with ThreadPoolExecutor(1) as beside:  # the trial's libraries load while holdall's memory is asked
-        base = beside.submit(run_probe, "baseline", spec=spec, networks=networks)
-        made_up = None if probe_steps and spec.env_id else _need_from_spaces(spec)
+    limits = _machine_limits(budget_bytes, memory_bytes, checkpoint_dir)
+    with ThreadPoolExecutor(1) as background:
+        base = background.submit(run_probe, "baseline", spec=spec, networks=networks)
+        from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 loads while the probe runs
+
+        made_up = None if probe_steps and spec.env_id else need_from_spaces(spec)
         measured, vram = _measure(spec, base.result(), networks, probe_steps, environment, notes)
     if vram_bytes is not None:
         vram = Limit("--vram", vram_bytes, vram_bytes)
-    room = replace(room, vram=vram)
-    experience = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
+    need = made_up or HoldallNeed(**run_probe("experience", spec=spec, steps=probe_steps, prefer=prefer))
     if made_up is not None and not spec.on_policy:
         notes.append("holdall's need is without compression, whose ratio is only measured with --env and --probe")
-    return plan_from_inputs(spec, PlanInputs(measured, room, experience), notes)
+    return plan_from_inputs(spec, PlanInputs(measured, replace(limits, vram=vram), need), notes)
 
 
 def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoint_dir: Path | None) -> MachineLimits:
-    """Look at this machine, or at what is said of another."""
+    """Return the limits of this machine, or those that the user gives of another."""
     if memory_bytes is None:
         limits, mapping = memory_limits(budget_bytes), largest_mapping()
         return MachineLimits(tuple(limits), None, disk(checkpoint_dir or Path.cwd()), shared_memory(), mapping)
@@ -178,22 +170,22 @@ def _machine_limits(budget_bytes: int | None, memory_bytes: int | None, checkpoi
 
 
 def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
-    """Answer every question from what is known."""
-    uses = spec.uses_holdall and known.experience is not None
-    experience = known.experience
+    """Work out every part of a plan from what is known."""
+    has_need = known.need is not None
+    uses = spec.uses_holdall and has_need
     change = None if known.fits(spec, holdall=uses) else recommend.cheapest_change(spec, known)
     return Plan(
         spec,
         known,
-        tuple(checks(spec, known.measured, known.room, experience if uses else None)),
-        tuple(host_phases(spec, known.measured)),
-        () if experience is None else tuple(host_phases(spec, known.measured, experience)),
+        tuple(known.checks(spec, holdall=uses)),
+        tuple(known.phases(spec, holdall=False)),
+        tuple(known.phases(spec, holdall=True)) if has_need else (),
         tuple(vram_phases(spec, known.measured)),
-        tuple(recommend.table(spec, known)),
-        tuple(recommend.profiles(spec, known)),
+        tuple(recommend.capacity_table(spec, known)),
+        tuple(recommend.share_profiles(spec, known)),
         {
             "sb3_size": recommend.largest_size(spec, known, holdall=False),
-            "holdall_size": None if experience is None else recommend.largest_size(spec, known, holdall=True),
+            "holdall_size": recommend.largest_size(spec, known, holdall=True) if has_need else None,
             "batch_size": recommend.largest_batch(spec, known),
             "num_envs": recommend.largest_num_envs(spec, known),
         },
@@ -218,7 +210,7 @@ def _measure(
     if not networks:
         notes.append("networks are not counted: leave --no-networks out")
     if spec.device.startswith("cuda") and vram is None:
-        notes.append("no GPU was found here: what it needs is worked out; what is free is given by --vram")
+        notes.append("no GPU was found here: its need is calculated; give its free memory with --vram")
     env = environment or {}
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
@@ -235,12 +227,6 @@ def _measure(
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
 
 
-def _need_from_spaces(spec: Spec) -> HoldallNeed:
-    from holdall.tools.plan.measure_memory import need_from_spaces  # noqa: PLC0415 the memory is imported while the trial runs
-
-    return need_from_spaces(spec)
-
-
 def _phase(phase: RunPhase) -> dict[str, Any]:
     return {
         "name": phase.name,
@@ -249,9 +235,6 @@ def _phase(phase: RunPhase) -> dict[str, Any]:
         "happens": phase.happens,
         "parts": [asdict(part) for part in phase.parts],
     }
-
-
-_GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 
 
 def both_units(count: int) -> str:
@@ -294,11 +277,11 @@ def heading(plan: Plan) -> str:
     size = f"{spec.rollout_steps:,} steps" if spec.on_policy else f"{spec.capacity:,} transitions"
     envs = f"{spec.num_envs} environment{'s' if spec.num_envs > 1 else ''}"
     called = f"{spec.name}: " if spec.name else ""
-    return f"{called}{spec.algorithm.class_name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
+    return f"{called}{spec.algorithm.name}, {spec.policy_name}, {size}, {envs}, batches of {spec.batch:,}"
 
 
 def largest_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
-    """Name the largest sizes that fit, all else as it is."""
+    """Name the largest sizes that fit, each if nothing else changes."""
     size = row_name(plan.spec).lower()
     names = {
         "sb3_size": f"{size} with SB3's buffer",

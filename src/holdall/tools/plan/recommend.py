@@ -9,36 +9,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from holdall.machine import Limit
-from holdall.tools.plan.phases import FitVerdict, HoldallNeed, MachineLimits, MeasuredCosts, host_phases, verdict_of
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES, Spec, installed_version
+from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
+from holdall.tools.plan.phases import FitVerdict, PlanInputs
+from holdall.tools.plan.spec import Spec
 
 _LARGEST_SIZE = 1 << 40
-PROFILES = {"memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1)}
+PROFILES = {
+    "memory-efficient": (0.25, 1), "fast": (0.4, 1), "balanced": (0.55, 1), "quality": (0.7, 1),
+    "aggressive": (0.55, 4),
+}  # fmt: skip
 """Share of this machine's limit that the whole run may take, and by how much the batch is larger."""
-PROFILES |= {"aggressive": (0.55, 4)}
 _TABLE_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
-
-
-@dataclass(frozen=True, slots=True)
-class PlanInputs:
-    """Everything that the arithmetic needs beside the spec."""
-
-    measured: MeasuredCosts
-    room: MachineLimits
-    experience: HoldallNeed | None  # what holdall would need; None: not known
-
-    def fits(self, spec: Spec, *, holdall: bool) -> bool:
-        """Whether a run fits for sure."""
-        return self.verdict(spec, holdall=holdall) is FitVerdict.FITS
-
-    def verdict(self, spec: Spec, *, holdall: bool) -> FitVerdict:
-        """Say whether a run fits."""
-        return verdict_of(spec, self.measured, self.room, self.experience if holdall else None)
-
-    def within(self, limit_bytes: int) -> PlanInputs:
-        """Return the same with less host memory."""
-        return replace(self, room=replace(self.room, memory=(Limit("profile", limit_bytes, limit_bytes),)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +51,7 @@ class SuggestedChange:
 
     title: str
     why: str
-    spec: Spec
-    holdall: bool
+    spec: Spec  # the changed run
     setup: str = ""  # a line before the model is made
 
 
@@ -85,7 +65,7 @@ def resized(spec: Spec, size: int) -> Spec:
     return spec.but(n_steps=size) if spec.on_policy else spec.but(capacity=size)
 
 
-def table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
+def capacity_table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
     """Lay capacities beside each other, from the one that was asked for down."""
     sizes = sorted({max(int(size_of(spec) * share), 1) for share in _TABLE_SHARES}, reverse=True)
     return [_row(resized(spec, size), known) for size in sizes]
@@ -93,24 +73,23 @@ def table(spec: Spec, known: PlanInputs) -> list[CapacityRow]:
 
 def _row(spec: Spec, known: PlanInputs) -> CapacityRow:
     layout = spec.layout()
-    experience = known.experience
     return CapacityRow(
         size_of(spec),
         layout.nbytes,
         known.verdict(spec, holdall=False),
-        None if experience is None else experience.need(layout.transitions),
-        None if experience is None else known.verdict(spec, holdall=True),
+        None if known.need is None else known.need.need(layout.transitions),
+        None if known.need is None else known.verdict(spec, holdall=True),
     )
 
 
-def profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
+def share_profiles(spec: Spec, known: PlanInputs) -> list[ShareProfile]:
     """Fill each profile's share of the limit."""
     found = []
     for name, (share, times) in PROFILES.items():
-        limit = int(known.room.limit_bytes * share)
+        limit = int(known.limits.limit_bytes * share)
         inside = known.within(limit)
         wanted = spec.but(batch_size=spec.batch * times) if times > 1 and spec.algorithm.batch_size else spec
-        holdall = largest_size(wanted, inside, holdall=True) if known.experience is not None else None
+        holdall = largest_size(wanted, inside, holdall=True) if known.need is not None else None
         sb3 = largest_size(wanted, inside, holdall=False)
         found.append(ShareProfile(name, share, limit, wanted.batch, sb3, holdall))
     return found
@@ -131,7 +110,7 @@ def largest_batch(spec: Spec, known: PlanInputs) -> int | None:
 
 
 def largest_num_envs(spec: Spec, known: PlanInputs) -> int:
-    """Return the most environments that fit, with all else as it is."""
+    """Return the most environments that fit, if nothing else changes."""
     top = _LARGEST_SIZE if spec.on_policy else max(spec.capacity, 1)
     return largest_int(lambda count: known.fits(spec.but(num_envs=count), holdall=spec.uses_holdall), top)
 
@@ -153,7 +132,7 @@ def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
 def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:
     """Return the first change that makes the run fit, those first that do not alter what is learnt."""
     for change in _changes(spec, known):
-        if known.fits(change.spec, holdall=change.holdall):
+        if known.fits(change.spec, holdall=change.spec.uses_holdall):
             return change
     return None
 
@@ -162,32 +141,24 @@ def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     sb3 = spec.sb3 or installed_version()
     if spec.on_policy and sb3 is not None and sb3 < ROLLOUTS_KEEP_DTYPES:
         newer = spec.but(sb3=ROLLOUTS_KEEP_DTYPES)
-        yield SuggestedChange(
-            "upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer, spec.uses_holdall
-        )
-    holdall = spec.uses_holdall or known.experience is not None
-    if holdall and not spec.uses_holdall:
+        yield SuggestedChange("upgrade Stable-Baselines3", "rollouts keep the observations' dtype from 2.7.1 on", newer)
+    ours = None if spec.uses_holdall or known.need is None else spec.but(uses_holdall=True)
+    if ours is not None:
         why = "each frame is kept once, nothing is copied to flatten it, and the samples are the same, bit for bit"
-        yield SuggestedChange("keep the experience in holdall's buffer", why, spec.but(uses_holdall=True), holdall=True)
-    yield from _process_changes(spec)
-    if holdall and not spec.uses_holdall:  # which then loses less than without it
-        for change in _smaller_sizes(spec.but(uses_holdall=True), known):
-            yield replace(change, spec=change.spec.but(uses_holdall=False), holdall=False)  # enough by itself, at times
+        yield SuggestedChange("keep the experience in holdall's buffer", why, ours)
+    if spec.vec_env != "dummy" and spec.method != "fork" and spec.num_envs > 1:
+        setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
+        preloading = spec.but(start_method="forkserver", preloads=True)
+        why = "the processes then share the libraries' pages"
+        yield SuggestedChange("let the fork server import torch once", why, preloading, setup)
+    if ours is not None:  # which then loses less than without it
+        for change in _smaller_sizes(ours, known):
+            yield replace(change, spec=change.spec.but(uses_holdall=False))  # enough by itself, at times
             yield replace(change, title=f"holdall's buffer, and {change.title}")
     yield from _smaller_sizes(spec, known)
-    for count in _halvings(spec.num_envs):
-        yield SuggestedChange(
-            f"{count} environments", "each takes memory of its own", spec.but(num_envs=count), spec.uses_holdall
-        )
-
-
-def _process_changes(spec: Spec) -> Iterator[SuggestedChange]:
-    if spec.vec_env == "dummy" or spec.method == "fork" or spec.num_envs == 1:
-        return
-    setup = 'multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])'
-    preloading = spec.but(start_method="forkserver", preloads=True)
-    why = "the processes then share the libraries' pages"
-    yield SuggestedChange("let the fork server import torch once", why, preloading, spec.uses_holdall, setup)
+    count = spec.num_envs
+    while (count := count // 2) >= 1:
+        yield SuggestedChange(f"{count} environments", "each takes memory of its own", spec.but(num_envs=count))
 
 
 def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
@@ -196,18 +167,12 @@ def _smaller_sizes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:
     if size := rounded_down(largest_size(spec, known, holdall=spec.uses_holdall)):
         name = "rollouts of {:,} steps" if spec.on_policy else "a capacity of {:,}"
         title, why = name.format(size), f"the largest that fits, of {size_of(spec):,}"
-        tries.append((size / size_of(spec), SuggestedChange(title, why, resized(spec, size), spec.uses_holdall)))
+        tries.append((size / size_of(spec), SuggestedChange(title, why, resized(spec, size))))
     if batch := largest_batch(spec, known):
         batch = 1 << (batch.bit_length() - 1)
         title, why = f"batches of {batch:,}", f"activations grow with the batch, of {spec.batch:,}"
-        tries.append((batch / spec.batch, SuggestedChange(title, why, spec.but(batch_size=batch), spec.uses_holdall)))
+        tries.append((batch / spec.batch, SuggestedChange(title, why, spec.but(batch_size=batch))))
     yield from (change for share, change in sorted(tries, key=lambda found: -found[0]) if share < 1)
-
-
-def _halvings(count: int) -> Iterator[int]:
-    while count > 1:
-        count //= 2
-        yield count
 
 
 def rounded_down(count: int) -> int:
@@ -216,14 +181,10 @@ def rounded_down(count: int) -> int:
     return count // unit * unit
 
 
-def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
+def code_to_paste(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False) -> str:
     """Return the line to paste."""
-    settings = []
     algorithm = spec.algorithm
-    if spec.on_policy:
-        settings.append(f"n_steps={spec.rollout_steps}")
-    else:
-        settings.append(f"buffer_size={spec.capacity:_}")
+    settings = [f"n_steps={spec.rollout_steps}" if spec.on_policy else f"buffer_size={spec.capacity:_}"]
     if algorithm.batch_size is not None:
         settings.append(f"batch_size={spec.batch}")
     lines = [setup] if setup else []
@@ -237,13 +198,6 @@ def code(spec: Spec, *, holdall: bool, setup: str = "", compressed: bool = False
             kwargs_text = repr(kwargs | ({"budget": None} if compressed else {})).replace("'", '"')
             settings.append(f"replay_buffer_kwargs={kwargs_text}")
     elif spec.optimize_memory_usage:
-        settings.append("optimize_memory_usage=True")
-        settings.append('replay_buffer_kwargs={"handle_timeout_termination": False}')
-    lines.append(f'model = {algorithm.class_name}("{spec.policy_name}", env, {", ".join(settings)})')
+        settings += ["optimize_memory_usage=True", 'replay_buffer_kwargs={"handle_timeout_termination": False}']
+    lines.append(f'model = {algorithm.name}("{spec.policy_name}", env, {", ".join(settings)})')
     return "\n".join(lines)
-
-
-def need_bytes(spec: Spec, known: PlanInputs, *, holdall: bool) -> int:
-    """Bytes of the largest phase."""
-    phases = host_phases(spec, known.measured, known.experience if holdall else None)
-    return max(phase.nbytes for phase in phases if phase.happens)

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, SupportsFloat
 
 import gymnasium as gym
 import numpy as np
@@ -30,9 +30,14 @@ from torch.utils._pytree import tree_leaves
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.plan.environments import make_single_env
+from holdall.tools.plan.phases import MAPPED_FROM, UpdateBytes
 from holdall.tools.plan.spec import Spec
 
 EPISODE_STEPS = 200
+_UPDATES = 40
+_BATCHES = 3  # batches in a shortened rollout
+_ROLLOUTS = 3
+_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
 class SpaceEnv(gym.Env[Any, Any]):
@@ -59,7 +64,7 @@ def build_model(spec: Spec, *, capacity: int | None = None, env: VecEnv | None =
     """Construct the algorithm; `capacity` replaces the spec's where only the networks are of interest."""
     algorithm = spec.algorithm
     try:
-        cls = getattr(importlib.import_module(algorithm.package), algorithm.class_name)
+        cls = getattr(importlib.import_module(algorithm.package), algorithm.name)
     except ImportError as error:
         raise MissingPackageError(
             f"algo ({spec.algo}) is in {algorithm.package}, which is not installed; pip install {algorithm.package}, "
@@ -129,12 +134,6 @@ def _class_of(module: Any, value: str, base: type, name: str) -> type:
     return found
 
 
-_UPDATES = 40
-_BATCHES = 3
-"""Batches in a shortened rollout."""
-_ROLLOUTS = 3
-
-
 def measure_updates(spec: Spec, steps: int) -> dict[str, Any]:
     """Collect, train, and read the peaks."""
     short = with_short_rollouts(spec)
@@ -182,23 +181,7 @@ def _child_processes() -> list[dict[str, int]]:
     return found
 
 
-_MAPPED_FROM = 32 * 2**20
-"""The C library's largest threshold: blocks from here on are always mapped on their own."""
-_CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
-
-
-class UpdateTrace(NamedTuple):
-    """Bytes of an update."""
-
-    weights: int
-    settled: int  # weights, gradients and the optimizer's state: what stays between updates
-    settled_heap: int  # the part of it in smaller blocks
-    mapped: int  # at the peak, in blocks of their own
-    heap: int  # at the peak, in smaller blocks
-    live: int  # the most tensors that were alive at once, without what a CPU's convolutions copy: a GPU's need
-
-
-def trace_update(spec: Spec) -> UpdateTrace:
+def trace_update(spec: Spec) -> UpdateBytes:
     """Trace two updates: the second one has the optimizer's state beside it."""
     live = LiveTensorBytes()
     # One environment and one batch: what an update holds does not depend on how the batch was collected. Tensors
@@ -214,7 +197,7 @@ def trace_update(spec: Spec) -> UpdateTrace:
         settled = live.now
         live.peak = live.highest = live.now
         updates()
-    return UpdateTrace(
+    return UpdateBytes(
         weights, max(settled, live.now), live.heap, live.peak - live.highest_heap, live.highest_heap, live.highest
     )
 
@@ -255,8 +238,8 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
             if isinstance(tensor, torch.Tensor):
                 self._count(tensor.untyped_storage())
         copies = _convolution_copies(args, out) if func in _CONVOLUTIONS else []
-        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < _MAPPED_FROM))
-        mapped = self.mapped + sum(size for size in copies if size >= _MAPPED_FROM)
+        self.highest_heap = max(self.highest_heap, self.heap + sum(size for size in copies if size < MAPPED_FROM))
+        mapped = self.mapped + sum(size for size in copies if size >= MAPPED_FROM)
         self.peak = max(self.peak, mapped + self.highest_heap)
         self.highest = max(self.highest, self.now)
         return out
@@ -272,7 +255,7 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
         self._change(self._known.pop(key, 0), -1)
 
     def _change(self, size: int, sign: int) -> None:
-        if size >= _MAPPED_FROM:
+        if size >= MAPPED_FROM:
             self.mapped += sign * size
         else:
             self.heap += sign * size

@@ -14,14 +14,20 @@ import sys
 import warnings
 from typing import Any
 
+import numpy as np
+from gymnasium import spaces
+
 from holdall.errors import ArgumentError, HoldallError
 from holdall.machine import begin_peak, held_bytes
 from holdall.tools.plan.environments import measure_environment
 from holdall.tools.plan.spec import Spec
 
+_TINY_IMAGE = (36, 36, 1)
+_TINY_BATCH = 4
+
 
 class ProbeError(HoldallError, RuntimeError):
-    """A trial in a process of its own did not end well."""
+    """A measurement in a process of its own failed."""
 
 
 def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[str, Any]:
@@ -40,22 +46,18 @@ def run_probe(task: str, *, timeout_s: float = 600, **arguments: Any) -> dict[st
         )
     except subprocess.TimeoutExpired as error:
         raise ProbeError(
-            f"the trial of {task} took more than {timeout_s:.0f} s; ask for fewer --probe steps"
+            f"the measurement ({task}) took more than {timeout_s:.0f} s; ask for fewer --probe steps"
         ) from error
     try:
         reply = json.loads(done.stdout)
     except ValueError:
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         killed = f"was killed by signal {-done.returncode}" if done.returncode < 0 else "failed"
-        raise ProbeError(f"the trial of {task} {killed}: {last}") from None
+        raise ProbeError(f"the measurement ({task}) {killed}: {last}") from None
     if "error" in reply:
         raise ArgumentError(reply["error"])
     answer: dict[str, Any] = reply["answer"]
     return answer
-
-
-_TINY_IMAGE = (36, 36, 1)
-_TINY_BATCH = 4
 
 
 def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
@@ -95,20 +97,11 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
 
 def _tiny_spec(spec: Spec) -> Spec:
     """Return a run of the same algorithm whose networks are next to nothing."""
-    import numpy as np  # noqa: PLC0415
-    from gymnasium import spaces  # noqa: PLC0415 numpy alone is loaded so far
-
     convolves = spec.policy_name != "MlpPolicy"
     image, vector = spaces.Box(0, 255, _TINY_IMAGE, np.uint8), spaces.Box(-1, 1, (3,), np.float32)
     steps = _TINY_BATCH if spec.on_policy else 0
-    return Spec(
-        spec.algo,
-        image if convolves else vector,
-        spec.action,
-        batch_size=_TINY_BATCH,
-        device=spec.device,
-        n_steps=steps,
-    )
+    seen = image if convolves else vector
+    return Spec(spec.algo, seen, spec.action, batch_size=_TINY_BATCH, device=spec.device, n_steps=steps)
 
 
 def _free_vram() -> int | None:

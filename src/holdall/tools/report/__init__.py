@@ -15,16 +15,52 @@ from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.tools.report.buffer_results import BUFFERS_FORMAT, BufferResults, summarize_buffers, write_buffers_page
+from holdall.tools.report.charts import (
+    BarPiece,
+    BarRow,
+    Child,
+    Markup,
+    Plot,
+    PlotLayer,
+    Scale,
+    bars,
+    bytes_scale,
+    joined,
+    tag,
+)
+from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.tools.report.json_lines import JsonLine, read_lines
 from holdall.tools.report.recording import RECORDING_FORMAT, Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.report.results import BENCH_FORMAT, Results
+from holdall.tools.report.results import (
+    BENCH_FORMAT,
+    Interval,
+    ProfileAndBuffer,
+    ProfileRanking,
+    Results,
+    SeedsSummary,
+    TrainingRun,
+    summaries,
+)
 from holdall.tools.report.results_page import summarize_bench, write_bench_page
+
+__all__ = [
+    "BENCH_FORMAT", "BUFFERS_FORMAT", "BarPiece", "BarRow", "Card", "Child", "Interval", "JsonLine", "Markup", "Plot",
+    "PlotLayer", "ProfileAndBuffer", "ProfileRanking", "Report", "Scale", "SeedsSummary", "Tile", "TrainingRun",
+    "bars", "bytes_scale", "cards", "code", "document", "joined", "read_report", "section", "sentence", "summaries",
+    "table", "tag", "tiles", "toned_word",
+]  # fmt: skip
+
+_KINDS: dict[str, tuple[Callable[[JsonLine, Iterable[JsonLine]], Any], Callable[[Any], str], Callable[[Any], Any]]] = {
+    RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording),
+    BENCH_FORMAT: (Results.read, write_bench_page, summarize_bench),
+    BUFFERS_FORMAT: (BufferResults.read, write_buffers_page, summarize_buffers),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What a file says."""
+    """A file that was read: its format, and what writes its page and its summary."""
 
     form: str
     page: Callable[[], str]
@@ -36,32 +72,14 @@ def read_report(path: Path) -> Report:
     lines = read_lines(path)
     header = next(lines, None)
     form = "" if header is None or header.kind != "header" else header.text("format") or ""
-    makers: dict[str, Callable[[JsonLine, Iterable[JsonLine]], Report]] = {
-        RECORDING_FORMAT: _recording_report,
-        BENCH_FORMAT: _bench_report,
-        BUFFERS_FORMAT: _buffers_report,
-    }
-    if header is None or form not in makers:
+    if header is None or form not in _KINDS:
         found = (
             "is empty" if header is None else f"begins with format {form!r}" if form else "does not begin with a header"
         )
         raise ArgumentError(
             f"file ({path}) {found}; it must be what `holdall watch --record`, `holdall bench` or `holdall bench "
-            f"buffers` wrote ({', '.join(makers)})"
+            f"buffers` wrote ({', '.join(_KINDS)})"
         )
-    return makers[form](header, lines)
-
-
-def _recording_report(header: JsonLine, lines: Iterable[JsonLine]) -> Report:
-    found = Recording.read(header, lines)
-    return Report(RECORDING_FORMAT, lambda: write_recording_page(found), lambda: summarize_recording(found))
-
-
-def _bench_report(header: JsonLine, lines: Iterable[JsonLine]) -> Report:
-    found = Results.read(header, lines)
-    return Report(BENCH_FORMAT, lambda: write_bench_page(found), lambda: summarize_bench(found))
-
-
-def _buffers_report(header: JsonLine, lines: Iterable[JsonLine]) -> Report:
-    found = BufferResults.read(header, lines)
-    return Report(BUFFERS_FORMAT, lambda: write_buffers_page(found), lambda: summarize_buffers(found))
+    read, write_page, summarize = _KINDS[form]
+    found = read(header, lines)
+    return Report(form, lambda: write_page(found), lambda: summarize(found))

@@ -17,6 +17,7 @@ from holdall.units import format_bytes
 
 BUFFERS_FORMAT = "holdall-bench-buffers-1"
 _MOST_RECORDS = 5_000
+_OURS = "holdall"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +88,6 @@ def _read_figures(line: JsonLine) -> BufferFigures:
     )
 
 
-_OURS = "holdall"
 _FIGURES: tuple[tuple[str, Callable[[BufferFigures], float | None], str], ...] = (
     ("memory of a transition", lambda one: one.bytes_per_transition, "bytes"),
     ("add, of one step", lambda one: one.add_us, "µs"),

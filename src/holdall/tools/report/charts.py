@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -20,6 +20,19 @@ from numpy.typing import NDArray
 from holdall.units import format_bytes
 
 _VOID = frozenset({"br", "hr", "link", "meta"})
+_STEPS = (1, 2, 2.5, 5, 10)
+_BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
+_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
+_SMALLEST = 1e-6
+_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
+_SIDE = 1000
+_LIMIT_IN_SIGHT = 2.5
+_SHARE_FOR_A_NAME = 0.09
+"""A band whose last value takes this share of the height has its name written into it."""
+SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
+"""Signs that differ in shape, and not in colour alone."""
+_BAR_HEIGHT = 22
+_WHISKER = 3
 
 
 class Markup(str):
@@ -61,13 +74,6 @@ def _attribute(key: str, value: Attribute) -> str:
     return f" {name}" if value is True else f' {name}="{escape(str(value))}"'
 
 
-_STEPS = (1, 2, 2.5, 5, 10)
-_BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
-_SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
-_SMALLEST = 1e-6
-_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
-
-
 @dataclass(frozen=True, slots=True)
 class Scale:
     """An axis from zero."""
@@ -89,6 +95,12 @@ def bytes_scale(largest: float, ticks: int = 5) -> Scale:
     steps = [step * unit * shift for shift in (1 / 1024, 1) for step in _BINARY_STEPS]
     steps += [2.0**power for power in range(41, 63)]
     return _scale(largest, ticks, steps, _round_bytes, "bytes", tight=True)
+
+
+def limited_scale(largest: float, limit: float | None) -> Scale:
+    """Make an axis of bytes that shows a limit, unless the limit is so far away that it would flatten the rest."""
+    in_sight = limit is not None and largest <= limit <= _LIMIT_IN_SIGHT * largest
+    return bytes_scale(limit if limit is not None and in_sight else largest)
 
 
 def number_scale(largest: float, ticks: int = 5) -> Scale:
@@ -159,11 +171,6 @@ def thinned_positions(values: Floats, most: int) -> NDArray[np.int64]:
     return np.unique(np.array(ends + lowest + highest, np.int64))
 
 
-_SIDE = 1000
-_SHARE_FOR_A_NAME = 0.09
-"""A band whose last value takes this share of the height has its name written into it."""
-
-
 @dataclass(frozen=True, slots=True)
 class PlotLayer:
     """One named series."""
@@ -216,9 +223,9 @@ class Plot:
         return tag(
             "div",
             tag("div", *self._flags(), class_="flags") if self.flags else None,
-            tag("div", *self._vertical_ticks(), class_="y-axis", aria_hidden="true"),
+            y_axis(self.scale),
             surface,
-            tag("div", *self._horizontal_ticks(), class_="x-axis", aria_hidden="true"),
+            x_axis(self.ticks),
             self._legend(),
             tag("script", self._figures(), type="application/json", class_="figures"),
             class_="plot-frame",
@@ -264,7 +271,7 @@ class Plot:
             return []
         share = self.scale.share(self.limit[0])
         side = "below" if share > 0.9 else "above"
-        return [tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{100 * share:.2f}%")]
+        return [tag("span", self.limit[1], class_=f"limit-label {side}", style=f"bottom:{percent(share)}")]
 
     def _band_names(self) -> list[Markup]:
         """Name the bands that are thick enough at the end, so that a reader need not go by colour alone."""
@@ -275,26 +282,15 @@ class Plot:
             thick = self.scale.share(layer.values[-1])
             if thick >= _SHARE_FOR_A_NAME:
                 middle = self.scale.share(below) + thick / 2
-                names.append(tag("span", layer.name, class_="band-name", style=f"bottom:{100 * middle:.2f}%"))
+                names.append(tag("span", layer.name, class_="band-name", style=f"bottom:{percent(middle)}"))
             below += layer.values[-1]
         return names
-
-    def _vertical_ticks(self) -> list[Markup]:
-        text, share = self.scale.text, self.scale.share
-        return [tag("span", text(value), style=f"bottom:{100 * share(value):.2f}%") for value in self.scale.ticks]
-
-    def _horizontal_ticks(self) -> list[Markup]:
-        ends = {0.0: "begin", 1.0: "end"}  # their text stays inside of the plot
-        return [
-            tag("span", text, style=f"left:{100 * share:.2f}%", class_=ends.get(round(share, 2)))
-            for share, text in self.ticks
-        ]
 
     def _flags(self) -> list[Markup]:
         return [
             tag(
                 "span", SEVERITY_SIGNS[flag.severity], class_=f"flag mark {flag.severity}", data_tip=flag.text,
-                role="img", aria_label=flag.text, style=f"left:{100 * flag.share:.2f}%",
+                role="img", aria_label=flag.text, style=f"left:{percent(flag.share)}",
             )
             for flag in self.flags
         ]  # fmt: skip
@@ -310,8 +306,8 @@ class Plot:
     def _spoken(self, position: int) -> str:
         if position < 0:
             return "no readings"
-        said = [f"{layer.name} {self.scale.text(layer.values[position])}" for layer in self.layers]
-        return f"{self.heads[position]}: {', '.join(said)}"
+        shown = [f"{layer.name} {self.scale.text(layer.values[position])}" for layer in self.layers]
+        return f"{self.heads[position]}: {', '.join(shown)}"
 
     def _figures(self) -> Markup:
         figures = {
@@ -328,8 +324,22 @@ class Plot:
         return Markup(text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026"))
 
 
-SEVERITY_SIGNS = {"info": "●", "warning": "▲", "error": "◆"}
-"""Signs that differ in shape, and not in colour alone."""
+def y_axis(scale: Scale) -> Markup:
+    """Write the values on the vertical axis."""
+    ticks = [tag("span", scale.text(value), style=f"bottom:{percent(scale.share(value))}") for value in scale.ticks]
+    return tag("div", *ticks, class_="y-axis", aria_hidden="true")
+
+
+def x_axis(ticks: Iterable[tuple[float, str]]) -> Markup:
+    """Write shares and texts on the horizontal axis."""
+    ends = {0.0: "begin", 1.0: "end"}  # their text stays inside of the plot
+    spans = [tag("span", text, style=f"left:{percent(at)}", class_=ends.get(round(at, 2))) for at, text in ticks]
+    return tag("div", *spans, class_="x-axis", aria_hidden="true")
+
+
+def percent(share: float) -> str:
+    """Write a share as CSS and SVG take it."""
+    return f"{100 * share:.2f}%"
 
 
 def _down(share: float) -> str:
@@ -338,10 +348,6 @@ def _down(share: float) -> str:
 
 def _point(x: float, share: float) -> str:
     return f"{_SIDE * x:.1f},{_down(share)}"
-
-
-_BAR_HEIGHT = 22
-_WHISKER = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,14 +409,14 @@ def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool)
             continue
         x, wide = scale.share(left), scale.share(left + piece.value) - scale.share(left)
         marks.append(
-            tag("rect", x=_percent(x), width=_percent(wide), height=_BAR_HEIGHT, class_=f"mark {piece.colour}",
+            tag("rect", x=percent(x), width=percent(wide), height=_BAR_HEIGHT, class_=f"mark {piece.colour}",
                 role="img", aria_label=piece.tip, data_tip=piece.tip)
         )  # fmt: skip
         left += piece.value
     if row.interval is not None:
         marks += _bar_interval(row.interval, scale)
     if limit is not None and limit[0] <= scale.end:
-        at = _percent(scale.share(limit[0]))
+        at = percent(scale.share(limit[0]))
         marks.append(tag("line", x1=at, x2=at, y1="0", y2=_BAR_HEIGHT, class_="limit"))
     name = tag("div", breakable(row.name), tag("small", row.note) if row.note else None, class_="bar-name")
     drawing = tag("svg", *marks, height=_BAR_HEIGHT, width="100%", focusable="false")
@@ -419,12 +425,12 @@ def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool)
 
 
 def _bar_dot(piece: BarPiece, scale: Scale) -> Markup:
-    return tag("circle", cx=_percent(scale.share(piece.value)), cy=_BAR_HEIGHT // 2, r="6",
+    return tag("circle", cx=percent(scale.share(piece.value)), cy=_BAR_HEIGHT // 2, r="6",
                class_=f"mark {piece.colour}", role="img", aria_label=piece.tip, data_tip=piece.tip)  # fmt: skip
 
 
 def _bar_interval(interval: tuple[float, float], scale: Scale) -> list[Markup]:
-    low, high = (_percent(scale.share(end)) for end in interval)
+    low, high = (percent(scale.share(end)) for end in interval)
     middle = _BAR_HEIGHT / 2
     top, bottom = middle - 2 * _WHISKER, middle + 2 * _WHISKER
     return [
@@ -432,7 +438,3 @@ def _bar_interval(interval: tuple[float, float], scale: Scale) -> list[Markup]:
         tag("line", x1=low, x2=low, y1=top, y2=bottom, class_="interval"),
         tag("line", x1=high, x2=high, y1=top, y2=bottom, class_="interval"),
     ]
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"

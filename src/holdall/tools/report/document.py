@@ -16,6 +16,7 @@ from importlib import resources
 from holdall.tools.report.charts import SEVERITY_SIGNS, Child, Markup, tag
 
 _THEME_WORDS = "Switch between the light and the dark theme"
+_SIGNS = {"good": "✓", **SEVERITY_SIGNS}
 
 
 def document(title: str, kind: str, facts: Sequence[str], sections: Iterable[Markup]) -> str:
@@ -102,7 +103,7 @@ def tiles(those: Iterable[Tile]) -> Markup:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """Something that was found: how grave it is, what, by what evidence, and what to do."""
+    """Something that was found: how severe it is, what it is, the evidence, and what to do."""
 
     severity: str  # info, warning, error or good
     name: str
@@ -112,17 +113,14 @@ class Card:
     when: str = ""
 
 
-_SEVERITY_WORDS = {"good": ("good", "✓"), **{name: (name, sign) for name, sign in SEVERITY_SIGNS.items()}}
-
-
 def cards(those: Iterable[Card]) -> Markup:
     """Write cards, one below the other."""
     return tag("div", *(_card(card) for card in those), class_="cards")
 
 
 def _card(card: Card) -> Markup:
-    word, sign = _SEVERITY_WORDS[card.severity]
-    badge = tag("span", tag("span", sign, aria_hidden="true"), f" {word}", class_="badge")
+    sign = tag("span", _SIGNS[card.severity], aria_hidden="true")
+    badge = tag("span", sign, f" {card.severity}", class_="badge")
     facts = [tag("div", tag("dt", name), tag("dd", value)) for name, value in card.evidence]
     return tag(
         "article",
@@ -172,4 +170,4 @@ def sentence(text: str) -> str:
 
 def toned_word(text: str, tone: str) -> Markup:
     """Write a word whose tone is shown by a sign and a colour: good, warning or error."""
-    return tag("span", tag("span", _SEVERITY_WORDS[tone][1], aria_hidden="true"), f" {text}", class_=f"said {tone}")
+    return tag("span", tag("span", _SIGNS[tone], aria_hidden="true"), f" {text}", class_=f"said {tone}")

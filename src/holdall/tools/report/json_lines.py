@@ -35,11 +35,9 @@ class JsonLine:
 
     def number(self, name: str) -> float | None:
         """Return a finite number."""
-        value = self._values.get(name)
+        value = self._value(name, int | float, "must be a number")
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            self._refuse(name, value, "must be a number")
         if abs(value) > _MOST_NUMBER or not math.isfinite(value):  # in this order: a whole number may be no float
             self._refuse(name, value, "must be a finite number, and not above 10^18")
         return float(value)
@@ -57,12 +55,8 @@ class JsonLine:
 
     def text(self, name: str) -> str | None:
         """Return text, cut off where it is longer than anybody would read."""
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, str):
-            self._refuse(name, value, "must be text")
-        return value if len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
+        value: str | None = self._value(name, str, "must be text")
+        return value if value is None or len(value) <= _MOST_TEXT else value[:_MOST_TEXT] + "…"
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; empty if there is none."""
@@ -70,19 +64,13 @@ class JsonLine:
 
     def flag(self, name: str) -> bool | None:
         """Return a truth value."""
-        value = self._values.get(name)
-        if value is not None and not isinstance(value, bool):
-            self._refuse(name, value, "must be true, false or null")
-        return value
+        flag: bool | None = self._value(name, bool, "must be true, false or null")
+        return flag
 
     def inner(self, name: str) -> JsonLine | None:
         """Return an object in this one."""
-        value = self._values.get(name)
-        if value is None:
-            return None
-        if not isinstance(value, dict):
-            self._refuse(name, value, "must be an object")
-        return self._inner(value, name)
+        value = self._value(name, dict, "must be an object")
+        return None if value is None else self._inner(value, name)
 
     def inners(self, name: str) -> list[JsonLine]:
         """Return a list of objects; empty if there is none."""
@@ -137,11 +125,17 @@ class JsonLine:
                 yield name, str(value)[:_MOST_TEXT]
 
     def _list(self, name: str) -> list[Any]:
+        rule = f"must be a list of at most {_MOST_ITEMS:,} items"
+        value: list[Any] = self._value(name, list, rule) or []
+        if len(value) > _MOST_ITEMS:
+            self._refuse(name, value, rule)
+        return value
+
+    def _value(self, name: str, kind: Any, rule: str) -> Any:
+        """Return a value of a kind, or None; true and false are no numbers."""
         value = self._values.get(name)
-        if value is None:
-            return []
-        if not isinstance(value, list) or len(value) > _MOST_ITEMS:
-            self._refuse(name, value, f"must be a list of at most {_MOST_ITEMS:,} items")
+        if value is not None and (not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool)):
+            self._refuse(name, value, rule)
         return value
 
     def _inner(self, values: dict[str, Any], name: str) -> JsonLine:

@@ -205,7 +205,7 @@ class Recording:
             self.events.append(RecordedEvent(line.number("time"), line.text("text") or ""))
 
     def graded(self) -> Iterator[RecordedVerdict]:
-        """Yield the verdicts, the gravest first."""
+        """Yield the verdicts, the most severe first."""
         order = ("error", "warning", "info")
         yield from sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
 

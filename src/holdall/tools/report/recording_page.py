@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from holdall.tools.report.charts import (
     BarPiece,
     BarRow,
+    Floats,
     Markup,
     Plot,
     PlotFlag,
@@ -25,6 +26,7 @@ from holdall.tools.report.charts import (
     bytes_scale,
     duration,
     joined,
+    limited_scale,
     number,
     number_scale,
     seconds_scale,
@@ -38,8 +40,6 @@ from holdall.units import format_bytes
 _MOST_POINTS = 600
 _MOST_ROWS = 120
 _MOST_BARS = 40
-_LIMIT_IN_SIGHT = 2.5
-"""A limit that is more than this many times the peak would flatten everything else."""
 _NEAR = 0.9
 _COLOURS = {name: f"c{at}" for at, name in enumerate(GROUP_TITLES)}
 _NOT_MEASURED = "not measured"
@@ -47,6 +47,12 @@ _PHASES_LEAD = (
     "The most that the process itself had resident in each phase. Pages that it shares with others count whole here, "
     "and in proportion above."
 )
+_SIZES = frozenset({
+    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
+    "stacks_virtual",
+})  # fmt: skip
+_RATES = frozenset({"slope", "low", "high"})
+_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
 
 def write_recording_page(recording: Recording) -> str:
@@ -166,7 +172,7 @@ def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
 
 
 def _memory(recording: Recording) -> Markup | None:
-    pss, times = recording.pss, recording.times
+    pss = recording.pss
     if not len(pss):
         return None
     chosen = thinned_positions(pss, _MOST_POINTS)
@@ -177,35 +183,27 @@ def _memory(recording: Recording) -> Markup | None:
     ]
     limit = recording.limit
     peak = max(float(pss.max()), *(float(sum(layer.values[at] for layer in layers)) for at in range(len(chosen))))
-    scale = bytes_scale(limit[0] if limit is not None and peak <= limit[0] <= _LIMIT_IN_SIGHT * peak else peak)
+    scale = limited_scale(peak, None if limit is None else limit[0])
     named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
     plot = _over_time(recording, chosen, layers, scale, "Memory over time, by what holds it", limit=named, flags=True)
-    rows = _table_rows(chosen)
-    figures = table(
-        ["after", "step", "all", *(layer.name for layer in layers)],
-        [
-            [
-                duration(times[at]), _step(recording, at), format_bytes(pss[at]),
-                *(format_bytes(layer.values[np.searchsorted(chosen, at)]) for layer in layers),
-            ]
-            for at in rows
-        ],
-        "Memory over time",
-    )  # fmt: skip
+    figures = _figures(recording, chosen, layers, pss, "Memory over time")
     thinned = "" if len(chosen) == len(pss) else f" {len(pss):,} readings are thinned; peaks and lows are kept."
     lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
-    return section("Memory over time", plot, details("These figures as a table", figures), lead=lead)
+    return section("Memory over time", plot, figures, lead=lead)
 
 
-def _table_rows(chosen: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Choose as many readings as a table may have rows, the ends among them."""
-    rows: NDArray[np.int64] = np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)
-    return np.asarray(chosen[np.unique(rows)])
-
-
-def _step(recording: Recording, at: int) -> str:
-    step = recording.series.step[at]
-    return f"{step:,.0f}" if np.isfinite(step) else "-"
+def _figures(
+    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[PlotLayer], total: Floats, caption: str
+) -> Markup:
+    """Write some of the readings that a plot shows as a table, the first and the last among them."""
+    rows = np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64))
+    times, lines = recording.times, []
+    for row in rows:
+        at, step = chosen[row], recording.series.step[chosen[row]]
+        held = [format_bytes(values[row]) for values in (total[chosen], *(layer.values for layer in layers))]
+        lines.append([duration(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
+    heads = ["after", "step", "all", *(layer.name for layer in layers)]
+    return details("These figures as a table", table(heads, lines, caption))
 
 
 def _over_time(
@@ -249,7 +247,7 @@ def _phases(recording: Recording) -> Markup | None:
         return None
     limit = recording.limit
     most = max(phase.peak or 0.0 for phase in phases)
-    scale = bytes_scale(limit[0] if limit is not None and limit[0] <= _LIMIT_IN_SIGHT * most else most)
+    scale = limited_scale(most, None if limit is None else limit[0])
     rows = [
         BarRow(
             phase.name,
@@ -266,8 +264,8 @@ def _phases(recording: Recording) -> Markup | None:
 
 
 def _count_and_time(count: float | None, seconds: float | None) -> str:
-    said = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
-    return ", ".join(said + ([duration(seconds)] if seconds is not None else []))
+    parts = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
+    return ", ".join(parts + ([duration(seconds)] if seconds is not None else []))
 
 
 def _buffers(recording: Recording) -> Markup | None:
@@ -313,20 +311,12 @@ def _gpu(recording: Recording) -> Markup | None:
     chosen = thinned_positions(total, _MOST_POINTS)
     layers = [PlotLayer(name, colour, values[chosen]) for name, (colour, values) in kinds.items() if values.any()]
     peak, limit = max(float(total.max()), 1.0), recording.vram
-    scale = bytes_scale(limit if limit is not None and peak <= limit <= _LIMIT_IN_SIGHT * peak else peak)
+    scale = limited_scale(peak, limit)
     named = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
     plot = _over_time(recording, chosen, layers, scale, "GPU memory over time", limit=named)
-    figures = table(
-        ["after", "all", *(layer.name for layer in layers)],
-        [
-            [duration(recording.times[at]), format_bytes(total[at]),
-             *(format_bytes(layer.values[np.searchsorted(chosen, at)]) for layer in layers)]
-            for at in _table_rows(chosen)
-        ],
-        "GPU memory over time",
-    )  # fmt: skip
-    lead = "What tensors asked for, what torch's pool keeps beside that, and what else this process holds on the GPU."
-    return section("GPU memory", plot, details("These figures as a table", figures), lead=lead)
+    figures = _figures(recording, chosen, layers, total, "GPU memory over time")
+    lead = "What tensors asked for, what torch's pool keeps besides that, and what else this process holds on the GPU."
+    return section("GPU memory", plot, figures, lead=lead)
 
 
 def _speed(recording: Recording) -> Markup | None:
@@ -375,14 +365,6 @@ def _events(recording: Recording) -> Markup | None:
         for moment, event in zip(moments, recording.events, strict=True)
     ]
     return section("Events", joined(table(["after", "what happened"], rows, "Events", words=2)))
-
-
-_SIZES = frozenset({
-    "bytes", "final", "final_pss", "grown", "high", "left", "low", "resident", "retained", "stacks_resident",
-    "stacks_virtual",
-})  # fmt: skip
-_RATES = frozenset({"slope", "low", "high"})
-_COUNTS_WITH_A_BUFFER = frozenset({"left", "slope"})
 
 
 def evidence_in_words(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

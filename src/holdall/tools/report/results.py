@@ -1,60 +1,118 @@
-"""Results of `holdall bench`, read for a page.
+"""Results of `holdall bench`: runs as they are recorded, what the seeds of one profile come to, and rankings.
 
-In:  lines.  Out: one summary for each profile and buffer, the rankings, and the runs that failed.
+In:  lines of a file, or runs as they end.  Out: one summary for each profile and buffer. The bench and its page use the
+same classes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from statistics import fmean, median
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from math import sqrt
+from statistics import fmean, median, stdev
+from typing import Any
 
-from holdall.tools.interval import Interval
 from holdall.tools.report.json_lines import JsonLine
 
 BENCH_FORMAT = "holdall-bench-1"
 PHASES = ("construct", "collect", "fill", "flatten", "train", "save", "load")
 """Phases in the order in which they come; others follow in the file's order."""
-SummaryName = tuple[str, str]  # profile and buffer
 _MOST_RUNS = 10_000
+_QUANTILES = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201, 2.179, 2.160, 2.145, 2.131)
+"""Student's t for 95 % on both sides, by degrees of freedom from 1 on; the normal one beyond."""
+_NORMAL = 1.96
+
+ProfileAndBuffer = tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedRun:
-    """One training; what was not measured is None."""
+class TrainingRun:
+    """One training, or why there is none; what was not measured is None."""
 
     profile: str
     buffer: str
     seed: int
-    status: str
-    reason: str
-    filled: float | None
-    speed: float | None
-    bytes_per_transition: float | None
-    reward: float | None  # mean of the episodes in the later half of training
-    peaks: tuple[tuple[str, float], ...]
-    checkpoint: tuple[tuple[str, float | None], ...]
-    seconds: float | None
+    status: str  # done, failed, stopped, does not fit
+    size: int  # capacity of a replay buffer, or steps of a rollout
+    batch_size: int
+    steps: int = 0
+    filled: float = 0.0  # share of the buffer that was full before training was measured
+    steps_per_second: float | None = None
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    bytes_per_transition: float | None = None
+    rewards: tuple[float, ...] = ()
+    checkpoint: Mapping[str, Any] | None = None
+    seconds: float | None = 0.0
+    reason: str | None = None
 
     @classmethod
-    def read(cls, line: JsonLine) -> ReportedRun:
-        """Read one."""
-        rewards = line.numbers("rewards")
+    def read(cls, line: JsonLine) -> TrainingRun:
+        """Read a line of a file; keys that are not known are skipped."""
         peaks, checkpoint = line.inner("peaks"), line.inner("checkpoint")
         return cls(
-            line.text("profile") or "without a name",
-            line.text("buffer") or "without a name",
-            int(line.number("seed") or 0),
-            line.text("status") or "not known",
-            line.text("reason") or "",
-            line.size("filled"),
-            line.size("steps_per_second"),
-            line.size("bytes_per_transition"),
-            fmean(rewards[len(rewards) // 2 :]) if rewards else None,
-            tuple((name, peaks.size(name) or 0.0) for name in peaks.names()) if peaks else (),
-            tuple((name, checkpoint.size(name)) for name in ("seconds", "bytes", "extra")) if checkpoint else (),
-            line.size("seconds"),
+            profile=line.text("profile") or "without a name",
+            buffer=line.text("buffer") or "without a name",
+            seed=int(line.number("seed") or 0),
+            status=line.text("status") or "not known",
+            size=int(line.size("size") or 0),
+            batch_size=int(line.size("batch_size") or 0),
+            steps=int(line.size("steps") or 0),
+            filled=line.size("filled") or 0.0,
+            steps_per_second=line.size("steps_per_second"),
+            peaks={name: peaks.size(name) or 0.0 for name in peaks.names()} if peaks else {},
+            bytes_per_transition=line.number("bytes_per_transition"),
+            rewards=tuple(line.numbers("rewards")),
+            checkpoint={name: checkpoint.size(name) for name in checkpoint.names()} if checkpoint else None,
+            seconds=line.size("seconds"),
+            reason=line.text("reason"),
         )
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"kind": "run"} | asdict(self)
+
+    @property
+    def key(self) -> tuple[str, str, int]:
+        """What names it."""
+        return self.profile, self.buffer, self.seed
+
+    @property
+    def reward(self) -> float | None:
+        """Mean return of the episodes in the later half of training."""
+        return fmean(self.rewards[len(self.rewards) // 2 :]) if self.rewards else None
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """A mean, and where the true one lies with 95 %; None: one run alone does not show it."""
+
+    mean: float
+    half: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Interval:
+        """Work it out; there is at least one value."""
+        count = len(values)
+        if count < 2:
+            return cls(fmean(values), None)
+        quantile = _QUANTILES[count - 2] if count - 2 < len(_QUANTILES) else _NORMAL
+        return cls(fmean(values), quantile * stdev(values) / sqrt(count))
+
+    @property
+    def low(self) -> float:
+        """The lower end; the mean itself if there is no interval."""
+        return self.mean - (self.half or 0.0)
+
+    @property
+    def high(self) -> float:
+        """The upper end, likewise."""
+        return self.mean + (self.half or 0.0)
+
+    def overlaps(self, other: Interval) -> bool:
+        """Whether the two do not differ clearly."""
+        if self.half is None or other.half is None:
+            return True
+        return abs(self.mean - other.mean) <= self.half + other.half
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,35 +121,34 @@ class SeedsSummary:
 
     profile: str
     buffer: str
-    runs: tuple[ReportedRun, ...]
+    runs: tuple[TrainingRun, ...]
 
     @property
-    def name(self) -> SummaryName:
+    def name(self) -> ProfileAndBuffer:
         """Profile and buffer."""
         return self.profile, self.buffer
 
     @property
-    def done(self) -> list[ReportedRun]:
+    def done(self) -> list[TrainingRun]:
         """The runs that ended."""
         return [run for run in self.runs if run.status == "done"]
 
     @property
     def peaks(self) -> dict[str, float]:
         """Median peak of every phase."""
-        names = dict.fromkeys(name for run in self.done for name, _ in run.peaks)
+        names = dict.fromkeys(name for run in self.done for name in run.peaks)
         ordered = sorted(names, key=lambda name: PHASES.index(name) if name in PHASES else len(PHASES))
-        return {name: median(dict(run.peaks).get(name, 0.0) for run in self.done) for name in ordered}
+        return {name: median(run.peaks.get(name, 0.0) for run in self.done) for name in ordered}
 
     @property
     def peak(self) -> float | None:
         """Median of the largest peaks."""
-        found = [max((size for _, size in run.peaks), default=0.0) for run in self.done if run.peaks]
-        return median(found) if found else None
+        return _median(max(run.peaks.values(), default=None) for run in self.done)
 
     @property
     def speed(self) -> Interval | None:
         """Steps a second."""
-        return _interval(run.speed for run in self.done)
+        return _interval(run.steps_per_second for run in self.done)
 
     @property
     def reward(self) -> Interval | None:
@@ -105,17 +162,35 @@ class SeedsSummary:
 
     def checkpoint(self, what: str) -> float | None:
         """Median of one figure of saving: seconds, bytes or extra."""
-        return _median(dict(run.checkpoint).get(what) for run in self.done)
+        return _median((run.checkpoint or {}).get(what) for run in self.done)
+
+
+def summaries(runs: Iterable[TrainingRun]) -> list[SeedsSummary]:
+    """Gather the seeds of every profile and buffer."""
+    found: dict[ProfileAndBuffer, list[TrainingRun]] = {}
+    for run in runs:
+        found.setdefault((run.profile, run.buffer), []).append(run)
+    return [SeedsSummary(*name, tuple(seeds)) for name, seeds in found.items()]
 
 
 @dataclass(frozen=True, slots=True)
-class ReportedRanking:
+class ProfileRanking:
     """An order, the best first; or why there is none."""
 
     by: str
-    order: tuple[SummaryName, ...]
-    refused: str
-    tied_with_next: frozenset[SummaryName]  # that cannot be told apart from what follows
+    order: Sequence[ProfileAndBuffer]
+    refused: str | None = None
+    same: Sequence[tuple[ProfileAndBuffer, ProfileAndBuffer]] = ()  # neighbours in the order with no clear difference
+
+    @classmethod
+    def read(cls, line: JsonLine) -> ProfileRanking:
+        """Read a line of a file."""
+        order, refused = tuple(line.pairs("order")), line.text("refused")
+        return cls(line.text("by") or "something", order, refused, tuple(line.pair_pairs("same")))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data."""
+        return {"kind": "ranking"} | asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,28 +198,22 @@ class Results:
     """Everything of a file that a page shows."""
 
     header: JsonLine
-    summaries: tuple[SeedsSummary, ...]
-    rankings: tuple[ReportedRanking, ...]
+    summaries: Sequence[SeedsSummary]
+    rankings: Sequence[ProfileRanking]
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Results:
         """Read the rest of a file; of runs and rankings that are there twice the last counts."""
-        runs: dict[tuple[str, str, int], ReportedRun] = {}
-        rankings: dict[str, ReportedRanking] = {}
+        runs: dict[tuple[str, str, int], TrainingRun] = {}
+        rankings: dict[str, ProfileRanking] = {}
         for line in lines:
             if line.kind == "run" and len(runs) < _MOST_RUNS:
-                run = ReportedRun.read(line)
-                runs[run.profile, run.buffer, run.seed] = run
+                run = TrainingRun.read(line)
+                runs[run.key] = run
             elif line.kind == "ranking":
-                by = line.text("by") or "something"
-                tied = frozenset(pair[0] for pair in line.pair_pairs("same"))
-                rankings[by] = ReportedRanking(by, tuple(line.pairs("order")), line.text("refused") or "", tied)
-        names = dict.fromkeys((run.profile, run.buffer) for run in runs.values())
-        summaries = (
-            SeedsSummary(*name, tuple(run for run in runs.values() if (run.profile, run.buffer) == name))
-            for name in names
-        )
-        return cls(header, tuple(summaries), tuple(rankings.values()))
+                ranking = ProfileRanking.read(line)
+                rankings[ranking.by] = ranking
+        return cls(header, summaries(runs.values()), list(rankings.values()))
 
     @property
     def profiles(self) -> list[str]:
@@ -160,8 +229,8 @@ class Results:
         """Return one summary."""
         return next((one for one in self.summaries if one.name == (profile, buffer)), None)
 
-    def not_done(self) -> Iterator[ReportedRun]:
-        """Yield what did not end well."""
+    def not_done(self) -> Iterator[TrainingRun]:
+        """Yield the runs that did not end well."""
         for summary in self.summaries:
             yield from (run for run in summary.runs if run.status != "done")
 

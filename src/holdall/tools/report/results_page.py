@@ -10,7 +10,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from holdall.tools.interval import Interval
 from holdall.tools.report.charts import (
     BarPiece,
     BarRow,
@@ -19,22 +18,27 @@ from holdall.tools.report.charts import (
     bars,
     bytes_scale,
     duration,
+    limited_scale,
     number,
     number_scale,
+    percent,
     tag,
+    x_axis,
+    y_axis,
 )
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
-from holdall.tools.report.results import ReportedRanking, Results, SeedsSummary
+from holdall.tools.report.results import Interval, ProfileRanking, Results, SeedsSummary
 from holdall.units import format_bytes
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
 _NOT_MEASURED = "not measured"
-_LIMIT_IN_SIGHT = 2.5
 _SPEED_LEAD = (
     "Environment steps a second after the warm-up. Whiskers: 95 % over the seeds, as far as twice the longest bar."
 )
+_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
+           "M0,-7 7,5.5H-7Z")  # fmt: skip
 
 
 def write_bench_page(results: Results) -> str:
@@ -68,7 +72,7 @@ def summarize_bench(results: Results) -> dict[str, Any]:
             for one in results.summaries
         ],
         "rankings": [
-            {"by": ranking.by, "order": [list(name) for name in ranking.order], "refused": ranking.refused or None}
+            {"by": ranking.by, "order": [list(name) for name in ranking.order], "refused": ranking.refused}
             for ranking in results.rankings
         ],
     }
@@ -114,7 +118,7 @@ def _value(name: str, value: Any) -> str:
     return str(value)
 
 
-def _named(name: Sequence[str]) -> str:
+def _display_name(name: Sequence[str]) -> str:
     return " with ".join(part for part in name if part)
 
 
@@ -123,7 +127,9 @@ def _tiles(results: Results) -> Markup:
     for ranking in results.rankings:
         if ranking.order and not ranking.refused:
             found = results.of(*ranking.order[0])
-            best.append(Tile(_BEST.get(ranking.by, ranking.by), _figure(ranking.by, found), _named(ranking.order[0])))
+            best.append(
+                Tile(_BEST.get(ranking.by, ranking.by), _figure(ranking.by, found), _display_name(ranking.order[0]))
+            )
         else:
             best.append(Tile(_BEST.get(ranking.by, ranking.by), "not ranked", "see why below", "warning"))
     runs = [run for one in results.summaries for run in one.runs]
@@ -152,19 +158,19 @@ def _rankings(results: Results) -> Markup | None:
     return section(
         "Rankings",
         tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns"),
-        lead="The best first. What was not exercised, or cannot be told apart, is not ranked.",
+        lead="The best first. What was not exercised, or does not differ clearly, is not ranked.",
     )
 
 
-def _ranking(ranking: ReportedRanking, results: Results) -> Markup:
+def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
     title = tag("h4", f"By {ranking.by}")
     if ranking.refused or not ranking.order:
         why = ranking.refused or "nothing was measured"
         return tag("div", title, cards([Card("warning", "Not ranked", sentence(why))]))
     items = []
     for name in ranking.order:
-        tied = name in ranking.tied_with_next
-        named = tag("span", _named(name), tag("small", "not told apart from the next") if tied else None)
+        tied = name in (one for one, _ in ranking.same)
+        named = tag("span", _display_name(name), tag("small", "no clear difference to the next") if tied else None)
         items.append(tag("li", named, tag("strong", _figure(ranking.by, results.of(*name)))))
     return tag("div", title, tag("ol", *items, class_="ranking"))
 
@@ -183,15 +189,15 @@ def _memory(results: Results) -> Markup | None:
         return None
     limit = results.header.size("limit") or 0.0
     most = max(one.peak or 0.0 for one in known)
-    scale = bytes_scale(limit if most <= limit <= _LIMIT_IN_SIGHT * most else most)
+    scale = limited_scale(most, limit)
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
-        pieces = [BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_named(one.name)}\n{peaks}")]
+        pieces = [BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")]
         text = _bytes(one.peak) if one.done else one.runs[0].status
         each = one.bytes_per_transition
         note = "" if each is None else f"{each:,.0f} B a transition"
-        rows.append(BarRow(_named(one.name), pieces if one.done else [], text, note))
+        rows.append(BarRow(_display_name(one.name), pieces if one.done else [], text, note))
     named = (limit, f"limit {format_bytes(limit)}") if limit else None
     phases = list(dict.fromkeys(phase for one in known for phase in one.peaks))
     figures = table(
@@ -211,7 +217,7 @@ def _speed(results: Results) -> Markup | None:
         return None
     most = max(interval.mean for interval in known)
     # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
-    scale = number_scale(min(max(_high(interval) for interval in known), 2 * most))
+    scale = number_scale(min(max(interval.high for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
     return section("Speed", chart, lead=_SPEED_LEAD)
 
@@ -220,7 +226,7 @@ def _reward(results: Results) -> Markup | None:
     known = [one.reward for one in results.summaries if one.reward is not None]
     if not known:
         return None
-    low, high = min(_low(interval) for interval in known), max(_high(interval) for interval in known)
+    low, high = min(interval.low for interval in known), max(interval.high for interval in known)
     room = (high - low or abs(high) or 1.0) * 0.08
     begin, end = low - room, high + room
     # Rewards have no zero that means anything: the scale begins where the values do.
@@ -233,14 +239,6 @@ def _reward(results: Results) -> Markup | None:
     return section("Reward", chart, lead=lead)
 
 
-def _low(interval: Interval) -> float:
-    return interval.mean if interval.ends is None else interval.ends[0]
-
-
-def _high(interval: Interval) -> float:
-    return interval.mean if interval.ends is None else interval.ends[1]
-
-
 def _intervals(
     results: Results, scale: Scale, figure: Callable[[SeedsSummary], Interval | None], *, dots: bool, begin: float = 0.0
 ) -> Markup:
@@ -248,14 +246,16 @@ def _intervals(
     for one in results.summaries:
         interval = figure(one)
         if interval is None:
-            rows.append(BarRow(_named(one.name), [], _NOT_MEASURED if one.done else one.runs[0].status))
+            rows.append(BarRow(_display_name(one.name), [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
         piece = BarPiece(
-            interval.mean - begin, _colour(results, one.buffer), f"{_named(one.name)}\n{text}\n{len(one.done)} seeds"
+            interval.mean - begin,
+            _colour(results, one.buffer),
+            f"{_display_name(one.name)}\n{text}\n{len(one.done)} seeds",
         )
-        ends = None if interval.ends is None else (interval.ends[0] - begin, interval.ends[1] - begin)
-        rows.append(BarRow(_named(one.name), [piece], text, interval=ends))
+        ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
+        rows.append(BarRow(_display_name(one.name), [piece], text, interval=ends))
     return bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
 
 
@@ -277,7 +277,7 @@ def _memory_and_speed(results: Results) -> Markup | None:
             _colour(results, one.buffer),
             one.peak or 0.0,
             _mean(one.speed) or 0.0,
-            f"{_named(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
+            f"{_display_name(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
         )
         for one in known
     ]
@@ -309,7 +309,7 @@ def _compared(base: SeedsSummary, other: SeedsSummary) -> list[str]:
     if base.reward is not None and other.reward is not None:
         same = base.reward.overlaps(other.reward)
         change = other.reward.mean - base.reward.mean
-        reward = "not told apart" if same else f"{'+' if change > 0 else ''}{number(change)}"
+        reward = "no clear difference" if same else f"{'+' if change > 0 else ''}{number(change)}"
     return [
         _share(base.peak, other.peak),
         _share(base.bytes_per_transition, other.bytes_per_transition),
@@ -327,18 +327,7 @@ def _share(base: float | None, other: float | None) -> str:
 
 
 def _all(results: Results) -> Markup:
-    heads = [
-        "profile",
-        "buffer",
-        "runs",
-        "peak",
-        "a transition",
-        "steps a second",
-        "reward",
-        "saved",
-        "in",
-        "extra",
-    ]
+    heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
     rows = []
     for one in results.summaries:
         each, seconds = one.bytes_per_transition, one.checkpoint("seconds")
@@ -357,15 +346,14 @@ def _dash(value: float | None, text: Callable[[float], str]) -> str:
 
 
 def _runs_without_figures(results: Results) -> Markup | None:
-    rows = [[_named((run.profile, run.buffer)), f"{run.seed}", run.status, run.reason] for run in results.not_done()]
+    rows = [
+        [_display_name((run.profile, run.buffer)), f"{run.seed}", run.status, run.reason or ""]
+        for run in results.not_done()
+    ]
     if not rows:
         return None
     heads = ["run", "seed", "status", "why"]
     return section("What was not measured", table(heads, rows, "Runs without figures", words=3, prose=True))
-
-
-_POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5.5Z", "M0,-7.5 7.5,0 0,7.5 -7.5,0Z",
-           "M0,-7 7,5.5H-7Z")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,7 +385,7 @@ def scatter(
             "svg",
             tag("path", d=_point_shape(point.kind), class_=f"mark {point.colour}", role="img", aria_label=point.tip,
                 data_tip=point.tip),
-            x=_percent(horizontal.share(point.x)), y=_down(vertical.share(point.y)), overflow="visible",
+            x=percent(horizontal.share(point.x)), y=_down(vertical.share(point.y)), overflow="visible",
         )
         for point in points
     ]  # fmt: skip
@@ -406,7 +394,7 @@ def scatter(
     signs = [
         tag(
             "span", f"{numbers.index(point.name) + 1}", class_="point-name", aria_hidden="true",
-            style=f"left:{_percent(horizontal.share(point.x))};bottom:{_percent(vertical.share(point.y))}",
+            style=f"left:{percent(horizontal.share(point.x))};bottom:{percent(vertical.share(point.y))}",
         )
         for point in points
     ]  # fmt: skip
@@ -420,19 +408,11 @@ def scatter(
     ]
     keys += [tag("li", tag("strong", f"{at + 1}"), name) for at, name in enumerate(numbers)]
     drawing = tag("svg", *lines, *marks, focusable="false")
-    ticks_up = [
-        tag("span", vertical.text(value), style=f"bottom:{_percent(vertical.share(value))}") for value in vertical.ticks
-    ]
-    ticks_along = [
-        tag("span", horizontal.text(value), style=f"left:{_percent(horizontal.share(value))}",
-            class_={0.0: "begin", 1.0: "end"}.get(round(horizontal.share(value), 2)))
-        for value in horizontal.ticks
-    ]  # fmt: skip
     return tag(
         "div",
-        tag("div", *ticks_up, class_="y-axis", aria_hidden="true"),
+        y_axis(vertical),
         tag("div", drawing, *signs, class_="points", role="group", aria_label=label),
-        tag("div", *ticks_along, class_="x-axis", aria_hidden="true"),
+        x_axis((horizontal.share(value), horizontal.text(value)) for value in horizontal.ticks),
         tag("ul", *keys, class_="legend"),
         class_="scatter",
     )
@@ -442,9 +422,5 @@ def _point_shape(kind: int) -> str:
     return _POINT_SHAPES[kind % len(_POINT_SHAPES)]
 
 
-def _percent(share: float) -> str:
-    return f"{100 * share:.2f}%"
-
-
 def _down(share: float) -> str:
-    return _percent(1 - share)
+    return percent(1 - share)

@@ -21,6 +21,25 @@ from typing import Self
 
 from holdall.machine import Mapping
 
+_PRESENT_BYTE = bytes(1 if entry & 0x80 else 0 for entry in range(256))
+_CHUNK_PAGES = 1 << 17
+ARENA_BYTES = 64 * 2**20
+"""The C library's arenas for threads begin at multiples of this, and end in a range that is not used yet."""
+_PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/([A-Za-z0-9_-]+)")
+_SHARED_PATH = re.compile(r"^(?:/dev/shm/|/memfd:|/SYSV|/dev/zero|/run/shm/)")
+_DEVICE_PATH = re.compile(r"^/dev/(?:nvidia|kfd|dri)")
+_PT_LOAD = 1
+_ET_EXEC = 2
+"""A program that is always loaded to the addresses in its header."""
+_LARGEST_GUARD_BYTES = 16 * mmap.PAGESIZE
+_UNLIMITED_STACK_BYTES = 2 * 2**20
+"""What a thread gets where the limit of stacks is none."""
+_MMAPPED_FLAG = 2
+_FLAG_BITS = 7
+_PYTHON_ARENA_BYTES = 2**20
+"""What may lie between blocks in one mapping: arenas of Python's own allocator."""
+_MOST_READS = 4096
+
 
 class ProcFile:
     """One file of `/proc/PID`; also a context manager."""
@@ -42,12 +61,8 @@ class ProcFile:
             self._file = None
 
 
-_PRESENT_BYTE = bytes(1 if entry & 0x80 else 0 for entry in range(256))
-_CHUNK_PAGES = 1 << 17
-
-
 class PageMap(ProcFile):
-    """The page map of one process, open for some reads."""
+    """The page map of one process, open for some reads: eight bytes a page, with the highest bit set if it is there."""
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         super().__init__(pid, "pagemap", proc)
@@ -80,21 +95,13 @@ class PageMap(ProcFile):
             return b""
 
 
-ARENA_BYTES = 64 * 2**20
-"""The C library's arenas for threads begin at multiples of this, and end in a range that is not used yet."""
-
-_PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/([A-Za-z0-9_-]+)")
-_SHARED_PATH = re.compile(r"^(?:/dev/shm/|/memfd:|/SYSV|/dev/zero|/run/shm/)")
-_DEVICE_PATH = re.compile(r"^/dev/(?:nvidia|kfd|dri)")
-
-
 def is_nameless(mapping: Mapping) -> bool:
     """Whether a mapping is plain memory: no file, and no purpose that the kernel knows of."""
     return not mapping.name or mapping.name.startswith("[anon:")
 
 
 def named_mappings(found: list[Mapping]) -> Iterator[tuple[Mapping, str, str]]:
-    """Yield every mapping that says what it is, with its group and a name."""
+    """Yield every mapping with a file name or a purpose that the kernel shows, with its group and a name."""
     code = {one.name for one in found if "x" in one.permissions and not is_nameless(one)}
     for one in found:
         if not is_nameless(one):
@@ -142,15 +149,13 @@ def _group_and_name(mapping: Mapping, code: set[str]) -> tuple[str, str]:
     return "other", f"file {file}"
 
 
-_PT_LOAD = 1
-_ET_EXEC = 2
-"""A program that is always loaded to the addresses in its header."""
-
-
 def bss_ranges(
     pid: int, libraries: list[tuple[Mapping, str]], proc: Path = Path("/proc")
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield the ranges, and what the library is called."""
+    """Yield the ranges of library variables without bytes in the file, and the library's name.
+
+    The kernel does not name them; the ELF header has their length.
+    """
     first: dict[str, tuple[int, str]] = {}
     for mapping, name in libraries:
         first.setdefault(mapping.name, (mapping.start, name))
@@ -190,13 +195,8 @@ def _page_up(address: int) -> int:
     return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
-_LARGEST_GUARD_BYTES = 16 * mmap.PAGESIZE
-_UNLIMITED_STACK_BYTES = 2 * 2**20
-"""What a thread gets where the limit of stacks is none."""
-
-
 def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> dict[int, tuple[int, int]]:
-    """Return the range of every thread's stack, by the mapping's start."""
+    """Return the range of every thread's stack, by the mapping's start; it has a guard page or a stack pointer."""
     most = _longest_stack(proc / str(pid) / "limits")
     ranges = {}
     for below, here in pairwise(found):
@@ -249,15 +249,12 @@ def _stack_pointers(tasks: Path) -> list[int]:
     return pointers
 
 
-_MMAPPED_FLAG = 2
-_FLAG_BITS = 7
-_PYTHON_ARENA_BYTES = 2**20
-"""What may lie between blocks in one mapping: arenas of Python's own allocator."""
-_MOST_READS = 4096
-
-
 class ProcessMemory(ProcFile):
-    """The memory of another process, open for some reads of a few bytes."""
+    """The memory of another process, open for some reads of a few bytes.
+
+    glibc maps large blocks on their own, and writes their length and a flag before them. Neighbours may be joined
+    in one mapping, and NumPy asks for huge pages, so blocks are found by these marks and not by mappings.
+    """
 
     def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         super().__init__(pid, "mem", proc)

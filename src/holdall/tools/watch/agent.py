@@ -24,22 +24,32 @@ from typing import Any
 from holdall import report as tracked
 from holdall.machine import begin_peak, peak_bytes
 from holdall.report import Tracked
-from holdall.tools.watch import agent_files as sidecar
 from holdall.tools.watch import allocators
-from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region, answer_trim_request
+from holdall.tools.watch.agent_files import (
+    AgentReport,
+    PhasePeak,
+    Region,
+    answer_trim_request,
+    process_start,
+    remove_agent_report,
+    remove_stale_files,
+    write_agent_report,
+)
+
+FillFunction = Callable[[], float]
 
 _SHARE_OF_TIME = 0.002
 _INTERVAL_S = 0.5
 _NETWORKS_EVERY_S = 5.0
-"""Tensors of networks are hundreds, and stay where they are but for gradients; buffers are looked up every time."""
+"""Networks have hundreds of tensors, and only gradients move; buffers are looked up every time."""
 _SILENT_INTERVALS = 4
-"""Intervals after which the thread speaks for a training loop that has not called."""
+"""Intervals after which the thread publishes for a training loop that has stopped calling."""
 
 _LOG = logging.getLogger("holdall")
 
 
 class Agent:
-    """Publishes what the process it lives in knows of itself; one a process, see `agent()`."""
+    """Publishes what a process knows about itself; there is one in a process, see `agent()`."""
 
     def __init__(self, interval_s: float) -> None:
         self.interval_s = interval_s
@@ -56,14 +66,14 @@ class Agent:
         self._phases: dict[str, PhasePeak] = {}
         self._entered = time.monotonic()
         self._events: deque[tuple[float, str]] = deque(maxlen=20)
-        self._is_driven = False
+        self._is_called_by_loop = False
         self._spent = 0.0
         self._ended = threading.Event()
         self._publishing = threading.Lock()
-        self._pid, self._started = os.getpid(), sidecar.process_start(os.getpid())
-        self._thread = threading.Thread(target=self._beat, name="holdall-watch", daemon=True)
+        self._pid, self._started = os.getpid(), process_start(os.getpid())
+        self._thread = threading.Thread(target=self._run, name="holdall-watch", daemon=True)
         with contextlib.suppress(OSError):
-            sidecar.remove_stale_files()
+            remove_stale_files()
         self._thread.start()
 
     def track(self, name: str, array: Any, fill: FillFunction | None) -> None:
@@ -96,18 +106,18 @@ class Agent:
         self.phase, self._entered = phase, now
         begin_peak()
 
-    def note(self, text: str) -> None:
-        """Tell whoever watches that something happened."""
+    def add_event(self, text: str) -> None:
+        """Report to the watcher that something happened."""
         self._events.append((time.time(), text[:200]))
 
-    def drive(self) -> None:
+    def publish_if_due(self) -> None:
         """Publish if it is time; called by a training loop, always at the same place in a step."""
-        self._is_driven = True
+        self._is_called_by_loop = True
         if time.monotonic() >= self.due:
             self._publish()
 
     def publish(self) -> None:
-        """Write the sidecar, now, with everything looked up anew."""
+        """Write the agent report now, with everything looked up again."""
         self._networks_due = 0.0
         self._publish()
 
@@ -119,7 +129,7 @@ class Agent:
                 return
             begun = time.thread_time()
             with contextlib.suppress(OSError):  # a full disk: the watch goes without
-                sidecar.write_agent_report(self._told())
+                write_agent_report(self._report())
             spent = time.thread_time() - begun
             self._spent += spent
             self.due = time.monotonic() + max(self.interval_s, spent / _SHARE_OF_TIME)
@@ -127,23 +137,23 @@ class Agent:
             self._publishing.release()
 
     def stop(self) -> None:
-        """End the thread and withdraw the sidecar; a process that just ends leaves it for its watcher's last look."""
+        """End the thread and remove the agent report; a process that just ends leaves it for its watcher."""
         if os.getpid() != self._pid:  # a fork of the process; the agent is not its own
             return
         self._ended.set()
-        with self._publishing, contextlib.suppress(OSError):  # what is being written now is withdrawn, too
-            sidecar.remove_agent_report(self._pid)
+        with self._publishing, contextlib.suppress(OSError):  # what is being written now is removed, too
+            remove_agent_report(self._pid)
 
-    def _beat(self) -> None:
+    def _run(self) -> None:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError):
                 answer_trim_request()
             silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
-            if time.monotonic() >= self.due and (silent or not self._is_driven):
+            if time.monotonic() >= self.due and (silent or not self._is_called_by_loop):
                 self._publish()
 
-    def _told(self) -> AgentReport:
-        # Changed by training while they are looked at: the ones before are still right, or about to be replaced.
+    def _report(self) -> AgentReport:
+        # Training may change them during the look-up; then the regions of the last report are sent again.
         with contextlib.suppress(RuntimeError, ReferenceError, AttributeError, TypeError, ValueError):
             buffers = [*self._buffers()]
             if time.monotonic() >= self._networks_due:
@@ -151,7 +161,7 @@ class Agent:
                 self._networks_due = time.monotonic() + _NETWORKS_EVERY_S
             self._regions = tuple(_without_duplicates([*buffers, *self._in_networks]))
         models = self._living_models()
-        torch = torch_if_imported()
+        torch: Any = sys.modules.get("torch")  # never imported to find out
         return AgentReport(
             pid=self._pid,
             started=self._started,
@@ -163,7 +173,7 @@ class Agent:
             heap=allocators.heap(),
             python=allocators.python_objects(),
             gpu=_torch_gpu_bytes(torch),
-            torch_threads=_torch_threads(torch),
+            torch_threads=torch.get_num_threads() if hasattr(torch, "get_num_threads") else None,  # None: half imported
             spilled=_spilled_bytes(),
             phases=dict(self._phases),
             events=tuple(self._events),
@@ -226,7 +236,7 @@ def _model_goal(model: Any) -> int | None:
 
 
 def _model_phase(model: Any) -> str | None:
-    """Tell by its buffer what an on-policy model is doing; off-policy ones do both by turns, many times a second."""
+    """Return what an on-policy model is doing, by its buffer; off-policy ones switch many times a second."""
     buffer = getattr(model, "rollout_buffer", None)
     if buffer is None:
         return None
@@ -234,7 +244,7 @@ def _model_phase(model: Any) -> str | None:
 
 
 def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
-    """Return what torch's caching allocator says, if a GPU is in use; the same names on NVIDIA's and AMD's."""
+    """Return the figures of torch's caching allocator, if a GPU is in use; NVIDIA and AMD have the same names."""
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_initialized():
         return {}
@@ -247,11 +257,6 @@ def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
         "fragmented": int(stats.get("inactive_split_bytes.all.current", 0)),
         "limit": int(cuda.get_device_properties(device).total_memory),
     }
-
-
-def _torch_threads(torch: Any) -> int | None:
-    ask = getattr(torch, "get_num_threads", None)  # not there while torch is being imported
-    return None if ask is None else int(ask())
 
 
 def _spilled_bytes() -> dict[str, int]:
@@ -276,11 +281,11 @@ def agent() -> Agent:
         return _one
 
 
-FillFunction = Callable[[], float]
-
-
 def memory_regions(memories: Iterable[Tracked]) -> Iterator[Region]:
-    """Yield what holdall's own memories lie in."""
+    """Yield where the arrays of holdall's own memories are.
+
+    NumPy arrays are unknown to the garbage collector, so memories list them themselves.
+    """
     taken: dict[str, int] = {}
     for memory in memories:
         kind = "rollout" if "Rollout" in type(memory).__name__ else "replay"
@@ -336,7 +341,7 @@ def _is_array(value: Any) -> bool:
 
 
 def _is_ndarray(value: Any) -> bool:
-    # NumPy is not imported for it: a script may still be about to say how many threads NumPy shall have.
+    # NumPy is not imported here: a script may still set how many threads NumPy gets.
     numpy = sys.modules.get("numpy")
     return numpy is not None and isinstance(value, numpy.ndarray)
 
@@ -370,8 +375,3 @@ def _address(array: Any) -> int:
 def _is_mapped(owner: Any) -> bool:
     base = owner.base
     return isinstance(base.obj if isinstance(base, memoryview) else base, mmap.mmap)
-
-
-def torch_if_imported() -> Any:
-    """Return torch if the process uses it; it is never imported to find out."""
-    return sys.modules.get("torch")

@@ -25,8 +25,13 @@ from holdall.errors import WatchError
 from holdall.machine import held_bytes
 from holdall.tools.watch.allocators import Heap, PythonObjects, heap, return_free_heap
 
-_VARIABLE = "HOLDALL_RUNTIME_DIR"
+_FOLDER_VARIABLE = "HOLDALL_RUNTIME_DIR"
 LARGEST_FILE_BYTES = 16 * 2**20
+_REPORT_FORMAT = "holdall-agent-1"
+_LONGEST_NAME = 200
+_MOST_REGIONS = 100_000
+_MOST_EVENTS = 100
+_TRIM_TIMEOUT_S = 10.0
 
 
 def own_folder() -> Path:
@@ -36,18 +41,18 @@ def own_folder() -> Path:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise WatchError(
-            f"{folder} cannot be made ({error.strerror}); set {_VARIABLE} to a folder of your own"
+            f"{folder} cannot be made ({error.strerror}); set {_FOLDER_VARIABLE} to a folder of your own"
         ) from error
     if not is_private(folder, _user_id()):
         raise WatchError(
-            f"{folder} is open to other users, who could write there what a watch believes; remove it, or set "
-            f"{_VARIABLE} to a folder of your own"
+            f"{folder} is open to other users, and a watch trusts what is in it; remove it, or set "
+            f"{_FOLDER_VARIABLE} to a folder of your own"
         )
     return folder
 
 
 def folders_of(pid: int) -> list[Path]:
-    """Return the folders in which a process may have left its files, those that can be believed."""
+    """Return the folders in which a process may have left its files; only those that can be trusted."""
     try:
         user = Path(f"/proc/{pid}").stat().st_uid
     except OSError:
@@ -90,7 +95,7 @@ def replace_file(path: Path, content: bytes) -> None:
 
 def _candidate_folders(user: int) -> Iterator[Path]:
     """Yield where the folder of a user may be, the first one being where it is made."""
-    if wish := os.environ.get(_VARIABLE):
+    if wish := os.environ.get(_FOLDER_VARIABLE):
         yield Path(wish)
     runtime = os.environ.get("XDG_RUNTIME_DIR")
     if runtime and Path(runtime).is_dir():
@@ -102,12 +107,6 @@ def _candidate_folders(user: int) -> Iterator[Path]:
 
 def _user_id() -> int:
     return os.getuid() if hasattr(os, "getuid") else 0
-
-
-_REPORT_FORMAT = "holdall-agent-1"
-_LONGEST_NAME = 200
-_MOST_REGIONS = 100_000
-_MOST_EVENTS = 100
 
 
 class Region(NamedTuple):
@@ -123,7 +122,7 @@ class Region(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PhasePeak:
-    """A phase of training, over all of its turns."""
+    """A phase of training, over all the times that it ran."""
 
     peak: int  # most that was resident
     count: int
@@ -132,7 +131,7 @@ class PhasePeak:
 
 @dataclass(frozen=True, slots=True)
 class AgentReport:
-    """What a process said of itself at one moment."""
+    """What a process reported about itself at one moment."""
 
     pid: int
     started: int  # of the process, in the kernel's ticks: an id may be used again
@@ -151,23 +150,23 @@ class AgentReport:
     seconds_spent: float = 0.0  # in the watched process, so far
 
 
-def write_agent_report(told: AgentReport) -> None:
-    """Publish what this process says of itself."""
-    words: dict[str, Any] = {
-        name: getattr(told, name) for name in AgentReport.__slots__
+def write_agent_report(report: AgentReport) -> None:
+    """Publish the report of this process."""
+    values: dict[str, Any] = {
+        name: getattr(report, name) for name in AgentReport.__slots__
     }  # asdict would copy every region
-    words["phases"] = {name: asdict(phase) for name, phase in told.phases.items()}
-    words["format"] = _REPORT_FORMAT
-    replace_file(_report_path(own_folder(), told.pid), json.dumps(words, separators=(",", ":")).encode())
+    values["phases"] = {name: asdict(phase) for name, phase in report.phases.items()}
+    values["format"] = _REPORT_FORMAT
+    replace_file(_report_path(own_folder(), report.pid), json.dumps(values, separators=(",", ":")).encode())
 
 
 def remove_agent_report(pid: int) -> None:
-    """Remove what this process said of itself."""
+    """Remove the report of a process."""
     _report_path(own_folder(), pid).unlink(missing_ok=True)
 
 
 def remove_stale_files() -> None:
-    """Remove what processes left behind that are no more."""
+    """Remove the files of processes that have ended."""
     for path in own_folder().glob("*-*.json"):
         pid = path.stem.rpartition("-")[2]
         if pid.isdigit() and not psutil.pid_exists(int(pid)):
@@ -175,7 +174,7 @@ def remove_stale_files() -> None:
 
 
 def read_agent_report(pid: int) -> AgentReport | None:
-    """Return what a process says of itself; None if it says nothing, or nothing that can be believed."""
+    """Return the report of a process; None if there is none, or none that can be trusted."""
     started = process_start(pid)
     for folder in folders_of(pid):
         content = read_small_file(_report_path(folder, pid))
@@ -186,7 +185,7 @@ def read_agent_report(pid: int) -> AgentReport | None:
 
 
 def process_start(pid: int) -> int:
-    """Return when a process began, in the kernel's ticks; 0 where that is not told."""
+    """Return when a process began, in the kernel's ticks; 0 where that is unknown."""
     content = read_small_file(Path(f"/proc/{pid}/stat"))
     # The name of the program is in brackets and may itself hold brackets and blanks.
     fields = (content or b"").rpartition(b")")[2].split()
@@ -199,29 +198,34 @@ def _report_path(folder: Path, pid: int) -> Path:
 
 def _parse_report(content: bytes) -> AgentReport | None:
     try:
-        words = json.loads(content)
+        values = json.loads(content)
         if (
-            words["format"] != _REPORT_FORMAT
-            or len(words["regions"]) > _MOST_REGIONS
-            or len(words["events"]) > _MOST_EVENTS
+            values["format"] != _REPORT_FORMAT
+            or len(values["regions"]) > _MOST_REGIONS
+            or len(values["events"]) > _MOST_EVENTS
         ):
             return None
         return AgentReport(
-            pid=_checked_count(words["pid"]),
-            started=_checked_count(words["started"]),
-            time=_checked_float(words["time"]),
-            step=_checked_optional_count(words["step"]),
-            goal=_checked_optional_count(words["goal"]),
-            phase=None if words["phase"] is None else _checked_name(words["phase"]),
-            regions=tuple(_checked_region(*one) for one in words["regions"]),
-            heap=None if words["heap"] is None else Heap(*map(_checked_count, words["heap"])),
-            python=None if words["python"] is None else PythonObjects(*map(_checked_count, words["python"])),
-            gpu={_checked_name(name): _checked_count(number) for name, number in words["gpu"].items()},
-            torch_threads=_checked_optional_count(words["torch_threads"]),
-            spilled={_checked_name(name): _checked_count(number) for name, number in words["spilled"].items()},
-            phases={_checked_name(name): _checked_phase(**one) for name, one in words["phases"].items()},
-            events=tuple((_checked_float(moment), _checked_name(text)) for moment, text in words["events"]),
-            seconds_spent=_checked_float(words["seconds_spent"]),
+            pid=_checked_count(values["pid"]),
+            started=_checked_count(values["started"]),
+            time=_checked_float(values["time"]),
+            step=_checked_optional_count(values["step"]),
+            goal=_checked_optional_count(values["goal"]),
+            phase=None if values["phase"] is None else _checked_name(values["phase"]),
+            regions=tuple(_checked_region(*one) for one in values["regions"]),
+            heap=None if values["heap"] is None else Heap(*map(_checked_count, values["heap"])),
+            python=None if values["python"] is None else PythonObjects(*map(_checked_count, values["python"])),
+            gpu={_checked_name(name): _checked_count(number) for name, number in values["gpu"].items()},
+            torch_threads=_checked_optional_count(values["torch_threads"]),
+            spilled={_checked_name(name): _checked_count(number) for name, number in values["spilled"].items()},
+            phases={
+                _checked_name(name): PhasePeak(
+                    _checked_count(one["peak"]), _checked_count(one["count"]), _checked_float(one["seconds"])
+                )
+                for name, one in values["phases"].items()
+            },
+            events=tuple((_checked_float(moment), _checked_name(text)) for moment, text in values["events"]),
+            seconds_spent=_checked_float(values["seconds_spent"]),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -232,10 +236,6 @@ def _checked_region(group: Any, name: Any, address: Any, nbytes: Any, fill: Any,
         raise ValueError(group)
     share = None if fill is None else min(max(_checked_float(fill), 0.0), 1.0)
     return Region(group, _checked_name(name), _checked_count(address), _checked_count(nbytes), share, in_heap)
-
-
-def _checked_phase(peak: Any, count: Any, seconds: Any) -> PhasePeak:
-    return PhasePeak(_checked_count(peak), _checked_count(count), _checked_float(seconds))
 
 
 def _checked_count(value: Any) -> int:
@@ -260,14 +260,11 @@ def _checked_name(value: Any) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in value)
 
 
-_PATIENCE_S = 10.0
-
-
 @dataclass(frozen=True, slots=True)
 class TrimResult:
-    """What came of a trim."""
+    """The result of a trim."""
 
-    free: int  # in the C library's lists before, pages long given back among them
+    free: int  # in the C library's lists before; some of these pages may have been returned already
     before: int  # unique set size
     after: int
 
@@ -287,7 +284,7 @@ def trim_self() -> TrimResult:
 
 
 def trim_process(pid: int) -> TrimResult:
-    """Have a process trim itself."""
+    """Ask a process to trim itself: only a process itself can trim its heap."""
     if pid == os.getpid():
         return trim_self()
     folders = folders_of(pid)
@@ -296,33 +293,27 @@ def trim_process(pid: int) -> TrimResult:
             f"pid ({pid}) has no agent, and only a process itself can trim its heap; call holdall.watch.start() or "
             "use holdall.sb3.WatchCallback in it, or start it with 'holdall watch -- ...'"
         )
-    for folder in folders:
-        _trim_answer_path(folder, pid).unlink(missing_ok=True)
-        replace_file(_trim_request_path(folder, pid), b"{}")
-    end = time.monotonic() + _PATIENCE_S
+    paths = [_trim_paths(folder, pid) for folder in folders]
+    for request, answer in paths:
+        answer.unlink(missing_ok=True)
+        replace_file(request, b"{}")
+    end = time.monotonic() + _TRIM_TIMEOUT_S
     while time.monotonic() < end:
-        for folder in folders:
-            if (content := read_small_file(_trim_answer_path(folder, pid))) is not None:
+        for _, answer in paths:
+            if (content := read_small_file(answer)) is not None:
                 return TrimResult(**{name: int(value) for name, value in json.loads(content).items()})
         time.sleep(0.05)
-    raise WatchError(f"pid ({pid}) did not answer within {_PATIENCE_S:.0f} s; is it stopped, or in one long call?")
+    raise WatchError(f"pid ({pid}) did not answer within {_TRIM_TIMEOUT_S:.0f} s; is it stopped, or in one long call?")
 
 
 def answer_trim_request() -> None:
-    """Trim this process if somebody asked for it; called by its agent."""
-    folder = own_folder()
-    request = _trim_request_path(folder, os.getpid())
-    if not request.exists():
-        return
-    request.unlink(missing_ok=True)
-    done = trim_self()
-    words = {"free": done.free, "before": done.before, "after": done.after}
-    replace_file(_trim_answer_path(folder, os.getpid()), json.dumps(words).encode())
+    """Trim this process if another one asked for it; called by its agent."""
+    request, answer = _trim_paths(own_folder(), os.getpid())
+    if request.exists():
+        request.unlink(missing_ok=True)
+        replace_file(answer, json.dumps(asdict(trim_self())).encode())
 
 
-def _trim_request_path(folder: Path, pid: int) -> Path:
-    return folder / f"trim-{pid}.json"
-
-
-def _trim_answer_path(folder: Path, pid: int) -> Path:
-    return folder / f"trimmed-{pid}.json"
+def _trim_paths(folder: Path, pid: int) -> tuple[Path, Path]:
+    """Return where a trim is requested, and where it is answered."""
+    return folder / f"trim-{pid}.json", folder / f"trimmed-{pid}.json"

@@ -28,7 +28,7 @@ from holdall.tools.watch.reading import GROUPS, AttributedPart
 from holdall.units import format_bytes
 
 _LARGE_MAPPING_BYTES = 8 * 2**20
-"""A mapping without a name that is at least so long is told on its own, if the process says nothing of itself."""
+"""A mapping without a name of at least this length is a part of its own, if the process has no agent."""
 
 _HEAP, _STACK, _BLOCK = "heap", "stack", "block"
 
@@ -53,7 +53,7 @@ class _Sums:
         part.fill = fill if part.fill is None else part.fill
 
     def parts(self) -> list[AttributedPart]:
-        order = {group: place for place, group in enumerate(GROUPS)}
+        order = {group: position for position, group in enumerate(GROUPS)}
         found = [AttributedPart(*key, one.resident, one.allocated, one.fill) for key, one in self.by_name.items()]
         return sorted(found, key=lambda part: (order[part.group], -part.resident, part.name))
 
@@ -68,8 +68,8 @@ class _Claim:
     region: Region | None = None
 
 
-def attribute_memory(pid: int, told: AgentReport | None) -> list[AttributedPart]:
-    """Read a process and say where its memory is."""
+def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPart]:
+    """Read a process and return where its memory is."""
     found = mappings(pid)
     sums = _Sums()
     named = list(named_mappings(found))
@@ -78,11 +78,11 @@ def attribute_memory(pid: int, told: AgentReport | None) -> list[AttributedPart]
     whole = {mapping.start for mapping, _, _ in named}
     plain = [one for one in found if one.start not in whole]
     libraries = [(mapping, name) for mapping, group, name in named if group == "libraries"]
-    claims = _claims(pid, found, libraries, told)
+    claims = _claims(pid, found, libraries, report)
     heap = nameless = named_heap = 0
     blocks = _Sum()
     with PageMap(pid) as pages, ProcessMemory(pid) as memory:
-        if told is not None:
+        if report is not None:
             claims = _with_malloc_blocks(claims, plain, memory)
         for mapping, here in _by_mapping(plain, claims):
             taken, left = _assign_resident(mapping, here, pages, sums)
@@ -90,7 +90,7 @@ def attribute_memory(pid: int, told: AgentReport | None) -> list[AttributedPart]
             named_heap += taken["named in heap"]
             blocks.resident += taken[_BLOCK]
             nameless += left
-            if told is None and left and mapping.nbytes >= _LARGE_MAPPING_BYTES:
+            if report is None and left and mapping.nbytes >= _LARGE_MAPPING_BYTES:
                 touched = f"{100 * left / mapping.nbytes:.0f} %"
                 sums.add(
                     "unattributed",
@@ -103,24 +103,24 @@ def attribute_memory(pid: int, told: AgentReport | None) -> list[AttributedPart]
     blocks.allocated = sum(claim.end - claim.start for claim in claims if claim.kind == _BLOCK)
     uses_torch = any(group == "libraries" and name == "torch" for group, name in sums.by_name)
     group = "torch" if uses_torch else "python"
-    _split_heap(heap, named_heap, told, group, sums)
-    nameless = _assign_python(nameless, told, sums)
+    _split_heap(heap, named_heap, report, group, sums)
+    nameless = _assign_python(nameless, report, sums)
     if not is_readable:
-        nameless -= _assign_blocks_by_total(nameless, told, claims, blocks)
-    if told is not None:
+        nameless -= _assign_blocks_by_total(nameless, report, claims, blocks)
+    if report is not None:
         sums.add(group, "large blocks without a name", blocks.resident, blocks.allocated)
     sums.add("unattributed", "memory without a name", nameless, nameless)
     return sums.parts()
 
 
 def _claims(
-    pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], told: AgentReport | None
+    pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], report: AgentReport | None
 ) -> list[_Claim]:
     claims = [_Claim(start, end, _HEAP) for start, end in heap_ranges(found)]
     claims += [_Claim(start, end, _STACK) for start, end in stack_ranges(pid, found).values()]
     zeroed = bss_ranges(pid, libraries)
     regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
-    regions += () if told is None else told.regions
+    regions += () if report is None else report.regions
     claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in regions]
     return sorted(claims, key=lambda claim: claim.start)
 
@@ -203,29 +203,29 @@ def _touched(mapping: Mapping, claim: _Claim, pages: PageMap, *, is_alone: bool)
     return resident * mapping.proportional // mapping.resident
 
 
-def _split_heap(heap: int, named: int, told: AgentReport | None, group: str, sums: _Sums) -> None:
-    """Tell what live objects take from what the C library keeps."""
-    if told is None or told.heap is None:
+def _split_heap(heap: int, named: int, report: AgentReport | None, group: str, sums: _Sums) -> None:
+    """Separate what live objects take from what the C library keeps."""
+    if report is None or report.heap is None:
         if heap:
             sums.add(group, "C heap, in use and kept", heap, heap)
         return
-    live = min(max(told.heap.in_use - named, 0), heap)
+    live = min(max(report.heap.in_use - named, 0), heap)
     sums.add(group, "C heap in use", live, live)
-    sums.add("heap_retained", "free, kept by the C library", heap - live, told.heap.free)
+    sums.add("heap_retained", "free, kept by the C library", heap - live, report.heap.free)
 
 
-def _assign_python(left: int, told: AgentReport | None, sums: _Sums) -> int:
+def _assign_python(left: int, report: AgentReport | None, sums: _Sums) -> int:
     """Give Python's arenas what they hold; return what is left."""
-    if told is None or told.python is None:
+    if report is None or report.python is None:
         return left
-    objects = min(told.python.taken, left)
-    sums.add("python", "objects", objects, told.python.taken)
+    objects = min(report.python.taken, left)
+    sums.add("python", "objects", objects, report.python.taken)
     return left - objects
 
 
-def _assign_blocks_by_total(left: int, told: AgentReport | None, claims: list[_Claim], blocks: _Sum) -> int:
-    """Give large blocks at most what the C library says they are, where they cannot be found one by one."""
-    if told is None or told.heap is None:
+def _assign_blocks_by_total(left: int, report: AgentReport | None, claims: list[_Claim], blocks: _Sum) -> int:
+    """Give large blocks at most what the C library reports, where they cannot be found one by one."""
+    if report is None or report.heap is None:
         return 0
     heaps = [claim for claim in claims if claim.kind == _HEAP]
     own = sum(
@@ -235,6 +235,6 @@ def _assign_blocks_by_total(left: int, told: AgentReport | None, claims: list[_C
         and claim.region.in_heap
         and not any(heap.start <= claim.start < heap.end for heap in heaps)
     )
-    blocks.allocated = max(told.heap.mapped - own, 0)
+    blocks.allocated = max(report.heap.mapped - own, 0)
     blocks.resident = min(blocks.allocated, left)
     return blocks.resident

@@ -22,17 +22,23 @@ from holdall.tools.watch.process_watcher import stalled_percent
 from holdall.units import format_bytes
 
 OnPressure = Literal["warn", "spill", "checkpoint"]
-KINDS = ("warn", "spill", "checkpoint")
+PRESSURE_ACTIONS = ("warn", "spill", "checkpoint")
 
 _FIRST_CHECK_S = 0.1
 _EXTRA_SHARE_TO_FREE = 0.05
-"""Share of the limit that is freed beyond what was asked for, so that the next look finds something left."""
+"""Share of the limit that is freed beyond what is needed, so that the next check finds something left."""
 _STALLED_PERCENT = 40.0
 """Per cent of the time that processes wait for memory: as bad as having none."""
 _PAUSE_AFTER_ACTION_S = 1.0
-"""Time after an act, in which what was started takes effect."""
+"""Time after an action in which it takes effect."""
 
 _LOG = logging.getLogger("holdall")
+_LOOKAHEAD_S = 1.0
+"""A limit that will be near after this time, at the present rate, is near."""
+_LONGEST_PAUSE_S = 0.5
+_SHORTEST_PAUSE_S = 0.02
+_POSSIBLE_BURST_BYTES_PER_S = 512.0 * 2**20
+"""Bytes a second that a quiet process may start to take before the next check."""
 
 
 class MemoryGuard:
@@ -53,8 +59,8 @@ class MemoryGuard:
         limit_bytes: int | None = None,
         checkpoint: Callable[[], Any] | None = None,
     ) -> None:
-        if act not in KINDS:
-            raise ArgumentError(f"on_pressure ({act!r}) must be one of {', '.join(KINDS)}")
+        if act not in PRESSURE_ACTIONS:
+            raise ArgumentError(f"on_pressure ({act!r}) must be one of {', '.join(PRESSURE_ACTIONS)}")
         if not 0.1 <= at <= 0.99:
             raise ArgumentError(f"pressure_at ({at}) must be a share of the limit, from 0.1 to 0.99")
         if act == "checkpoint" and checkpoint is None:
@@ -66,25 +72,25 @@ class MemoryGuard:
         self._approach = LimitTracker(at)
         self._pause_s = _FIRST_CHECK_S
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look_out, name="holdall-guard", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="holdall-guard", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
         """End the guard."""
         self._ended.set()
 
-    def look(self) -> bool:
-        """Look at the limits once; say whether one was near and something was done."""
+    def check(self) -> bool:
+        """Check the limits once; return whether one was near and the guard acted."""
         now = time.monotonic()
         near = self._approach.nearest(self._limits(), now)
-        self._pause_s = near.look_again_s
+        self._pause_s = near.pause_s
         if now < self._rests_until:
             return False
         if not near.is_near and (stalled_percent() or 0.0) < _STALLED_PERCENT:
             self._is_near = False
             return False
         room = _EXTRA_SHARE_TO_FREE * near.limit.total_bytes
-        self._do(near, int(max(room - near.spare, room) + near.soon_taken))
+        self._do(near, int(max(room - near.spare_bytes, room) + near.soon_bytes))
         self._is_near, self._rests_until = True, now + _PAUSE_AFTER_ACTION_S
         return True
 
@@ -98,8 +104,8 @@ class MemoryGuard:
     def _do(self, near: NearestLimit, wanted: int) -> None:
         left, total = format_bytes(near.limit.free_bytes), format_bytes(near.limit.total_bytes)
         text = f"memory is short: {left} left of {total} ({near.limit.name})"
-        if near.spare > 0:  # it does not look short yet
-            text += f", and {format_bytes(int(near.coming))} more is taken every second"
+        if near.spare_bytes > 0:  # it does not look short yet
+            text += f", and {format_bytes(int(near.bytes_per_second))} more is taken every second"
         if self._act == "spill":
             done = self._relieve(wanted)
             return_free_heap()
@@ -109,10 +115,10 @@ class MemoryGuard:
             text += "; a checkpoint is being taken"
         if self._act == "spill" or not self._is_near:
             _LOG.warning("%s", text)
-            self._agent.note(text)
+            self._agent.add_event(text)
 
     def _relieve(self, wanted: int) -> str:
-        """Have every memory give its part, as much as it has of all."""
+        """Ask every memory to give up its share."""
         memories = [memory for memory in tracked.living() if hasattr(memory, "relieve")]
         sizes = [_memory_bytes(memory) for memory in memories]
         for memory, size in zip(memories, sizes, strict=True):
@@ -121,15 +127,15 @@ class MemoryGuard:
             except ClosedError:
                 continue
         if not memories:
-            return "there is no memory of holdall's that could give some back"
-        return f"holdall's memories are told to hold {format_bytes(wanted)} less"
+            return "no memory of holdall can give some back"
+        return f"holdall's memories must hold {format_bytes(wanted)} less"
 
-    def _look_out(self) -> None:
+    def _run(self) -> None:
         while not self._ended.wait(self._pause_s):
             try:
-                self.look()
-            except Exception:  # whatever it is: a guard that fails must not end the training
-                _LOG.exception("the guard of memory failed; training goes on without it")
+                self.check()
+            except Exception:  # a guard that fails must not end the training
+                _LOG.exception("the memory guard failed; training goes on without it")
                 return
 
 
@@ -137,40 +143,32 @@ def _memory_bytes(memory: Any) -> int:
     return sum(int(array.nbytes) for _, array in memory.arrays())
 
 
-_LOOKAHEAD_S = 1.0
-"""A limit that would be near after so long, at the rate at which it comes, is near."""
-_LONGEST_PAUSE_S = 0.5
-_SHORTEST_PAUSE_S = 0.02
-_POSSIBLE_BURST_BYTES_PER_S = 512.0 * 2**20
-"""Bytes a second that a process which was quiet may begin to take before the next look."""
-
-
 class NearestLimit(NamedTuple):
     """The limit that is near first."""
 
     limit: Limit
-    spare: float  # bytes before it is near; below 0: it is
-    coming: float  # bytes a second
+    spare_bytes: float  # until it is near; below 0: it is
+    bytes_per_second: float  # by which use grows
 
     @property
     def is_near(self) -> bool:
-        """Whether it is, or will be in a second."""
-        return self.spare <= self.coming * _LOOKAHEAD_S
+        """Whether it is near, or will be in a second."""
+        return self.spare_bytes <= self.soon_bytes
 
     @property
-    def look_again_s(self) -> float:
-        """Seconds until it should be looked at again."""
-        pause = self.spare / (4.0 * self.coming + _POSSIBLE_BURST_BYTES_PER_S)
+    def pause_s(self) -> float:
+        """Seconds until the next check."""
+        pause = self.spare_bytes / (4.0 * self.bytes_per_second + _POSSIBLE_BURST_BYTES_PER_S)
         return min(max(pause, _SHORTEST_PAUSE_S), _LONGEST_PAUSE_S)
 
     @property
-    def soon_taken(self) -> float:
-        """Bytes that will be taken within the second ahead."""
-        return self.coming * _LOOKAHEAD_S
+    def soon_bytes(self) -> float:
+        """Bytes that will be taken within the next second."""
+        return self.bytes_per_second * _LOOKAHEAD_S
 
 
 class LimitTracker:
-    """Follows limits.
+    """Follows how fast memory is taken. A rising rate counts at once, a falling one slowly.
 
     Args:
         at: Share of a limit from which on it is near.
@@ -183,7 +181,7 @@ class LimitTracker:
     def nearest(self, limits: Iterable[Limit], now: float) -> NearestLimit:
         """Return the limit that is near first, as a share of its size."""
         found = [NearestLimit(limit, self._spare(limit), self._rate(limit, now)) for limit in limits]
-        return min(found, key=lambda near: (near.spare - near.soon_taken) / max(near.limit.total_bytes, 1))
+        return min(found, key=lambda near: (near.spare_bytes - near.soon_bytes) / max(near.limit.total_bytes, 1))
 
     def _spare(self, limit: Limit) -> float:
         return limit.free_bytes - (1.0 - self._at) * limit.total_bytes
@@ -191,6 +189,6 @@ class LimitTracker:
     def _rate(self, limit: Limit, now: float) -> float:
         moment, left, before = self._before.get(limit.name, (now, limit.free_bytes, 0.0))
         rate = max((left - limit.free_bytes) / (now - moment), 0.0) if now > moment else 0.0
-        coming = max(rate, 0.5 * (before + rate))
-        self._before[limit.name] = (now, limit.free_bytes, coming)
-        return coming
+        rate = max(rate, 0.5 * (before + rate))
+        self._before[limit.name] = (now, limit.free_bytes, rate)
+        return rate

@@ -26,7 +26,10 @@ from holdall.tools.watch.attribution import attribute_memory
 from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading
 
 _STALE_S = 120.0
-"""What a process said longer ago than this is about another moment."""
+"""An agent report that is older than this is not used."""
+_HELPER_PROCESSES = ("resource_tracker", "forkserver")
+"""Helpers of multiprocessing, recognised by their command lines."""
+_PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
 
 
 class ProcessWatcher:
@@ -34,7 +37,7 @@ class ProcessWatcher:
 
     Args:
         pid: The process; its children are its workers.
-        limit_bytes: A limit that the user names beside those of the system, over the tree's memory.
+        limit_bytes: A limit of the user's own, besides those of the system, over the tree's memory.
         without: Processes below it that are no part of the training.
     """
 
@@ -43,18 +46,13 @@ class ProcessWatcher:
         self._limit_bytes = limit_bytes
         self._without = without
         self._before: AgentReport | None = None
-        self._newest: AgentReport | None = None
+        self.latest_report: AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
         self._highest = 0
         try:
             self._process = psutil.Process(pid)
         except psutil.Error as error:
             raise WatchError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
-
-    @property
-    def newest_told(self) -> AgentReport | None:
-        """What the process said of itself last."""
-        return self._newest
 
     def is_alive(self) -> bool:
         """Whether the process still runs."""
@@ -63,11 +61,11 @@ class ProcessWatcher:
         except psutil.Error:
             return False
 
-    def listen(self) -> LiveObjects | None:
-        """Return what the process said of its live objects since the last call; cheap, to be called often."""
-        before = self._newest
-        told = self._told()
-        return None if told is None or told is before or self._newest is before else _live_objects(told)
+    def poll_agent(self) -> LiveObjects | None:
+        """Return the live objects of the process if it reported since the last call; cheap, for frequent calls."""
+        before = self.latest_report
+        report = self._read_report()
+        return None if report is None or self.latest_report is before else _live_objects(report)
 
     def read(self) -> MemoryReading:
         """Read the tree now."""
@@ -81,95 +79,91 @@ class ProcessWatcher:
             raise WatchError(f"pid ({self.pid}) has ended") from error
 
     def _read(self) -> MemoryReading:
-        told = self._told()
+        report = self._read_report()
         now = time.time()
-        own = attribute_memory(self.pid, told) if LINUX else self._sums_alone(told)
+        own = attribute_memory(self.pid, report) if LINUX else self._sums_alone(report)
         parts = [*own, *worker_parts(self.pid, self._without)]
         pss = sum(part.resident for part in parts)
         limit = None if self._limit_bytes is None else self._limit_bytes - pss
         return MemoryReading(
             time=now,
             pss=pss,
-            peak=self._peak(told),
+            peak=self._peak(report),
             parts=tuple(parts),
             step=self._step_at(now),
-            goal=None if told is None else told.goal,
-            phase=None if told is None else told.phase,
-            gpu=gpu_memory(self.pid, told),
+            goal=None if report is None else report.goal,
+            phase=None if report is None else report.phase,
+            gpu=gpu_memory(self.pid, report),
             steps_per_second=self._rate(),
             pressure=stalled_percent(),
             threads=int(self._process.num_threads()),
-            torch_threads=None if told is None else told.torch_threads,
+            torch_threads=None if report is None else report.torch_threads,
             cores=self._cores,
             page_cache=page_cache(self.pid) if LINUX else None,
             headroom=headroom(self.pid, limit),
-            spilled=0 if told is None else sum(told.spilled.values()),
-            disk_free=None if told is None else _free_on_disk(told),
+            spilled=0 if report is None else sum(report.spilled.values()),
+            disk_free=None if report is None else _free_on_disk(report),
             exact=LINUX,
         )
 
-    def _peak(self, told: AgentReport | None) -> int:
-        """Return the highest of all peaks: a process that tells its phases lets the kernel's begin anew."""
-        phases = [] if told is None else [phase.peak for phase in told.phases.values()]
+    def _peak(self, report: AgentReport | None) -> int:
+        """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
+        phases = [] if report is None else [phase.peak for phase in report.phases.values()]
         self._highest = max(self._highest, peak_bytes(self.pid), *phases)
         return self._highest
 
-    def _told(self) -> AgentReport | None:
-        """Return the newest sidecar, and keep the one before it for the rate of steps."""
-        told = read_agent_report(self.pid)
-        if told is None or time.time() - told.time > _STALE_S:
+    def _read_report(self) -> AgentReport | None:
+        """Return the newest agent report, and keep the one before it for the rate of steps."""
+        report = read_agent_report(self.pid)
+        if report is None or time.time() - report.time > _STALE_S:
             return None
-        if self._newest is None or told.time > self._newest.time:
-            self._before, self._newest = self._newest, told
-        return told
+        if self.latest_report is None or report.time > self.latest_report.time:
+            self._before, self.latest_report = self.latest_report, report
+        return report
 
     def _rate(self) -> float | None:
-        before, newest = self._before, self._newest
+        before, newest = self._before, self.latest_report
         if before is None or newest is None or before.step is None or newest.step is None:
             return None
         return max(newest.step - before.step, 0) / max(newest.time - before.time, 1e-3)
 
     def _step_at(self, moment: float) -> int | None:
-        """Return the step at which a reading was taken: what was last told, and what was made since."""
-        newest, rate = self._newest, self._rate()
+        """Return the step at which a reading was taken: the last one reported, and those made since."""
+        newest, rate = self.latest_report, self._rate()
         if newest is None or newest.step is None:
             return None
         return newest.step + int((rate or 0.0) * min(max(moment - newest.time, 0.0), 5.0))
 
-    def _sums_alone(self, told: AgentReport | None) -> list[AttributedPart]:
-        """Say what can be said where the system tells only sums: what was named, and the rest."""
+    def _sums_alone(self, report: AgentReport | None) -> list[AttributedPart]:
+        """Return named regions and the rest, where the system reports only the sum."""
         whole = held_bytes(self.pid).proportional
         left, parts = whole, []
-        for region in () if told is None else told.regions:
+        for region in () if report is None else report.regions:
             # Pages cannot be counted here: what was written to is estimated by how full a buffer is.
             touched = min(int(region.nbytes * (1.0 if region.fill is None else region.fill)), left)
             left -= touched
             parts.append(AttributedPart(region.group, region.name, touched, region.nbytes, region.fill))
-        return [*parts, AttributedPart("unattributed", "this system tells only the sum", left, left)]
+        return [*parts, AttributedPart("unattributed", "this system reports only the sum", left, left)]
 
 
-def _live_objects(told: AgentReport) -> LiveObjects | None:
+def _live_objects(report: AgentReport) -> LiveObjects | None:
     """Return what live objects take, without the arrays of buffers: the series in which a leak shows."""
-    if told.heap is None:
+    if report.heap is None:
         return None
-    named = sum(region.nbytes for region in told.regions if region.in_heap and region.group == "buffers")
-    python = 0 if told.python is None else told.python.in_use
-    heap = max(told.heap.in_use + told.heap.mapped + python - named, 0)
-    return LiveObjects(told.time, told.step, told.phase, heap, python)
+    named = sum(region.nbytes for region in report.regions if region.in_heap and region.group == "buffers")
+    python = 0 if report.python is None else report.python.in_use
+    heap = max(report.heap.in_use + report.heap.mapped + python - named, 0)
+    return LiveObjects(report.time, report.step, report.phase, heap, python)
 
 
-def _free_on_disk(told: AgentReport) -> int | None:
+def _free_on_disk(report: AgentReport) -> int | None:
     """Return what is left where memories spill to; the least, if that is several places."""
-    limits = [disk(Path(folder)) for folder in told.spilled]
+    limits = [disk(Path(folder)) for folder in report.spilled]
     return min((limit.free_bytes for limit in limits if limit is not None), default=None)
 
 
-_HELPER_PROCESSES = ("resource_tracker", "forkserver")
-"""Helpers of multiprocessing, told by what they were started with."""
-
-
 def worker_parts(pid: int, without: Collection[int] = ()) -> list[AttributedPart]:
-    """Read every process below `pid`, but the one that reads, and those that are named."""
+    """Read every process below `pid`, except this one and those in `without`."""
     parts = []
     passed = {os.getpid(), *without}
     try:
@@ -182,28 +176,31 @@ def worker_parts(pid: int, without: Collection[int] = ()) -> list[AttributedPart
         try:
             held = held_bytes(worker.pid).proportional
             parts.append(
-                AttributedPart("workers", f"{worker.pid} {_name(worker)}", held, int(worker.memory_info().vms))
+                AttributedPart("workers", f"{worker.pid} {_worker_name(worker)}", held, int(worker.memory_info().vms))
             )
         except (psutil.Error, OSError):  # it ended, or belongs to somebody else
             continue
     return sorted(parts, key=lambda part: -part.resident)
 
 
-def _name(worker: psutil.Process) -> str:
+def _worker_name(worker: psutil.Process) -> str:
     line = " ".join(worker.cmdline())
-    return next((servant for servant in _HELPER_PROCESSES if servant in line), worker.name())[:40]
+    return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(pid: int, told: AgentReport | None, sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
-    """Return what a process holds on its GPU; None if it holds nothing there, or nobody says."""
-    said = {} if told is None else told.gpu
-    driver = _nvidia(pid) or (_amd(sysfs) if said else None)
-    if not said and driver is None:
+def gpu_memory(pid: int, report: AgentReport | None, sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
+    """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
+
+    NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
+    """
+    torch = {} if report is None else report.gpu
+    driver = _nvidia(pid) or (_amd(sysfs) if torch else None)
+    if not torch and driver is None:
         return None
-    used, total = driver or (None, said.get("limit"))
-    reserved = said.get("reserved")
+    used, total = driver or (None, torch.get("limit"))
+    reserved = torch.get("reserved")
     other = None if used is None else max(used - (reserved or 0), 0)
-    return GpuMemory(said.get("requested"), said.get("allocated"), reserved, said.get("fragmented"), other, total)
+    return GpuMemory(torch.get("requested"), torch.get("allocated"), reserved, torch.get("fragmented"), other, total)
 
 
 def _nvidia(pid: int) -> tuple[int | None, int] | None:
@@ -242,9 +239,6 @@ def _amd(sysfs: Path) -> tuple[int, int] | None:
         except (OSError, ValueError):
             continue
     return None
-
-
-_PRESSURE_FILES = ("/sys/fs/cgroup/memory.pressure", "/proc/pressure/memory")
 
 
 def headroom(pid: int, budget_bytes: int | None = None) -> dict[str, int]:

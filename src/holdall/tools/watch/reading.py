@@ -18,6 +18,15 @@ GROUPS = (
     "buffers", "torch", "python", "heap_retained", "stacks", "libraries", "shared", "workers", "other", "unattributed",
 )  # fmt: skip
 """In the order in which they are stacked, shown and recorded."""
+_MOST_READINGS = 720
+_BINS = 48
+_FEWEST_BINS = 12
+_DEVIATIONS = 3.0
+"""Standard deviations of Kendall's statistic: one clean series in 370 would lie outside, if it were all of the test."""
+_EVEN_SHARE = 0.4
+"""What each quarter of a window has to contribute of its share: one jump is no steady growth."""
+_TIMES_NOISE = 6.0
+"""Least growth, over how far readings lie from the line: a level that wanders ends somewhere else, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +42,7 @@ class AttributedPart:
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """What is held on a GPU; None where nobody says."""
+    """What is held on a GPU; None where that is unknown."""
 
     requested: int | None  # by tensors
     allocated: int | None  # rounded up to blocks
@@ -64,7 +73,7 @@ class MemoryReading:
     headroom: dict[str, int] | None = None  # bytes left, by what limits them
     spilled: int = 0  # bytes on disk
     disk_free: int | None = None  # where these are
-    exact: bool = True  # False where the system tells only sums
+    exact: bool = True  # False where the system reports only sums
 
     def of(self, group: str) -> int:
         """Return what one group takes."""
@@ -75,18 +84,13 @@ class MemoryReading:
         """Share of the memory that has a name."""
         return 1.0 - self.of("unattributed") / self.pss if self.pss else 1.0
 
-    def as_words(self) -> dict[str, Any]:
+    def as_dict(self) -> dict[str, Any]:
         """Return plain numbers and text, as they are recorded."""
         return {"kind": "reading", **asdict(self), "attributed": round(self.attributed, 4)}
 
 
-_MOST_READINGS = 720
-
-ItemT = TypeVar("ItemT")
-
-
 class LiveObjects(NamedTuple):
-    """What live objects took at one moment, as the process's own allocators say; told more often than it is read."""
+    """What live objects took at one moment, by the process's own allocators; there are more of them than readings."""
 
     time: float
     step: int | None
@@ -95,8 +99,11 @@ class LiveObjects(NamedTuple):
     python: int  # of that, Python's objects of up to 512 bytes
 
 
+ItemT = TypeVar("ItemT", MemoryReading, LiveObjects)
+
+
 class ReadingHistory:
-    """Readings, and what was told between them, in order of time."""
+    """Readings, and live objects between them, in order of time."""
 
     def __init__(self, most: int = _MOST_READINGS) -> None:
         self.readings: list[MemoryReading] = []
@@ -107,8 +114,8 @@ class ReadingHistory:
         """Remember a reading."""
         self.readings = self._thinned([*self.readings, reading])
 
-    def hear(self, live: LiveObjects) -> None:
-        """Remember what the process said of its live objects."""
+    def add_live(self, live: LiveObjects) -> None:
+        """Remember what the process reported about its live objects."""
         self.live = self._thinned([*self.live, live])
 
     def _thinned(self, items: list[ItemT]) -> list[ItemT]:
@@ -122,34 +129,27 @@ class ReadingHistory:
 
     @property
     def counts_steps(self) -> bool:
-        """Whether the process tells its steps; time stands in for them otherwise."""
+        """Whether the process reports its steps; if not, time is used instead."""
         return self.newest.step is not None
 
-    def place(self, reading: MemoryReading) -> float:
-        """Return where a reading stands: its step, or its time."""
+    def position(self, reading: MemoryReading | LiveObjects) -> float:
+        """Return the step of a reading, or its time."""
         return reading.time if not self.counts_steps else float(reading.step or 0)
 
     def series(
         self, value: Callable[[MemoryReading], float | None], readings: list[MemoryReading] | None = None
     ) -> tuple[list[float], list[float]]:
-        """Return places and values of the readings that have one."""
-        found = [(self.place(one), value(one)) for one in (self.readings if readings is None else readings)]
-        known = [(place, number) for place, number in found if number is not None]
-        return [place for place, _ in known], [number for _, number in known]
-
-    def same_phase(self) -> list[MemoryReading]:
-        """Return the readings that were taken in the phase that most were: what another phase takes is no trend."""
-        common = _most_common([reading.phase for reading in self.readings])
-        return [reading for reading in self.readings if reading.phase == common]
-
-    def live_in_same_phase(self) -> list[LiveObjects]:
-        """Return the same of what was told between readings."""
-        common = _most_common([live.phase for live in self.live])
-        return [live for live in self.live if live.phase == common]
+        """Return positions and values of the readings that have one."""
+        found = [(self.position(one), value(one)) for one in (self.readings if readings is None else readings)]
+        known = [(position, number) for position, number in found if number is not None]
+        return [position for position, _ in known], [number for _, number in known]
 
 
-def _most_common(phases: list[str | None]) -> str | None:
-    return max(set(phases), key=phases.count, default=None)
+def in_common_phase(items: list[ItemT]) -> list[ItemT]:
+    """Return the readings or live objects of the most frequent phase: what another phase takes is no trend."""
+    phases = [item.phase for item in items]
+    common = max(set(phases), key=phases.count, default=None)
+    return [item for item in items if item.phase == common]
 
 
 def buffers_of(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
@@ -159,17 +159,6 @@ def buffers_of(reading: MemoryReading) -> dict[str, list[AttributedPart]]:
         if part.group == "buffers":
             found.setdefault(part.name.partition(".")[0], []).append(part)
     return found
-
-
-_BINS = 48
-_FEWEST_BINS = 12
-_DEVIATIONS = 3.0
-"""Standard deviations of Kendall's statistic: one clean series in 370 would lie outside, if it were all of the test."""
-_EVEN_SHARE = 0.4
-"""What each quarter of a window has to contribute of its share: one jump is no steady growth."""
-
-_TIMES_NOISE = 6.0
-"""What grew, over how far readings lie from the line: a level that wanders ends somewhere else, too."""
 
 
 class Trend(NamedTuple):
@@ -183,7 +172,11 @@ class Trend(NamedTuple):
 
 
 def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
-    """Return the slope of a series; None if there are too few points, or they all stand at one place."""
+    """Return the slope of a series; None if there are too few points, or all at one position.
+
+    The slope is the median over all pairs of points (Theil 1950, Sen 1968), and its interval comes from Kendall's
+    statistic. Points are gathered in bins first, because neighbours depend on each other.
+    """
     points = _binned(xs, ys)
     if len(points) < _FEWEST_BINS:
         return None

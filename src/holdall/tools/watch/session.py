@@ -33,6 +33,10 @@ from holdall.tools.watch.reading import MemoryReading
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.units import parse_bytes
 
+_STARTUP_FOLDER = Path(__file__).parent / "startup"
+WATCHED_VARIABLE = "HOLDALL_WATCHED"
+_MODEL_MODULE = "stable_baselines3.common.base_class"
+
 
 def track(name: str, array: Any, fill: FillFunction | None = None) -> None:
     """Give an array or a tensor a name under which every watch shows it.
@@ -41,7 +45,7 @@ def track(name: str, array: Any, fill: FillFunction | None = None) -> None:
         name: `features`, or `expert.actions` for a part of something.
         array: Kept track of for as long as it lives; it is not kept alive. A torch module or an optimizer may be given,
             too: what it holds is shown as parameters, gradients and optimizer state, of all that were given together.
-        fill: Returns how full it is, of 1; without it, growth of what was touched counts as a leak.
+        fill: Returns how full it is, from 0 to 1; without it, growth of what was touched counts as a leak.
     """
     if not 1 <= len(name) <= 100:
         raise ArgumentError(f"name ({name!r}) must be a text of 1 to 100 letters")
@@ -63,17 +67,17 @@ def start(
     pressure_at: float = 0.9,
     checkpoint: Callable[[], Any] | None = None,
 ) -> Watch:
-    """Watch this process from a small one beside it, until it ends or `stop` is called.
+    """Watch this process from a small second one, until it ends or `stop` is called.
 
     Args:
         interval_s: Seconds between two readings.
         record: A file for `holdall report`.
         prometheus: A port of the loopback on which the newest reading is served.
-        limit: Memory that this process and its workers may use, beside the system's own limits: "8GiB" or bytes.
-        on_pressure: What is done when memory runs short: "warn" logs it; "spill" has holdall's memories compress more
+        limit: Memory that this process and its workers may use, besides the system's own limits: "8GiB" or bytes.
+        on_pressure: What to do when memory runs short: "warn" logs it; "spill" makes holdall's memories compress more
             and move more to their `spill_dir`; "checkpoint" calls `checkpoint`.
         pressure_at: Share of a limit from which on memory is short.
-        checkpoint: Saves what is worth saving; called in a thread of its own, once each time memory runs short.
+        checkpoint: A function that saves; called in a thread of its own, once each time memory runs short.
     """
     if not interval_s >= 0.1:
         raise ArgumentError(f"interval_s ({interval_s}) must be at least 0.1; a reading takes some of that itself")
@@ -97,32 +101,26 @@ class Watch:
     ) -> None:
         self.agent, self._guard = own, guard
         own.publish()
-        command = [
-            sys.executable,
-            "-m",
-            "holdall.tools.watch.watcher_process",
-            str(os.getpid()),
-            "--interval",
-            str(interval_s),
-        ]
-        for name, value in (("--record", record), ("--prometheus", prometheus), ("--limit", limit_bytes)):
-            if value is not None:
-                command += [name, os.fspath(value) if name == "--record" else str(value)]  # type: ignore[arg-type]  # so
-        # The package may have been found in a way that another Python does not know of.
+        command = [sys.executable, "-m", "holdall.tools.watch.watcher_process", str(os.getpid())]
+        command += ["--interval", str(interval_s)]
+        path = None if record is None else os.fspath(record)
+        for name, value in (("--record", path), ("--prometheus", prometheus), ("--limit", limit_bytes)):
+            command += [] if value is None else [name, str(value)]
+        # The package may have been found in a way that another Python does not know.
         home = str(Path(holdall.__file__).parent.parent)
-        path = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
-        self._beside = subprocess.Popen(
+        search = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])
+        self._watcher = subprocess.Popen(
             command,
-            env=os.environ | {"PYTHONPATH": path},
+            env=os.environ | {"PYTHONPATH": search},
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the training
         )
-        self._end = weakref.finalize(self, _end_watcher_process, self._beside)
+        self._end = weakref.finalize(self, _end_watcher_process, self._watcher)
 
     @property
     def pid(self) -> int:
-        """The process beside this one that reads it."""
-        return self._beside.pid
+        """The id of the watcher process."""
+        return self._watcher.pid
 
     def reading(self) -> MemoryReading | None:
         """Return the newest reading; None before the first."""
@@ -130,7 +128,7 @@ class Watch:
         return None if found is None else found[0]
 
     def verdicts(self) -> list[WatchVerdict]:
-        """Return what the newest readings mean."""
+        """Return the verdicts on the newest readings."""
         found = latest_reading(os.getpid())
         return [] if found is None else found[1]
 
@@ -148,14 +146,10 @@ class Watch:
         self.stop()
 
 
-def _end_watcher_process(beside: subprocess.Popen[bytes]) -> None:
+def _end_watcher_process(watcher: subprocess.Popen[bytes]) -> None:
     with contextlib.suppress(OSError):
-        beside.terminate()
-    beside.wait()
-
-
-_STARTUP_FOLDER = Path(__file__).parent / "startup"
-WATCHED_VARIABLE = "HOLDALL_WATCHED"
+        watcher.terminate()
+    watcher.wait()
 
 
 class LaunchedCommand:
@@ -190,7 +184,7 @@ class LaunchedCommand:
         return self._process.pid
 
     def ended_within(self, seconds: float) -> bool:
-        """Wait a while; say whether it ended."""
+        """Wait at most so long; return whether it ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -215,11 +209,8 @@ class LaunchedCommand:
             sys.stdout.write(line.decode("utf-8", "replace"))
 
 
-_MODEL_MODULE = "stable_baselines3.common.base_class"
-
-
 def start_agent_in_command() -> None:
-    """Start the agent, and wait for the module that defines models."""
+    """Start the agent in a launched Python; follow models as soon as Stable-Baselines3 is imported."""
     agent()
     if _MODEL_MODULE in sys.modules:
         follow_models(sys.modules[_MODEL_MODULE])
@@ -228,7 +219,7 @@ def start_agent_in_command() -> None:
 
 
 def follow_models(module: Any) -> None:
-    """Have every model that is made from now on followed."""
+    """Follow every model that is made from now on."""
     kind = module.BaseAlgorithm
     made: Callable[..., None] = kind.__init__
 
@@ -241,7 +232,7 @@ def follow_models(module: Any) -> None:
 
 
 class _ModelImportFinder(importlib.abc.MetaPathFinder):
-    """Stands before the other finders until the module comes by, then steps aside."""
+    """Comes before the other finders until the module is imported, then removes itself."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None

@@ -12,12 +12,44 @@ from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
-from holdall.tools.watch.reading import LiveObjects, MemoryReading, ReadingHistory, Trend, buffers_of, steady_growth
+from holdall.tools.watch.reading import MemoryReading, ReadingHistory, Trend, buffers_of, in_common_phase, steady_growth
 from holdall.units import format_bytes
+
+_FEWEST_FILL_READINGS = 4
+_FULL_SHARE = 0.995
+_WARM_UP_SHARE = 0.25
+"""Share of the history that is skipped: what a training allocates once, it allocates at the beginning."""
+_LEAST_GROWTH = 2 * 2**20
+_LEAST_SLOPE = 48.0
+"""Bytes a step; a wrapper that notes the return of every episode takes less."""
+_LEAST_SLOPE_IN_TIME = 4096.0
+"""The same by the second, for processes that report no steps."""
+_LEAST_GROWTH_OF_SUMS = 32 * 2**20
+_PYTHON_SOURCE = ("Python objects", "look for lists that keep something of every step: losses, infos, observations")
+_ARRAY_SOURCE = (
+    "arrays, tensors and large objects",
+    "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists",
+)
+_READING_SOURCES = {
+    "anonymous": ("the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers by name"),
+    "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
+    "shared": ("shared mappings", "look for shared memory that is created again and again, and never unlinked"),
+}
+_RECENT_READINGS = 40
+"""Readings whose highest is what a step needs at its peak."""
+_NEVER = float("inf")
+_LEAST_RETAINED_BYTES = 64 * 2**20
+_LEAST_RETAINED_SHARE = 0.05
+_TIMES_CORES = 4
+_FEWEST_THREADS = 16
+_FEWEST_SHAPE_READINGS = 12
+_STEADY_SHARE = 0.02
+_SWING_SHARE = 0.10
+_FEWEST_CROSSINGS = 6
 
 
 def verdicts_for(history: ReadingHistory) -> list[WatchVerdict]:
-    """Judge a process by its history, the gravest first."""
+    """Judge a process by its history; the most severe verdict comes first."""
     if not history.readings:
         return []
     leaking = find_leaks(history)
@@ -46,12 +78,12 @@ class WatchVerdict:
     remedy: str
     evidence: dict[str, Any] = field(default_factory=dict)
 
-    def as_words(self, moment: float) -> dict[str, Any]:
+    def as_dict(self, moment: float) -> dict[str, Any]:
         """Return plain numbers and text, as they are recorded."""
         return {"kind": "verdict", "time": moment, **asdict(self)}
 
 
-def in_time(seconds: float) -> str:
+def format_time_span(seconds: float) -> str:
     """Write a length of time: `2 h 10 min`."""
     if seconds < 90:
         return f"{seconds:.0f} s"
@@ -64,13 +96,9 @@ def in_time(seconds: float) -> str:
     return f"{hours // 24} days"
 
 
-_FEWEST_FILL_READINGS = 4
-_FULL_SHARE = 0.995
-
-
 @dataclass(frozen=True, slots=True)
 class FillingBuffer:
-    """A buffer on its way."""
+    """A buffer that is not full yet."""
 
     name: str
     share: float
@@ -79,7 +107,7 @@ class FillingBuffer:
     left: float  # steps, or seconds, until it is full
 
     @property
-    def to_come(self) -> float:
+    def bytes_left(self) -> float:
         """Bytes that it will still take."""
         return self.slope * self.left
 
@@ -96,7 +124,7 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
             continue
         past = [(reading, buffers_of(reading).get(name, [])) for reading in readings[len(readings) // 3 :]]
         known = [
-            (history.place(reading), max(part.fill or 0.0 for part in held), sum(part.resident for part in held))
+            (history.position(reading), max(part.fill or 0.0 for part in held), sum(part.resident for part in held))
             for reading, held in past
             if held
         ]
@@ -107,7 +135,7 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
             or known[-1][1] <= known[0][1]
             or known[-1][0] <= known[0][0]
         ):
-            continue  # a rollout begins anew, again and again: that is no filling
+            continue  # a rollout starts again and again: that is no filling
         distance = known[-1][0] - known[0][0]
         left = (1.0 - share) / ((known[-1][1] - known[0][1]) / distance)
         slope = max((known[-1][2] - known[0][2]) / distance, 0.0)
@@ -116,51 +144,30 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
 
 
 def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
-    """Say which buffers fill, until when, and up to what."""
+    """Report which buffers fill, until when, and up to what size."""
     verdicts = []
     newest = history.newest
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
     for fill in filling_buffers(history):
-        end = f" at step {history.place(newest) + fill.left:,.0f}" if history.counts_steps else ""
-        when = f", in {in_time(fill.left / rate)}" if rate > 0 else ""
+        final, final_pss = fill.resident + fill.bytes_left, newest.pss + fill.bytes_left
+        end = f" at step {history.position(newest) + fill.left:,.0f}" if history.counts_steps else ""
+        when = f", in {format_time_span(fill.left / rate)}" if rate > 0 else ""
         verdicts.append(
             WatchVerdict(
                 name="filling",
                 severity="info",
                 text=(
                     f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}"
-                    f"{when}, with {format_bytes(fill.resident + fill.to_come)}; the whole then takes "
-                    f"{format_bytes(newest.pss + fill.to_come)}"
+                    f"{when}, with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
                 ),
                 remedy="nothing to do: this growth ends when the buffer is full",
                 evidence={
                     "buffer": fill.name, "fill": fill.share, "resident": fill.resident, "slope": fill.slope,
-                    "left": fill.left, "final": fill.resident + fill.to_come, "final_pss": newest.pss + fill.to_come,
+                    "left": fill.left, "final": final, "final_pss": final_pss,
                 },
             )
         )  # fmt: skip
     return verdicts
-
-
-_WARM_UP_SHARE = 0.25
-"""Share of the history that is not looked at: what a training makes once, it makes in the beginning."""
-_LEAST_GROWTH = 2 * 2**20
-_LEAST_SLOPE = 48.0
-"""Bytes a step; a wrapper that notes the return of every episode takes less."""
-_LEAST_SLOPE_IN_TIME = 4096.0
-"""The same by the second, for processes that tell no steps."""
-_LEAST_GROWTH_OF_SUMS = 32 * 2**20
-
-_PYTHON_SOURCE = ("Python objects", "look for lists that keep something of every step: losses, infos, observations")
-_ARRAY_SOURCE = (
-    "arrays, tensors and large objects",
-    "look for tensors kept with their graph (use .item() or .detach()), or arrays in lists",
-)
-_READING_SOURCES = {
-    "anonymous": ("the heap and small mappings", "start it with 'holdall watch -- ...' to see buffers by name"),
-    "workers": ("environment workers", "look for what an environment keeps of every step or episode"),
-    "shared": ("shared mappings", "look for shared memory that is made anew and never unlinked"),
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,22 +186,20 @@ def find_leaks(history: ReadingHistory) -> list[Leak]:
 
 
 def _leak_in_live_objects(history: ReadingHistory) -> Leak | None:
-    live = history.live_in_same_phase()
+    live = in_common_phase(history.live)
     live = live[int(len(live) * _WARM_UP_SHARE) :]
-    places = [_position(one, history) for one in live]
-    found = _if_large_enough(history, steady_growth(places, [one.heap for one in live]), _LEAST_GROWTH)
+    positions = [history.position(one) for one in live]
+    found = _if_large_enough(history, steady_growth(positions, [one.heap for one in live]), _LEAST_GROWTH)
     if found is None:
         return None
-    python = steady_growth(places, [one.python for one in live])
-    if python is not None and python.slope > 0.5 * found.slope:
-        where, remedy = _PYTHON_SOURCE
-    else:
-        where, remedy = _ARRAY_SOURCE
-    return Leak(found, _leak_verdict(history, "live objects", where, remedy, found))
+    python = steady_growth(positions, [one.python for one in live])
+    is_python = python is not None and python.slope > 0.5 * found.slope
+    source = _PYTHON_SOURCE if is_python else _ARRAY_SOURCE
+    return Leak(found, _leak_verdict(history, "live objects", *source, found))
 
 
 def _leak_in_readings(history: ReadingHistory, of: str) -> Leak | None:
-    readings = history.same_phase()
+    readings = in_common_phase(history.readings)
     readings = readings[int(len(readings) * _WARM_UP_SHARE) :]
     xs, ys = history.series(lambda reading: _leak_candidate(reading, of), readings)
     found = _if_large_enough(history, steady_growth(xs, ys), _LEAST_GROWTH_OF_SUMS)
@@ -206,10 +211,6 @@ def _if_large_enough(history: ReadingHistory, found: Trend | None, least_growth:
     if found is None or found.slope < least_slope or found.slope * (found.last - found.first) < least_growth:
         return None
     return found
-
-
-def _position(live: LiveObjects, history: ReadingHistory) -> float:
-    return float(live.step or 0) if history.counts_steps else live.time
 
 
 def _leak_candidate(reading: MemoryReading, of: str) -> float | None:
@@ -226,8 +227,8 @@ def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, fou
         name="leak",
         severity="warning",
         text=(
-            f"{where} grow by {found.slope:,.0f} B {unit} (surely between {found.low:,.0f} and {found.high:,.0f}), "
-            f"{format_bytes(grown)} so far; no buffer's fill is in that"
+            f"{where} grow by {found.slope:,.0f} B {unit} (certainly between {found.low:,.0f} and {found.high:,.0f}), "
+            f"{format_bytes(grown)} so far, without the buffers"
         ),
         remedy=remedy,
         evidence={
@@ -237,13 +238,8 @@ def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, fou
     )  # fmt: skip
 
 
-_RECENT_READINGS = 40
-"""Readings whose highest is what a step needs at its peak."""
-_NEVER = float("inf")
-
-
 def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[WatchVerdict]:
-    """Say which limit is reached first, and when; nothing if none is, before the training's end."""
+    """Report which limit is reached first, and when; nothing if none is reached before the training ends."""
     newest = history.newest
     swing = max(reading.pss for reading in history.readings[-_RECENT_READINGS:]) - newest.pss
     slope = sum(leak.trend.slope for leak in leaking)
@@ -297,11 +293,11 @@ def _disk_limit(history: ReadingHistory) -> list[tuple[float, str, int]]:
 def _running_out_verdict(history: ReadingHistory, distance: float, name: str, left: int) -> WatchVerdict:
     newest = history.newest
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
-    step = history.place(newest) + distance if history.counts_steps else None
+    step = history.position(newest) + distance if history.counts_steps else None
     seconds = distance / rate if rate > 0 else None
     ends = [
         *([] if step is None else [f"at step {step:,.0f}"]),
-        *([] if seconds is None else [f"in {in_time(seconds)}"]),
+        *([] if seconds is None else [f"in {format_time_span(seconds)}"]),
     ]
     text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
     if left <= 0:
@@ -317,12 +313,8 @@ def _running_out_verdict(history: ReadingHistory, distance: float, name: str, le
     )
 
 
-_LEAST_RETAINED_BYTES = 64 * 2**20
-_LEAST_RETAINED_SHARE = 0.05
-
-
 def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
-    """Say how much a trim would return, if that is worth it."""
+    """Report how much a trim would return, if that is worth it."""
     newest = history.newest
     kept = newest.of("heap_retained")
     if kept < max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * newest.pss):
@@ -331,7 +323,7 @@ def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         WatchVerdict(
             name="retained heap",
             severity="info",
-            text=f"{format_bytes(kept)} are free and kept by the C library; a trim would return up to that",
+            text=f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that",
             remedy="'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
             "torch.cuda.empty_cache() does nothing about it",
             evidence={"retained": kept},
@@ -339,12 +331,8 @@ def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     ]
 
 
-_TIMES_CORES = 4
-_FEWEST_THREADS = 16
-
-
 def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
-    """Say that there are far more threads than cores, and what their stacks really take."""
+    """Report that there are far more threads than cores, and what their stacks really take."""
     newest = history.newest
     if newest.threads < max(_FEWEST_THREADS, _TIMES_CORES * newest.cores):
         return []
@@ -367,14 +355,8 @@ def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     ]  # fmt: skip
 
 
-_FEWEST_SHAPE_READINGS = 12
-_STEADY_SHARE = 0.02
-_SWING_SHARE = 0.10
-_FEWEST_CROSSINGS = 6
-
-
 def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
-    """Say that memory is steady, if the newest third of the history is."""
+    """Report that memory is steady, if the newest third of the history is."""
     recent = history.readings[-len(history.readings) // 3 :]
     levels = [reading.pss for reading in recent]
     if (
@@ -395,7 +377,7 @@ def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
 
 
 def sawtooth_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
-    """Say that memory goes up and down, and in which phase it is highest."""
+    """Report that memory goes up and down, and in which phase it is highest."""
     recent = history.readings[-len(history.readings) // 2 :]
     levels = [reading.pss for reading in recent]
     if len(levels) < _FEWEST_SHAPE_READINGS:

@@ -49,7 +49,7 @@ def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit
 
 
 class WatchRecorder:
-    """Writes a record."""
+    """Writes a record, line by line."""
 
     def __init__(self, path: Path, first: dict[str, Any]) -> None:
         try:
@@ -58,9 +58,9 @@ class WatchRecorder:
             raise WatchError(f"--record ({path}) cannot be written ({error.strerror}); name another file") from error
         self._write([first])
 
-    def show(self, turn: WatchPass) -> None:
-        """Add a turn."""
-        self._write(turn.lines())
+    def show(self, latest: WatchPass) -> None:
+        """Add a pass."""
+        self._write(latest.lines())
 
     def close(self) -> None:
         """End the file."""
@@ -72,7 +72,7 @@ class WatchRecorder:
 
 
 class PrometheusServer:
-    """A small server."""
+    """Serves the newest pass to Prometheus."""
 
     def __init__(self, port: int, bind: str = "127.0.0.1") -> None:
         page = self
@@ -88,25 +88,25 @@ class PrometheusServer:
                 self.wfile.write(body)
 
             def log_message(self, *_: object) -> None:
-                """Say nothing: the terminal belongs to the view."""
+                """Print nothing: the terminal belongs to the view."""
 
         self.text = "# no reading yet\n"
         try:
             self._server = ThreadingHTTPServer((bind, port), Handler)
         except (OSError, OverflowError) as error:
-            raise WatchError(f"--prometheus ({bind}:{port}) cannot be served ({error}); take another port") from error
+            raise WatchError(f"--prometheus ({bind}:{port}) cannot be served ({error}); use another port") from error
         self._server.daemon_threads = True
         self._thread = threading.Thread(target=self._server.serve_forever, name="holdall-metrics", daemon=True)
         self._thread.start()
 
     @property
     def port(self) -> int:
-        """The port that is served; of use if 0 was asked for."""
+        """The port that is served; the system chooses one for 0."""
         return int(self._server.server_address[1])
 
-    def show(self, turn: WatchPass) -> None:
-        """Serve a turn."""
-        self.text = prometheus_text(turn)
+    def show(self, latest: WatchPass) -> None:
+        """Serve a pass."""
+        self.text = prometheus_text(latest)
 
     def close(self) -> None:
         """End the server."""
@@ -114,25 +114,20 @@ class PrometheusServer:
         self._server.server_close()
 
 
-def prometheus_text(turn: WatchPass) -> str:
-    """Write a turn in the exposition format."""
-    reading = turn.reading
-    lines = [
-        "# HELP holdall_memory_bytes Proportional set size of the process tree, by part.",
-        "# TYPE holdall_memory_bytes gauge",
-    ]
-    lines += [
-        f'holdall_memory_bytes{{group="{part.group}",name="{_escaped(part.name)}"}} {part.resident}'
-        for part in reading.parts
-    ]
-    lines += [
-        "# HELP holdall_allocated_bytes Addresses of a part, touched or not.",
-        "# TYPE holdall_allocated_bytes gauge",
-    ]
-    lines += [
-        f'holdall_allocated_bytes{{group="{part.group}",name="{_escaped(part.name)}"}} {part.allocated}'
-        for part in reading.parts
-    ]
+def prometheus_text(latest: WatchPass) -> str:
+    """Write a pass in Prometheus's text format."""
+    reading = latest.reading
+    lines = []
+    for name, meaning in (
+        ("resident", "# HELP holdall_memory_bytes Proportional set size of the process tree, by part."),
+        ("allocated", "# HELP holdall_allocated_bytes Addresses of a part, touched or not."),
+    ):
+        metric = meaning.split()[2]
+        lines += [meaning, f"# TYPE {metric} gauge"]
+        lines += [
+            f'{metric}{{group="{part.group}",name="{_escaped_label(part.name)}"}} {getattr(part, name)}'
+            for part in reading.parts
+        ]
     gauges: dict[str, float | None] = {
         "holdall_pss_bytes": reading.pss,
         "holdall_peak_bytes": reading.peak,
@@ -152,11 +147,13 @@ def prometheus_text(turn: WatchPass) -> str:
         if value is not None:
             lines += [f"# TYPE {name} gauge", f"{name} {value}"]
     lines.append("# TYPE holdall_verdict gauge")
-    lines += [f'holdall_verdict{{name="{_escaped(one.name)}",severity="{one.severity}"}} 1' for one in turn.verdicts]
+    lines += [
+        f'holdall_verdict{{name="{_escaped_label(one.name)}",severity="{one.severity}"}} 1' for one in latest.verdicts
+    ]
     return "\n".join(lines) + "\n"
 
 
-def _escaped(text: str) -> str:
+def _escaped_label(text: str) -> str:
     return text.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
 
 
@@ -170,25 +167,23 @@ def main() -> None:
     parser.add_argument("--bind", default="127.0.0.1")
     parser.add_argument("--limit", type=int)
     wanted = parser.parse_args()
-    turns = WatchLoop(wanted.pid, wanted.interval, wanted.limit)
-    recorder = None
+    loop = WatchLoop(wanted.pid, wanted.interval, wanted.limit)
+    outputs: list[WatchRecorder | PrometheusServer] = []
     if wanted.record is not None:
-        recorder = WatchRecorder(
-            wanted.record, record_header(wanted.pid, psutil.Process(wanted.pid).cmdline(), wanted.interval)
-        )
-    exposition = None if wanted.prometheus is None else PrometheusServer(wanted.prometheus, wanted.bind)
-    while turns.watcher.is_alive():
+        header = record_header(wanted.pid, psutil.Process(wanted.pid).cmdline(), wanted.interval)
+        outputs.append(WatchRecorder(wanted.record, header))
+    if wanted.prometheus is not None:
+        outputs.append(PrometheusServer(wanted.prometheus, wanted.bind))
+    while loop.watcher.is_alive():
         try:
-            turn = turns.take()
+            latest = loop.run_pass()
         except WatchError:
             break
         with contextlib.suppress(OSError):
-            publish_latest(wanted.pid, turn)
-        if recorder is not None:
-            recorder.show(turn)
-        if exposition is not None:
-            exposition.show(turn)
-        turns.pause()
+            publish_latest(wanted.pid, latest)
+        for output in outputs:
+            output.show(latest)
+        loop.pause()
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from holdall import (
     Prioritized,
     ReplayMemory,
 )
-from holdall.delivery.host import BatchBuilder
+from holdall.delivery.batches import HostBatches
 from holdall.testing import LeafPlan, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -99,15 +99,15 @@ def test_rows_that_are_evicted_before_a_batch_is_handed_out_are_still_right() ->
 def test_an_error_is_raised_in_the_consumer(prefetch: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the turn of the batch that it befell; the ones before are handed out."""
     memory, _ = fed()
-    build, built = BatchBuilder.build, []
+    make, built = HostBatches.make, []
 
-    def fail(self: BatchBuilder, *arguments: Any) -> Any:
+    def fail(self: HostBatches, *arguments: Any) -> Any:
         built.append(1)
         if len(built) == 3:
             raise DamageError("bytes are damaged")
-        return build(self, *arguments)
+        return make(self, *arguments)
 
-    monkeypatch.setattr(BatchBuilder, "build", fail)
+    monkeypatch.setattr(HostBatches, "make", fail)
     with memory.loader(8, prefetch) as loader:
         next(loader)
         next(loader)

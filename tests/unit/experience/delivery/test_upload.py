@@ -1,4 +1,4 @@
-"""Batches on a device, on a line without one: the bits of those in arrays, each slice sent once, nothing allocated."""
+"""Batches on a device, on a stream without one: the bits of those in arrays, each slice sent once, no allocations."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from holdall import (
     ReplayMemory,
     Sequence,
 )
-from holdall.delivery import batches
-from holdall.delivery.device import DeviceBlocks, HostStream
-from holdall.delivery.device_batch import DeviceBuilder
+from holdall.delivery import device
+from holdall.delivery.batches import BlockPool, Delivery
+from holdall.delivery.device import DeviceStream
+from holdall.delivery.device_batch import DeviceBatches
 from holdall.delivery.device_store import PinnedArenas
-from holdall.native import slice_names as native_unique
-from holdall.native.kernels import native_kernels
-from holdall.native.slice_names import CopyPlan, SliceNamer
+from holdall.native import CopyPlan, SliceNamer, native_kernels, reading
 from holdall.schema import Bytes
 from holdall.storage import segment
 from holdall.storage.slices import Places
@@ -52,9 +51,9 @@ pytestmark = pytest.mark.skipif(native_kernels() is None, reason="slices are nam
 
 
 @pytest.fixture(autouse=True)
-def line_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+def stream_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let device="cpu" go the way of a GPU."""
-    monkeypatch.setattr(batches, "is_remote", lambda device: True)
+    monkeypatch.setattr(Delivery, "is_remote", property(lambda self: self.torch_device is not None))
 
 
 def on(where: str) -> dict[str, Any]:
@@ -113,7 +112,7 @@ def test_every_sampler_goes_the_same_way(sampler: Any, where: str) -> None:
 
 
 def test_hindsight_goes_the_same_way() -> None:
-    """Goals that are vectors are told anew before they are sent; goals that are images in arrays."""
+    """Goals that are vectors are relabelled before they are sent, goals that are images in arrays."""
     for shape, dtype in (((2,), "f4"), ((40, 40, 3), "u1")):
         space = spaces.Dict(
             observation=box((4, 36, 36), "u1"), achieved_goal=box(shape, dtype), desired_goal=box(shape, dtype)
@@ -132,7 +131,7 @@ def test_hindsight_goes_the_same_way() -> None:
 
 
 @pytest.mark.parametrize("name", ["frames first", "camera", "several large", "short rows"])
-def test_a_mirror_follows_a_memory_that_grows_and_evicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slices_on_a_device_follow_a_memory_that_grows_and_evicts(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Segments open, close, are sealed and go; regions are used again; what was drawn before stays right."""
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
     space, plans = SPACES[name]
@@ -153,7 +152,7 @@ def test_a_mirror_follows_a_memory_that_grows_and_evicts(name: str, monkeypatch:
         assert_same_bits(batch, expected)
 
 
-def test_a_loaded_memory_is_mirrored_too() -> None:
+def test_the_slices_of_a_loaded_memory_are_sent_too() -> None:
     """Its sealed slices are decoded once, to be sent."""
     import pickle
 
@@ -167,14 +166,14 @@ def test_a_loaded_memory_is_mirrored_too() -> None:
 def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stack of four and the next one are five frames, not eight; frames that rows share are sent once."""
     brought: list[int] = []
-    bring = SliceNamer.bring
+    collect = SliceNamer.collect
 
     def noted(self: SliceNamer, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
         brought.append(out.nbytes)
-        return bring(self, places, field, out, way)
+        return collect(self, places, field, out, way)
 
-    monkeypatch.setattr(SliceNamer, "bring", noted)
-    monkeypatch.setattr(PinnedArenas, "brought_up_to_date", lambda *_: None)
+    monkeypatch.setattr(SliceNamer, "collect", noted)
+    monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     memory = fed("frames first", device="cpu", lanes=1)
     frames = memory.report().fields[0].slice_bytes // (36 * 36)
     memory.gather(np.repeat(np.arange(memory.first_id, memory.next_id), 3))
@@ -183,18 +182,18 @@ def test_every_slice_is_sent_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let small batches go in many pieces, by several hands, in more waves than there may be, and have some sealed."""
+    """Let small batches go in many pieces, by several threads, in more waves than there may be, some sealed."""
     monkeypatch.setenv("HOLDALL_THREADS", "4")
-    monkeypatch.setattr(PinnedArenas, "brought_up_to_date", lambda *_: None)
+    monkeypatch.setattr(PinnedArenas, "up_to_date", lambda *_: None)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
-    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_HAND", 1), ("_WAVE_BYTES", 2_000)):
-        monkeypatch.setattr(native_unique, name, nbytes)
+    for name, nbytes in (("_PIECE_BYTES", 1), ("_BYTES_PER_COLLECTING_THREAD", 1), ("_WAVE_BYTES", 2_000)):
+        monkeypatch.setattr(reading, name, nbytes)
 
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("name", ["frames first", "colour frames last", "several large", "changing its mind"])
 @pytest.mark.parametrize("budget", ["auto", None])
-def test_hands_and_waves_change_no_bit(name: str, budget: str | None) -> None:
+def test_threads_and_waves_change_no_bit(name: str, budget: str | None) -> None:
     """Whoever brings a slice, and with whichever wave it goes."""
     with fed(name, budget=budget) as arrays, fed(name, budget=budget, device="cpu") as there:
         for memory in (arrays, there):
@@ -224,7 +223,7 @@ def coded(memory: ReplayMemory) -> list[NDArray[np.uint8]]:
 
 @pytest.mark.usefixtures("small_pieces")
 @pytest.mark.parametrize("where", ["device", "store_device"])
-def test_sealed_slices_are_decoded_by_every_hand(where: str) -> None:
+def test_sealed_slices_are_decoded_by_every_thread(where: str) -> None:
     """Compressed and raw in one batch."""
     with sealed() as arrays, sealed(**on(where)) as there:
         assert len(coded(there)) > 5
@@ -275,7 +274,8 @@ def test_batches_belong_to_the_caller() -> None:
 
 def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
     """A view of a view is enough to keep one."""
-    blocks = DeviceBlocks(HostStream(torch))
+    stream = DeviceStream(torch)
+    blocks = BlockPool(stream.device_bytes, stream.lend)
     first = blocks.take(1000)
     place, view = first.data_ptr(), first[10:].view(-1, 2)[3]
     del first
@@ -302,7 +302,7 @@ def test_store_and_batches_are_on_one_device() -> None:
         fed("vector", device="cuda", store_device="cpu")
 
 
-class Watched(HostStream):
+class Watched(DeviceStream):
     """Notes what is pinned."""
 
     pinned: ClassVar[dict[int, int]] = {}
@@ -323,17 +323,17 @@ class Watched(HostStream):
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> type[Watched]:
-    """Let memories use a line that notes what is pinned."""
+    """Let memories use a stream that notes what is pinned."""
     Watched.pinned.clear()
     monkeypatch.setattr(Watched, "most", 0)
-    monkeypatch.setattr(batches, "HostStream", Watched)
+    monkeypatch.setattr(device, "DeviceStream", Watched)
     monkeypatch.setattr("holdall.storage.segment.SEGMENT_BYTES", 30_000)
     return Watched
 
 
 def test_raw_slices_are_read_where_they_lie(watched: type[Watched], monkeypatch: pytest.MonkeyPatch) -> None:
     """No thread gathers them; arenas of evicted segments are let go of, and all of them when the memory is closed."""
-    monkeypatch.setattr(SliceNamer, "bring", None)
+    monkeypatch.setattr(SliceNamer, "collect", None)
     with fed("frames first", ticks=20, device="cpu") as there, fed("frames first", ticks=20) as arrays:
         streams = [Stream(there_space, spaces.Discrete(3), 2) for there_space in [SPACES["frames first"][0]] * 2]
         for _ in range(60):
@@ -389,11 +389,11 @@ def test_a_loader_that_has_nothing_to_do_on_the_host_has_the_same_batches(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
     """They are asked for in the consumer's own call; an error is raised in its batch's turn all the same."""
-    monkeypatch.setattr(HostStream, "works_alone", True)
+    monkeypatch.setattr(DeviceStream, "is_asynchronous", True)
     with fed("camera") as arrays, fed("camera", **on(where)) as there, there.loader(30, prefetch=2) as loader:
         for _ in range(5):
             assert_same_bits(next(loader), arrays.sample(30))
-        monkeypatch.setattr(DeviceBuilder, "fill", None)
+        monkeypatch.setattr(DeviceBatches, "fill", None)
         for _ in range(2):
             assert_same_bits(next(loader), arrays.sample(30))
         with pytest.raises(TypeError):

@@ -16,8 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdall.errors import DamageError
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Predictor, Transform

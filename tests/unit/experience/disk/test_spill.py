@@ -17,10 +17,9 @@ import numpy as np
 import pytest
 
 from holdall.errors import ArgumentError, SpillError
-from holdall.native.kernels import native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
-from holdall.storage import spill
+from holdall.storage import tiers as spill
 from holdall.storage.blocks import Coder, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import (
@@ -32,7 +31,7 @@ from holdall.storage.records import (
     unpack_dictionary,
     unpack_slices,
 )
-from holdall.storage.spill import SpillFolder
+from holdall.storage.tiers import SpillFolder
 
 COUNT, SIZE = 12, 700
 CODERS: list[Coder] = [PortableCoder()]
@@ -248,8 +247,8 @@ HOLD = """
 import sys, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.native.numpy_codec import PortableCoder
-from holdall.storage.spill import SpillFolder
+from holdall.native import PortableCoder
+from holdall.storage.tiers import SpillFolder
 
 coder = PortableCoder()
 folder = SpillFolder(sys.argv[1], coder)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from holdall.native.kernels import chosen_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import PortableCoder, chosen_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec as choice
 from holdall.storage.blocks import Coder, SealedSlices
@@ -62,13 +61,13 @@ PRICES = [("fast", 10.0, 2.0), ("dense", 100.0, 6.0), ("densest", 300.0, 20.0), 
 """Name, microseconds to decode a slice, and ratio."""
 
 
-def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, hands: int = 1) -> float:
+def chosen_at(patch: pytest.MonkeyPatch, cap: float, raw_us: float, threads: int = 1) -> float:
     """Choose among codecs of known prices; return the ratio of the one chosen, 0.0 for none."""
     ratio_by_codec = {Codec(Method.ZSTD, level, Transform(1296)): p for level, p in enumerate(PRICES, start=1)}
     known = [MeasuredCodec(codec, ratio, us) for codec, (_, us, ratio) in ratio_by_codec.items()]
     patch.setattr(choice, "measure", lambda *_: known)
     patch.setattr(choice, "_raw_us", lambda *_: raw_us)
-    codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, hands)
+    codec = choose(PortableCoder(), FRAME, WHOLE, noise(3), cap, threads)
     return 0.0 if codec.method is Method.STORED else ratio_by_codec[codec][2]
 
 
@@ -85,8 +84,8 @@ def test_the_densest_codec_within_the_cap_is_chosen(
 
 def test_hands_that_share_a_batch_may_each_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding is shared out; a raw gather waits for memory, and gains less from that."""
-    assert chosen_at(monkeypatch, 9.0, 10.0, hands=1) == 2.0
-    assert chosen_at(monkeypatch, 9.0, 10.0, hands=2) == 6.0
+    assert chosen_at(monkeypatch, 9.0, 10.0, threads=1) == 2.0
+    assert chosen_at(monkeypatch, 9.0, 10.0, threads=2) == 6.0
 
 
 def test_preferences_allow_more_and_more() -> None:

@@ -18,19 +18,16 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native.codec import NativeCoder
-from holdall.native.kernels import chosen_kernels, native_kernels
-from holdall.native.numpy_codec import PortableCoder
+from holdall.native import NativeCoder, PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
-from holdall.storage.blocks import KeptBlock, SealedSlices, SliceBlock, address
+from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, address
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
-from holdall.storage.sealer import FrozenBlock, Sealer
+from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
 from holdall.storage.slices import Places
-from holdall.storage.tiers import Budget, Tiers
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 from holdall.threads import ThreadPool
@@ -38,7 +35,6 @@ from holdall.threads import ThreadPool
 LEAF = Leaf("", (500,), np.dtype("u1"))
 PATIENCE_S = 20
 CODEC = Codec(Method.ZSTD, 9, Transform(500))
-COMPRESS_ALL = Budget.of(None, "balanced", 1)
 
 
 def frozen_block(content: str = "equal", seed: int = 0) -> FrozenBlock:
@@ -76,14 +72,17 @@ class Keeper:
         self.kept: list[tuple[SliceBlock, SealedSlices]] = []
         self.left: list[SliceBlock] = []  # as they are
         self.failing = False
+        self.sealer: Sealer | None = None
 
-    def keep(self, block: SliceBlock, sealed: SealedSlices | None) -> None:
-        if self.failing:
-            raise OSError("no place")
-        if sealed is None:
-            self.left.append(block)
-        else:
-            self.kept.append((block, sealed))
+    def collect(self) -> None:
+        assert self.sealer is not None
+        for block, sealed in self.sealer.collect():
+            if self.failing:
+                raise OSError("no place")
+            if sealed is None:
+                self.left.append(block)
+            else:
+                self.kept.append((block, sealed))
 
     @property
     def blocks(self) -> list[SliceBlock]:
@@ -99,7 +98,7 @@ class Bench:
         patch.setattr(seal, "choose", self._choose)
         patch.setattr(seal, "_WAIT_FROM", 4)
         self.coder, self.keeper = GatedCoder(), Keeper()
-        self.sealer = Sealer(self.coder, 2.0, 1, self.keeper.keep)
+        self.sealer = self.keeper.sealer = Sealer(self.coder, 2.0, 1, self.keeper.collect)
 
     def submit(self, *blocks: FrozenBlock) -> None:
         for block in blocks:
@@ -524,22 +523,12 @@ def test_dropping_a_memory_in_the_middle_of_sealing_ends_its_worker(monkeypatch:
     wait_until(lambda: not workers())
 
 
-class Waiting(Sealer):
-    """Remembers what it was to seal, and seals nothing."""
-
-    def __init__(self) -> None:
-        self.submitted: list[FrozenBlock] = []
-
-    def submit(self, frozen: FrozenBlock) -> None:
-        self.submitted.append(frozen)
-
-
 @pytest.mark.usefixtures("small_segments")
 def test_readers_of_the_raw_form_keep_it() -> None:
     """Places that were looked up before a block was sealed read the same bytes after; none writes to its arena."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
-    kernels, sealer, oracle = chosen_kernels(), Waiting(), list[bytes]()
-    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(sealer), COMPRESS_ALL)
+    kernels, oracle = chosen_kernels(), list[bytes]()
+    segments = Segments(kernels, [leaf], 1, 3_000)
     film = np.random.default_rng(0).integers(0, 4, (700, 24, 24), np.uint8)
 
     def run(first: int, end: int) -> None:
@@ -549,16 +538,17 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     def read(places: Places) -> bytes:
         obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-        kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
+        kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
         assert next_obs[:-1].tobytes() == obs[1:].tobytes()
         return obs.tobytes()
 
     run(0, 300)
     ticks, lanes = np.arange(300), np.zeros(300, np.int64)
     before = segments.places(ticks, lanes)
-    arenas = {address(frozen.block.arena) for frozen in sealer.submitted}
+    full = segments.take_frozen()
+    arenas = {address(frozen.block.arena) for frozen in full}
     assert len(arenas) > 5
-    for frozen in sealer.submitted:
+    for frozen in full:
         slices = frozen.block.arena[: frozen.block.used_bytes].reshape(frozen.block.used, -1)
         sealed = kernels.coder.seal(slices, Codec(Method.LZ4, 0, Transform(576)))
         assert sealed is not None
@@ -567,17 +557,6 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     assert not arenas & {address(closed.parts[0].block.arena) for closed in segments._closed}
     assert read(before) == b"".join(oracle[:300])
     assert read(segments.places(ticks, lanes)) == b"".join(oracle[:300])
-
-
-class AtOnce(Sealer):
-    """Seals a block the moment it comes, as a worker may that is quick."""
-
-    def __init__(self) -> None:
-        self.segments: Segments | None = None
-
-    def submit(self, frozen: FrozenBlock) -> None:
-        if self.segments is not None:
-            seal_block(self.segments, frozen.block)
 
 
 def seal_block(segments: Segments, block: SliceBlock) -> None:
@@ -589,22 +568,27 @@ def seal_block(segments: Segments, block: SliceBlock) -> None:
 
 @pytest.mark.usefixtures("small_segments")
 def test_a_loaded_block_may_be_sealed_at_once() -> None:
-    """Raw blocks of a loaded memory go to the sealer when everything else is in place, not before."""
+    """Raw blocks of a loaded memory are listed for the sealer when everything else is in place."""
     leaf = Leaf("", (4, 24, 24), np.dtype("u1"))
-    kernels, waiting, at_once = chosen_kernels(), Waiting(), AtOnce()
-    segments = Segments(kernels, [leaf], 1, 3_000, Tiers(waiting), COMPRESS_ALL)
+    kernels = chosen_kernels()
+    segments = Segments(kernels, [leaf], 1, 3_000)
     film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
     for tick in range(300):
         segments.append(tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
-    for frozen in waiting.submitted[1::2]:
+    for frozen in segments.take_frozen()[1::2]:
         seal_block(segments, frozen.block)
-    loaded = Segments(kernels, [], 1, 3_000, Tiers(at_once), COMPRESS_ALL)
-    at_once.segments = loaded
-    loaded.restore(pickle.loads(pickle.dumps(segments.state(), protocol=5)), [leaf])
+    saved = segments.freeze()
+    held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
+    loaded = Segments(kernels, [], 1, 3_000)
+    loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
+    loaded.cursors[0][:] = segments.cursors[0]
+    for frozen in loaded.take_frozen():
+        if frozen.block.sealed is None:
+            seal_block(loaded, frozen.block)
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
     places = loaded.places(np.arange(300), np.zeros(300, np.int64))
-    kernels.gather(places, 0, obs, next_obs, ThreadPool(hands=1))
+    kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 
 
@@ -646,7 +630,7 @@ EXIT = """
 import threading, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
-from holdall.native.kernels import native_kernels
+from holdall.native import native_kernels
 
 coder = native_kernels().coder
 slices = np.random.default_rng(0).integers(0, 40, (4, 1 << 21), np.uint8)

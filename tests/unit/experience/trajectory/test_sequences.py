@@ -1,19 +1,19 @@
-"""Sequences: every step that was made is in exactly one, within one episode and one lane."""
+"""RolloutSequences: every step that was made is in exactly one, within one episode and one lane."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 
-from holdall.storage.rollout_rows import Sequences
+from holdall.sampling.episodic import RolloutSequences
 
 TICKS, LANES = 30, 3
 
 
-def cut(seed: int, longest: int) -> tuple[Sequences, np.ndarray[tuple[int, int], np.dtype[np.bool_]], set[int]]:
+def cut(seed: int, longest: int) -> tuple[RolloutSequences, np.ndarray[tuple[int, int], np.dtype[np.bool_]], set[int]]:
     generator = np.random.default_rng(seed)
     ends, made = generator.random((TICKS, LANES)) < 0.2, generator.random((TICKS, LANES)) < 0.9
-    return Sequences.of(ends, made, longest), ends, set(np.flatnonzero(made).tolist())
+    return RolloutSequences.of(ends, made, longest), ends, set(np.flatnonzero(made).tolist())
 
 
 @pytest.mark.parametrize("longest", [1, 4, TICKS])

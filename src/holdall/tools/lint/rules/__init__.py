@@ -1,12 +1,11 @@
-"""All rules, in families: one file a family.
-
-A rule is a class with its id, its words, its examples and its check. Listing it here puts it into force, into the
-documentation and under test.
-"""
+"""All rules, one file a family: a class that stands in one of them is in force, documented and tested."""
 
 from __future__ import annotations
 
-from holdall.tools.lint.rule import NotParsed, Rule, UnusedIgnore
+import inspect
+
+from holdall.tools.lint import rule
+from holdall.tools.lint.rule import Rule
 from holdall.tools.lint.rules import (
     allocator,
     callbacks,
@@ -18,68 +17,13 @@ from holdall.tools.lint.rules import (
     training_loop,
 )
 
-_CLASSES: tuple[type[Rule], ...] = (
-    NotParsed,
-    UnusedIgnore,
-    training_loop.LearningNeverStarts,
-    training_loop.BufferSmallerThanBatch,
-    training_loop.BatchDoesNotDivide,
-    training_loop.UpdatesFallBehind,
-    training_loop.ManyEpisodesPerRollout,
-    training_loop.Overshoot,
-    training_loop.LearnStartsOver,
-    training_loop.ResetByHand,
-    training_loop.NothingToNormalise,
-    training_loop.EpisodicWithMany,
-    training_loop.TargetUpdatedEveryStep,
-    training_loop.SmallNetworkOnGpu,
-    callbacks.CallbackNeverPassed,
-    callbacks.FrequencyIgnoresEnvironments,
-    callbacks.FrequencyBeyondRun,
-    callbacks.EvaluatesOnTrainingEnvironment,
-    processes.NoPreload,
-    processes.NoMainGuard,
-    processes.SharedMemoryTooSmall,
-    processes.OversubscribedThreads,
-    processes.MoreProcessesThanCores,
-    processes.FewerEnvironmentsThanCores,
-    memory.BufferBeyondMemory,
-    memory.BufferNearLimit,
-    memory.BufferBeyondContainer,
-    memory.BufferNeverFills,
-    memory.CapacityRounded,
-    memory.ComparisonNeverFills,
-    observations.RolloutStoresFloats,
-    observations.FlattenDoubles,
-    observations.MoreEnvironmentsSameSteps,
-    observations.BatchBeyondVram,
-    observations.BatchBecomesFloat,
-    observations.WideObservations,
-    observations.StoredTwice,
-    observations.OptimiseWithDict,
-    observations.OptimiseWithTimeouts,
-    saving.CheckpointsBeyondDisk,
-    saving.NothingToSave,
-    saving.OldPickleProtocol,
-    saving.PickledIntoMemory,
-    saving.LoadsBesideOld,
-    saving.ResumesEmpty,
-    saving.PickledWhileAdding,
-    saving.StatisticsNotSaved,
-    tensors.LossesKeepGraph,
-    tensors.PerStepArrays,
-    tensors.MovedThenJoined,
-    tensors.StackedThenFlattened,
-    tensors.Preallocated,
-    tensors.NonBlockingUnpinned,
-    allocator.EmptyCacheInLoop,
-    allocator.CollectInLoop,
-    allocator.SynchronizeInLoop,
-    allocator.AllocatorSetLate,
-    allocator.ThreadsSetLate,
-    allocator.SumOfResident,
-    allocator.HostMemoryInContainer,
-    allocator.WrongUnit,
-)
+_FAMILIES = (rule, allocator, callbacks, memory, observations, processes, saving, tensors, training_loop)
 
-RULES: dict[str, Rule] = {rule.id: rule() for rule in sorted(_CLASSES, key=lambda rule: rule.id)}
+
+def _rules() -> dict[str, Rule]:
+    classes = {cls for family in _FAMILIES for _, cls in inspect.getmembers(family, inspect.isclass)}
+    rules = [cls() for cls in classes if issubclass(cls, Rule) and not inspect.isabstract(cls) and cls is not Rule]
+    return {rule.id: rule for rule in sorted(rules, key=lambda rule: rule.id)}
+
+
+RULES = _rules()

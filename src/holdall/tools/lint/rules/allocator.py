@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import Machine, sized
-from holdall.tools.lint.rule import GIB, CheckedScript, RuleExample, ScriptRule
+from holdall.tools.lint.rule import ScriptRule
+from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 
 # Methods that a training calls once a step or once an update.
@@ -19,6 +19,8 @@ _POOLS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 _READ_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
 _STARTS_PROCESSES = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
 _HARMLESS = {"torch.cuda.is_available", "torch.cuda.device_count"}
+_DECIMAL_UNIT = re.compile(r"\b[GMT]B\b")
+_BINARY_UNIT = re.compile(r"\b[GMT]iB\b")
 
 
 def _is_repeated(script: Script, node: ast.AST) -> str | None:
@@ -38,91 +40,93 @@ def _is_repeated(script: Script, node: ast.AST) -> str | None:
 
 
 class EmptyCacheInLoop(ScriptRule):
-    """Finds `torch.cuda.empty_cache()` in loops and in what they call."""
+    """Finds `torch.cuda.empty_cache()` in loops and in what they call.
 
-    id = "P02"
-    name = "empty-cache-in-loop"
-    severity = Severity.WARNING
-    why = """
-    It hands the allocator's free blocks back to the driver, and the next step asks for them again: slower, and with no
-    more memory for this process. It waits for the GPU. It never lowers the memory of the host.
+    Why: It hands the allocator's free blocks back to the driver, and the next step asks for them again: slower, and
+    with no more memory for this process. It waits for the GPU. It never lowers the memory of the host.
+    Fix: Delete it. If the GPU is short of memory, lower the batch.
+
+    Bad:
+        import torch
+        for step in range(1000):
+            train()
+            torch.cuda.empty_cache()
+
+    Good:
+        import torch
+        for step in range(1000):
+            train()
+        torch.cuda.empty_cache()
     """
-    fix = "Delete it. If the GPU is short of memory, lower the batch."
-    BAD: ClassVar = (
-        RuleExample("import torch\nfor step in range(1000):\n    train()\n    torch.cuda.empty_cache()"),
-        RuleExample("import torch\ndef tidy():\n    torch.cuda.empty_cache()\nfor step in range(1000):\n    tidy()"),
-        RuleExample(
-            "import torch\nclass Buffer(list):\n    def update_buffer(self, items):\n        torch.cuda.empty_cache()"
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample("import torch\nfor step in range(1000):\n    train()\ntorch.cuda.empty_cache()"),
-        RuleExample(
-            "import torch\ndef tidy():\n    torch.cuda.empty_cache()\nfor step in range(1000):\n    train()\ntidy()"
-        ),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "P02", "empty-cache-in-loop", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every repeated call."""
-        yield from _repeated_calls(self, subject, "torch.cuda.empty_cache", "torch.cuda.empty_cache()")
+        yield from _repeated_calls(self, training, "torch.cuda.empty_cache", "torch.cuda.empty_cache()")
 
 
 class CollectInLoop(ScriptRule):
-    """Finds `gc.collect()` in loops and in what they call."""
+    """Finds `gc.collect()` in loops and in what they call.
 
-    id = "P06"
-    name = "collect-in-loop"
-    severity = Severity.INFO
-    why = """
-    Tensors and arrays are freed with their last reference, without the collector; it only finds reference cycles, and
-    goes through every object of the process to do so.
+    Why: Tensors and arrays are freed with their last reference, without the collector; it only finds reference cycles,
+    and goes through every object of the process to do so.
+    Fix: Delete it; where memory grows, look for what still refers to it.
+
+    Bad:
+        import gc
+        for step in range(1000):
+            train()
+            gc.collect()
+
+    Good:
+        import gc
+        for step in range(1000):
+            train()
+        gc.collect()
     """
-    fix = "Delete it; where memory grows, look for what still refers to it."
-    BAD: ClassVar = (RuleExample("import gc\nfor step in range(1000):\n    train()\n    gc.collect()"),)
-    GOOD: ClassVar = (RuleExample("import gc\nfor step in range(1000):\n    train()\ngc.collect()"),)
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "P06", "collect-in-loop", Severity.INFO
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every repeated call."""
-        yield from _repeated_calls(self, subject, "gc.collect", "gc.collect()")
+        yield from _repeated_calls(self, training, "gc.collect", "gc.collect()")
 
 
 class SynchronizeInLoop(ScriptRule):
-    """Finds `torch.cuda.synchronize()` in loops and in what they call."""
+    """Finds `torch.cuda.synchronize()` in loops and in what they call.
 
-    id = "P09"
-    name = "synchronize-in-loop"
-    severity = Severity.INFO
-    why = "The host waits until the GPU has done all its work, and the GPU then waits for the host. It frees nothing."
-    fix = "Delete it, except around a measurement of time."
-    BAD: ClassVar = (RuleExample("import torch\nfor step in range(1000):\n    train()\n    torch.cuda.synchronize()"),)
-    GOOD: ClassVar = (
-        RuleExample("import torch\nfor step in range(1000):\n    train()\ntorch.cuda.synchronize()"),
-        RuleExample(
-            """
-            import time
-            import torch
-            for step in range(1000):
-                began = time.perf_counter()
-                train()
-                torch.cuda.synchronize()
-                took = time.perf_counter() - began
-            """
-        ),
-    )
+    Why: The host waits until the GPU has done all its work, and the GPU then waits for the host. It frees nothing.
+    Fix: Delete it, except around a measurement of time.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        import torch
+        for step in range(1000):
+            train()
+            torch.cuda.synchronize()
+
+    Good:
+        import torch
+        for step in range(1000):
+            train()
+        torch.cuda.synchronize()
+    """
+
+    id, name, severity = "P09", "synchronize-in-loop", Severity.INFO
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every repeated call in a file that measures no time."""
         timers = {"time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event"}
-        if not any(subject.script.dotted(call.func) in timers for call in subject.script.calls):
-            yield from _repeated_calls(self, subject, "torch.cuda.synchronize", "torch.cuda.synchronize()")
+        if not any(training.script.dotted(call.func) in timers for call in training.script.calls):
+            yield from _repeated_calls(self, training, "torch.cuda.synchronize", "torch.cuda.synchronize()")
 
 
-def _repeated_calls(rule: ScriptRule, subject: CheckedScript, dotted: str, words: str) -> Iterator[Finding]:
-    for call in subject.script.calls:
-        if subject.script.dotted(call.func) == dotted:
-            where = _is_repeated(subject.script, call)
+def _repeated_calls(rule: ScriptRule, training: TrainingReader, dotted: str, words: str) -> Iterator[Finding]:
+    for call in training.script.calls:
+        if training.script.dotted(call.func) == dotted:
+            where = _is_repeated(training.script, call)
             if where:
-                yield rule.finding(f"{words} {where}", subject.script.place(call))
+                yield rule.finding(f"{words} {where}", training.script.place(call))
 
 
 def _variables(script: Script) -> Iterator[tuple[ast.AST, str]]:
@@ -142,39 +146,29 @@ def _line(node: ast.AST) -> int:
 
 
 class AllocatorSetLate(ScriptRule):
-    """Finds the settings of torch's GPU allocator behind the first use of the GPU."""
+    """Finds the settings of torch's GPU allocator behind the first use of the GPU.
 
-    id = "P03"
-    name = "allocator-set-too-late"
-    severity = Severity.WARNING
-    why = (
-        "The allocator reads them once, when it starts. They are about the GPU's memory and change nothing on the host."
-    )
-    fix = "Set it in the shell, or before torch is imported."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import os
-            import torch
-            torch.cuda.empty_cache()
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import os
-            os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
-            import torch
-            torch.cuda.empty_cache()
-            """
-        ),
-    )
+    Why: The allocator reads them once, when it starts. They are about the GPU's memory and change nothing on the host.
+    Fix: Set it in the shell, or before torch is imported.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        import os
+        import torch
+        torch.cuda.empty_cache()
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
+
+    Good:
+        import os
+        os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "max_split_size_mb:512"
+        import torch
+        torch.cuda.empty_cache()
+    """
+
+    id, name, severity = "P03", "allocator-set-too-late", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if the GPU was used before, in the same block of code."""
-        script = subject.script
+        script = training.script
         for node, name in _variables(script):
             used = [
                 call
@@ -193,26 +187,27 @@ class AllocatorSetLate(ScriptRule):
 
 
 class ThreadsSetLate(ScriptRule):
-    """Finds the number of OpenMP threads set behind the import that reads it."""
+    """Finds the number of OpenMP threads set behind the import that reads it.
 
-    id = "P11"
-    name = "threads-set-too-late"
-    severity = Severity.WARNING
-    why = "OpenMP and the BLAS libraries read these variables once, when they are loaded."
-    fix = "Set it in the shell, or before the first import; `torch.set_num_threads(n)` works at any time."
-    BAD: ClassVar = (
-        RuleExample('import os\nimport torch\nos.environ["OMP_NUM_THREADS"] = "1"'),
-        RuleExample('import os\nfrom torch import nn\nos.environ.setdefault("MKL_NUM_THREADS", "1")'),
-    )
-    GOOD: ClassVar = (
-        RuleExample('import os\nos.environ["OMP_NUM_THREADS"] = "1"\nimport torch'),
-        RuleExample('import os\nimport json\nos.environ["OMP_NUM_THREADS"] = "1"'),
-        RuleExample('import os\nimport torch\nimport torch.multiprocessing as mp\nos.environ["OMP_NUM_THREADS"] = "1"'),
-    )
+    Why: OpenMP and the BLAS libraries read these variables once, when they are loaded.
+    Fix: Set it in the shell, or before the first import; `torch.set_num_threads(n)` works at any time.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
-        """Yield if a library was imported before, and no process is started that would read it anew."""
-        script = subject.script
+    Bad:
+        import os
+        import torch
+        os.environ["OMP_NUM_THREADS"] = "1"
+
+    Good:
+        import os
+        os.environ["OMP_NUM_THREADS"] = "1"
+        import torch
+    """
+
+    id, name, severity = "P11", "threads-set-too-late", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
+        """Yield if a library was imported before, and no process is started that would read it again."""
+        script = training.script
         if any(part in _STARTS_PROCESSES for full in _imported(script) for part in full.split(".")):
             return
         imported = [node for node in script.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
@@ -243,51 +238,27 @@ def _reads(statement: ast.Import | ast.ImportFrom) -> bool:
     return any(name.partition(".")[0] in _READ_AT_IMPORT for name in names)
 
 
-_DECIMAL_UNIT = re.compile(r"\b[GMT]B\b")
-_BINARY_UNIT = re.compile(r"\b[GMT]iB\b")
-
-
 class SumOfResident(ScriptRule):
-    """Finds resident memory that is added up over processes."""
+    """Finds resident memory that is added up over processes.
 
-    id = "P12"
-    name = "resident-memory-added-up"
-    severity = Severity.WARNING
-    why = """
-    Pages that processes share (libraries, what was there before a fork) are in the RSS of each of them. The sum counts
-    them once for every process.
+    Why: Pages that processes share (libraries, what was there before a fork) are in the RSS of each of them. The sum
+    counts them once for every process.
+    Fix: Add up `psutil.Process(...).memory_full_info().pss` (Linux), in which a shared page counts once in all.
+
+    Bad:
+        import psutil
+        total = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True))
+
+    Good:
+        import psutil
+        total = sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True))
     """
-    fix = "Add up `psutil.Process(...).memory_full_info().pss` (Linux), in which a shared page counts once in all."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import psutil
-            total = sum(p.memory_info().rss for p in psutil.Process().children(recursive=True))
-            """
-        ),
-        RuleExample(
-            """
-            import psutil
-            total = 0
-            for p in psutil.Process().children():
-                total += p.memory_info().rss
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import psutil
-            total = sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True))
-            """
-        ),
-        RuleExample("import psutil\nused = psutil.Process().memory_info().rss"),
-        RuleExample("import psutil\nused = [p.memory_info().rss for p in psutil.Process().children()]"),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "P12", "resident-memory-added-up", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield where rss is added in a loop or a sum."""
-        script = subject.script
+        script = training.script
         for node in script.nodes:
             if not isinstance(node, ast.Attribute) or node.attr != "rss":
                 continue
@@ -302,66 +273,63 @@ class SumOfResident(ScriptRule):
 
 
 class HostMemoryInContainer(ScriptRule):
-    """Finds code that asks for the host's memory while a container allows less."""
+    """Finds code that asks for the host's memory while a container allows less.
 
-    id = "P13"
-    name = "host-memory-in-container"
-    severity = Severity.WARNING
-    why = "`psutil.virtual_memory()` and /proc/meminfo know nothing of control groups; the kernel does."
-    fix = "`holdall plan` takes the smallest of all limits; or read `memory.max` of the control group."
-    BAD: ClassVar = (
-        RuleExample(
-            "import psutil\nbuffer_size = psutil.virtual_memory().available // 42_628",
-            machine={"limit_bytes": 4 * GIB, "limit_name": "control group /"},
-        ),
-    )
-    GOOD: ClassVar = (RuleExample("import psutil\nbuffer_size = psutil.virtual_memory().available // 42_628"),)
+    Why: `psutil.virtual_memory()` and /proc/meminfo know nothing of control groups; the kernel does.
+    Fix: `holdall plan` takes the smallest of all limits; or read `memory.max` of the control group.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad (limit_bytes=4GiB, limit_name=control group /):
+        import psutil
+        buffer_size = psutil.virtual_memory().available // 42_628
+
+    Good:
+        import psutil
+        buffer_size = psutil.virtual_memory().available // 42_628
+    """
+
+    id, name, severity = "P13", "host-memory-in-container", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield where the figure is too large on this machine."""
-        for call in subject.script.calls:
-            if machine.is_contained and subject.script.dotted(call.func) == "psutil.virtual_memory":
+        for call in training.script.calls:
+            if machine.is_contained and training.script.dotted(call.func) == "psutil.virtual_memory":
                 yield self.finding(
                     f"it says {sized(machine.ram_bytes)} in all, but {machine.limit_name} allows "
                     f"{sized(machine.limit_bytes)}",
-                    subject.script.place(call),
+                    training.script.place(call),
                     ram_bytes=machine.ram_bytes,
                     limit_bytes=machine.limit_bytes,
                 )
 
 
 class WrongUnit(ScriptRule):
-    """Finds bytes that are divided by 1024 and called GB, or by 1000 and called GiB."""
+    """Finds bytes that are divided by 1024 and called GB, or by 1000 and called GiB.
 
-    id = "P14"
-    name = "wrong-unit-of-bytes"
-    severity = Severity.WARNING
-    why = """
-    A GiB is 7.4 % more than a GB. A buffer worked out in one and compared with memory stated in the other is off by
-    that, and Stable-Baselines3's own warning counts GB of 10^9 bytes.
+    Why: A GiB is 7.4 % more than a GB. A buffer worked out in one and compared with memory stated in the other is off
+    by that, and Stable-Baselines3's own warning counts GB of 10^9 bytes.
+    Fix: `/ 1e9` for GB, `/ 2**30` for GiB.
+
+    Bad:
+        print(f"buffer: {nbytes / 1024**3:.1f} GB")
+
+    Good:
+        print(f"buffer: {nbytes / 1e9:.1f} GB")
     """
-    fix = "`/ 1e9` for GB, `/ 2**30` for GiB."
-    BAD: ClassVar = (
-        RuleExample('print(f"buffer: {nbytes / 1024**3:.1f} GB")'),
-        RuleExample('print(f"buffer: {nbytes / 1e9:.1f} GiB")'),
-    )
-    GOOD: ClassVar = (
-        RuleExample('print(f"buffer: {nbytes / 1e9:.1f} GB")'),
-        RuleExample('print(f"buffer: {nbytes / 2**30:.1f} GiB")'),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "P14", "wrong-unit-of-bytes", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield where a figure's divisor and its unit do not agree."""
-        script = subject.script
+        script = training.script
         for node in script.nodes:
             if not isinstance(node, ast.JoinedStr):
                 continue
             for figure, label in zip(node.values, node.values[1:], strict=False):
                 if isinstance(figure, ast.FormattedValue) and isinstance(label, ast.Constant):
-                    yield from self._compare(subject, figure, str(label.value).lstrip()[:4])
+                    yield from self._compare(training, figure, str(label.value).lstrip()[:4])
 
-    def _compare(self, subject: CheckedScript, figure: ast.FormattedValue, label: str) -> Iterator[Finding]:
-        base = _unit_base(subject, figure.value)
+    def _compare(self, training: TrainingReader, figure: ast.FormattedValue, label: str) -> Iterator[Finding]:
+        base = _unit_base(training, figure.value)
         if base == 1024 and _DECIMAL_UNIT.match(label):
             unit, right = _DECIMAL_UNIT.findall(label)[0], "iB"
         elif base == 1000 and _BINARY_UNIT.match(label):
@@ -369,15 +337,15 @@ class WrongUnit(ScriptRule):
         else:
             return
         yield self.finding(
-            f"divided by a power of {base}, this is {unit[0]}{right}, not {unit}", subject.script.place(figure.value)
+            f"divided by a power of {base}, this is {unit[0]}{right}, not {unit}", training.script.place(figure.value)
         )
 
 
-def _unit_base(subject: CheckedScript, node: ast.expr) -> int | None:
+def _unit_base(training: TrainingReader, node: ast.expr) -> int | None:
     """Return 1024 or 1000, whose power the whole divisor of an expression is."""
     divisor = 1.0
     while isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div | ast.FloorDiv):
-        value = subject.training.evaluator.value(node.right)
+        value = training.evaluator.value(node.right)
         if not isinstance(value, int | float) or value <= 0:
             return None
         divisor *= value

@@ -4,105 +4,53 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.rule import RunRule, ScriptRule
 from holdall.tools.lint.run import Callback, ConfiguredRun, whole
+from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 
 _FREQUENCIES = {"CheckpointCallback": "save_freq", "EvalCallback": "eval_freq", "MaskableEvalCallback": "eval_freq"}
 _LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
 
-_CALLBACK_LIST_SCRIPT = """
-from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import CallbackList, CheckpointCallback, EvalCallback
-
-checkpoint_callback = CheckpointCallback(save_freq=10_000, save_path="models")
-eval_callback = EvalCallback("CartPole-v1", eval_freq=10_000)
-callback_list = CallbackList([{callbacks}])
-PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=callback_list)
-"""
-
 
 class CallbackNeverPassed(ScriptRule):
-    """Finds callbacks that are created and reach no call of `learn`."""
+    """Finds callbacks that are created and reach no call of `learn`.
 
-    id = "L01"
-    name = "callback-never-passed"
-    severity = Severity.ERROR
-    why = "It looks as if the run were evaluated, or saved, or stopped early, and it is not."
-    fix = "Add it to the list that `learn` gets, or delete it."
-    BAD: ClassVar = (
-        RuleExample(_CALLBACK_LIST_SCRIPT.replace("{callbacks}", "checkpoint_callback")),
-        RuleExample(
-            _CALLBACK_LIST_SCRIPT.replace("callback=callback_list", "").replace(
-                "{callbacks}", "checkpoint_callback, eval_callback"
-            )
-        ),
-        RuleExample(
-            """
-            from holdall.sb3 import CheckpointCallback
-            from stable_baselines3 import SAC
-            checkpoint = CheckpointCallback(10_000, "runs/dog")
-            SAC("MlpPolicy", "Pendulum-v1").learn(100_000)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(_CALLBACK_LIST_SCRIPT.replace("{callbacks}", "checkpoint_callback, eval_callback")),
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            from stable_baselines3.common.callbacks import BaseCallback, EvalCallback, EveryNTimesteps
-            from stable_baselines3.common.callbacks import CheckpointCallback, StopTrainingOnRewardThreshold
+    Why: It looks as if the run were evaluated, or saved, or stopped early, and it is not.
+    Fix: Add it to the list that `learn` gets, or delete it.
 
-            class Own(BaseCallback):
-                def _on_step(self):
-                    return True
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CallbackList, CheckpointCallback, EvalCallback
 
-            stop = StopTrainingOnRewardThreshold(reward_threshold=-200)
-            evaluate = EvalCallback("Pendulum-v1", callback_on_new_best=stop)
-            save = CheckpointCallback(save_freq=1, save_path="logs")
-            event = EveryNTimesteps(n_steps=500, callback=save)
-            own = Own()
-            callbacks = [evaluate, event]
-            callbacks.append(own)
-            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks)
-            """
-        ),
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            from stable_baselines3.common.callbacks import EvalCallback
+        checkpoint_callback = CheckpointCallback(save_freq=10_000, save_path="models")
+        eval_callback = EvalCallback("CartPole-v1", eval_freq=10_000)
+        callback_list = CallbackList([checkpoint_callback])
+        PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=callback_list)
 
-            def callbacks():
-                evaluate = EvalCallback("Pendulum-v1")
-                return evaluate
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CallbackList, CheckpointCallback, EvalCallback
 
-            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=callbacks())
-            """
-        ),
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            from stable_baselines3.common.callbacks import EvalCallback
+        checkpoint_callback = CheckpointCallback(save_freq=10_000, save_path="models")
+        eval_callback = EvalCallback("CartPole-v1", eval_freq=10_000)
+        callback_list = CallbackList([checkpoint_callback, eval_callback])
+        PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=callback_list)
+    """
 
-            evaluate = EvalCallback("Pendulum-v1")
-            SAC("MlpPolicy", "Pendulum-v1").learn(5_000, callback=globals()["eval" + "uate"])
-            """
-        ),
-    )
+    id, name, severity = "L01", "callback-never-passed", Severity.ERROR
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every callback whose name leads nowhere."""
-        script = subject.script
+        script = training.script
         looks_names_up = any(
             isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in script.calls
         )
-        if not subject.training.learn_calls or looks_names_up:
+        if not training.learn_calls or looks_names_up:
             return
         made = dict(_created(script))
         dead = _never_read(script)
@@ -171,18 +119,6 @@ def _assigned_name(script: Script, node: ast.Name) -> str | None:
     return None
 
 
-_VECTORISED_SCRIPT = """
-from stable_baselines3 import PPO
-from stable_baselines3.common.callbacks import CheckpointCallback
-from stable_baselines3.common.env_util import make_vec_env
-
-n_envs = 2
-model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
-checkpoint = CheckpointCallback(save_freq={freq}, save_path="models")
-model.learn(10_000_000, callback=checkpoint)
-"""
-
-
 def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
     """Yield the callbacks of a run that act every so many steps, with the argument and its value."""
     for callback in run.callbacks:
@@ -193,23 +129,34 @@ def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
 
 
 class FrequencyIgnoresEnvironments(RunRule):
-    """Finds `save_freq` and `eval_freq` that are not divided by the number of environments."""
+    """Finds `save_freq` and `eval_freq` that are not divided by the number of environments.
 
-    id = "L02"
-    name = "frequency-ignores-environments"
-    severity = Severity.WARNING
-    why = """
-    Callbacks count calls of `env.step`, and each call is a step of every environment: with n of them they act n times
-    less often than the number says.
+    Why: Callbacks count calls of `env.step`, and each call is a step of every environment: with n of them they act n
+    times less often than the number says.
+    Fix: `save_freq=max(SAVE_FREQ // n_envs, 1)`, or keep it and know that it counts calls (`# holdall: ignore[L02]`).
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        from stable_baselines3.common.env_util import make_vec_env
+
+        n_envs = 2
+        model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
+        checkpoint = CheckpointCallback(save_freq=81_920, save_path="models")
+        model.learn(10_000_000, callback=checkpoint)
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        from stable_baselines3.common.env_util import make_vec_env
+
+        n_envs = 2
+        model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
+        checkpoint = CheckpointCallback(save_freq=max(81_920 // n_envs, 1), save_path="models")
+        model.learn(10_000_000, callback=checkpoint)
     """
-    fix = (
-        "`save_freq=max(SAVE_FREQ // n_envs, 1)`, or keep it and know that it counts calls (`# holdall: ignore[L02]`)."
-    )
-    BAD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920")),)
-    GOOD: ClassVar = (
-        RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "max(81_920 // n_envs, 1)")),
-        RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920").replace("n_envs = 2", "n_envs = 1")),
-    )
+
+    id, name, severity = "L02", "frequency-ignores-environments", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a frequency counts fewer steps than are made."""
@@ -226,15 +173,33 @@ class FrequencyIgnoresEnvironments(RunRule):
 
 
 class FrequencyBeyondRun(RunRule):
-    """Finds callbacks that the run ends before."""
+    """Finds callbacks that the run ends before.
 
-    id = "L17"
-    name = "frequency-beyond-run"
-    severity = Severity.WARNING
-    why = "Nothing is ever saved or evaluated. With several environments a run has fewer calls than steps."
-    fix = "A smaller number; remember to divide by the number of environments."
-    BAD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "81_920").replace("10_000_000", "100_000")),)
-    GOOD: ClassVar = (RuleExample(_VECTORISED_SCRIPT.replace("{freq}", "8_192").replace("10_000_000", "100_000")),)
+    Why: Nothing is ever saved or evaluated. With several environments a run has fewer calls than steps.
+    Fix: A smaller number; remember to divide by the number of environments.
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        from stable_baselines3.common.env_util import make_vec_env
+
+        n_envs = 2
+        model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
+        checkpoint = CheckpointCallback(save_freq=81_920, save_path="models")
+        model.learn(100_000, callback=checkpoint)
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        from stable_baselines3.common.env_util import make_vec_env
+
+        n_envs = 2
+        model = PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=n_envs), n_steps=8192)
+        checkpoint = CheckpointCallback(save_freq=8_192, save_path="models")
+        model.learn(100_000, callback=checkpoint)
+    """
+
+    id, name, severity = "L17", "frequency-beyond-run", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a callback never acts."""
@@ -254,41 +219,31 @@ class FrequencyBeyondRun(RunRule):
 
 
 class EvaluatesOnTrainingEnvironment(RunRule):
-    """Finds an EvalCallback that is given the environment that is trained on."""
+    """Finds an EvalCallback that is given the environment that is trained on.
 
-    id = "L18"
-    name = "evaluated-on-training-environment"
-    severity = Severity.WARNING
-    why = """
-    Evaluation resets and steps it. The training goes on with the observation from before, so the next transition joins
-    two episodes, and statistics of VecNormalize and Monitor mix.
+    Why: Evaluation resets and steps it. The training goes on with the observation from before, so the next transition
+    joins two episodes, and statistics of VecNormalize and Monitor mix.
+    Fix: Make a second environment for the callback.
+
+    Bad:
+        import gymnasium as gym
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.callbacks import EvalCallback
+
+        env = gym.make("Pendulum-v1")
+        SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(env, eval_freq=1000))
+
+    Good:
+        import gymnasium as gym
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.callbacks import EvalCallback
+
+        env = gym.make("Pendulum-v1")
+        eval_env = gym.make("Pendulum-v1")
+        SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(eval_env, eval_freq=1000))
     """
-    fix = "Make a second environment for the callback."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import gymnasium as gym
-            from stable_baselines3 import SAC
-            from stable_baselines3.common.callbacks import EvalCallback
 
-            env = gym.make("Pendulum-v1")
-            SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(env, eval_freq=1000))
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import gymnasium as gym
-            from stable_baselines3 import SAC
-            from stable_baselines3.common.callbacks import EvalCallback
-
-            env = gym.make("Pendulum-v1")
-            eval_env = gym.make("Pendulum-v1")
-            SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(eval_env, eval_freq=1000))
-            """
-        ),
-    )
+    id, name, severity = "L18", "evaluated-on-training-environment", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if both are one object."""

@@ -4,35 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import BufferNeed, Machine, buffer_need, percent, sized
-from holdall.tools.lint.rule import GIB, RuleExample, RunRule
+from holdall.tools.lint.rule import RunRule
 from holdall.tools.lint.run import ConfiguredRun, OneOf, candidates
 
 _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
-
-CAMERA_SCRIPT = """
-import numpy as np
-import gymnasium as gym
-from gymnasium import spaces
-from stable_baselines3 import SAC
-
-class Dog(gym.Env):
-    def __init__(self):
-        self.observation_space = spaces.Dict({
-            "image": spaces.Box(0, 255, (84, 84, 3), np.uint8),
-            "vector": spaces.Box(-1, 1, (31,), np.float32),
-        })
-        self.action_space = spaces.Box(-1, 1, (8,), np.float32)
-
-"""
-
-
-def camera_script(line: str, **machine: object) -> RuleExample:
-    """Return a script that trains on a camera and a vector with this last line."""
-    return RuleExample(CAMERA_SCRIPT.lstrip() + line, machine=machine)
 
 
 def _largest_that_fits(run: ConfiguredRun, needed: BufferNeed, machine: Machine) -> str:
@@ -56,8 +34,18 @@ def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
     return text
 
 
-def _warning_if_uncertain(finding: Finding, needed: BufferNeed) -> Finding:
-    """Return a finding as a warning where the run may be too short for it to come true."""
+def _buffer_finding(
+    rule: RunRule, run: ConfiguredRun, needed: BufferNeed, machine: Machine, limit: str, **numbers: int
+) -> Finding:
+    """Return a finding about a buffer and its limit: a warning at most where the run may be too short to fill it."""
+    finding = rule.finding(
+        f"{_buffer_words(run, needed)}{limit}; {_largest_that_fits(run, needed, machine)}",
+        run.place_of("buffer_size", "n_steps"),
+        None,
+        needed_bytes=needed.peak_bytes,
+        limit_bytes=machine.limit_bytes,
+        **numbers,
+    )
     return finding if needed.is_certain else replace(finding, severity=Severity.WARNING)
 
 
@@ -65,32 +53,20 @@ class BufferBeyondMemory(RunRule):
     """Compares the buffer, as full as the run makes it, with this machine's memory.
 
     A warning where the number of steps is not known.
+
+    Why: The buffer's pages are touched one by one as it fills, so the run starts well and is killed hours later. The
+    figure is the buffer alone; the interpreter, the libraries and the networks come on top.
+    Fix: Take the capacity that the message names, or `replay_buffer_class=holdall.sb3.ReplayBuffer`, which stores every
+    observation once. `holdall plan` says what fits.
+
+    Bad (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(2_000_000)
+
+    Good (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=400_000)
     """
 
-    id = "M01"
-    name = "buffer-beyond-memory"
-    severity = Severity.ERROR
-    why = """
-    The buffer's pages are touched one by one as it fills, so the run starts well and is killed hours later. The figure
-    is the buffer alone; the interpreter, the libraries and the networks come on top.
-    """
-    fix = """
-    Take the capacity that the message names, or `replay_buffer_class=holdall.sb3.ReplayBuffer`, which stores every
-    observation once. `holdall plan` says what fits.
-    """
-    BAD: ClassVar = (
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(2_000_000)'),
-        camera_script(
-            'SAC("MultiInputPolicy", Dog(), buffer_size=300_000).learn(2_000_000)',
-            limit_bytes=9_210_000_000,
-            limit_name="budget",
-        ),
-    )
-    GOOD: ClassVar = (
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=400_000)'),
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=1_000_000).learn(50_000)'),
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=int(input()))'),
-    )
+    id, name, severity = "M01", "buffer-beyond-memory", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the buffer cannot fit."""
@@ -99,70 +75,53 @@ class BufferBeyondMemory(RunRule):
             return
         if machine.is_contained and needed.peak_bytes <= machine.ram_bytes:
             return
-        finding = self.finding(
-            f"{_buffer_words(run, needed)}; {machine.limit_name} is {sized(machine.limit_bytes)}; "
-            f"{_largest_that_fits(run, needed, machine)}",
-            run.place_of("buffer_size", "n_steps"),
-            needed_bytes=needed.peak_bytes,
-            limit_bytes=machine.limit_bytes,
-        )
-        yield _warning_if_uncertain(finding, needed)
+        limit = f"; {machine.limit_name} is {sized(machine.limit_bytes)}"
+        yield _buffer_finding(self, run, needed, machine, limit)
 
 
 class BufferNearLimit(RunRule):
-    """Warns if the buffer alone takes more than 80 % of the memory there is."""
+    """Warns if the buffer alone takes more than 80 % of the memory there is.
 
-    id = "M02"
-    name = "buffer-near-limit"
-    severity = Severity.WARNING
-    why = """
-    What is left has to hold the interpreter, the libraries, the networks with their gradients and optimizer, and every
-    environment. On the way to the limit the system starts to swap or to kill.
+    Why: What is left has to hold the interpreter, the libraries, the networks with their gradients and optimizer, and
+    every environment. On the way to the limit the system starts to swap or to kill.
+    Fix: Take the capacity that the message names, or a buffer that stores every observation once.
+
+    Bad (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=700_000)
+
+    Good (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=600_000)
     """
-    fix = "Take the capacity that the message names, or a buffer that stores every observation once."
-    BAD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=700_000)'),)
-    GOOD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=600_000)'),)
+
+    id, name, severity = "M02", "buffer-near-limit", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the buffer fits with little room."""
         needed = buffer_need(run, machine)
         if needed is None or not machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
             return
-        yield self.finding(
-            f"{_buffer_words(run, needed)}: {percent(needed.peak_bytes, machine.limit_bytes)} of "
-            f"{machine.limit_name} ({sized(machine.limit_bytes)}); {_largest_that_fits(run, needed, machine)}",
-            run.place_of("buffer_size", "n_steps"),
-            needed_bytes=needed.peak_bytes,
-            limit_bytes=machine.limit_bytes,
-        )
+        share = percent(needed.peak_bytes, machine.limit_bytes)
+        limit = f": {share} of {machine.limit_name} ({sized(machine.limit_bytes)})"
+        yield _buffer_finding(self, run, needed, machine, limit)
 
 
 class BufferBeyondContainer(RunRule):
-    """Tells a container that is too small from a machine that is too small.
+    """Finds a buffer that fits into the machine, but not into its container.
 
     A warning where the number of steps is not known.
+
+    Why: `free`, `psutil.virtual_memory()` and Stable-Baselines3's own warning see the host's memory. The kernel kills
+    at the container's limit.
+    Fix: Raise the container's limit (`docker run --memory`), or take the capacity that the message names.
+
+    Bad (camera, limit_bytes=16GiB, limit_name=control group /):
+        SAC("MultiInputPolicy", Dog(), buffer_size=500_000).learn(2_000_000)
+
+    Good (camera, limit_bytes=16GiB, limit_name=control group /):
+        SAC("MultiInputPolicy", Dog(), buffer_size=300_000)
     """
 
-    id = "M03"
-    name = "buffer-beyond-container"
-    severity = Severity.ERROR
-    why = """
-    `free`, `psutil.virtual_memory()` and Stable-Baselines3's own warning see the host's memory. The kernel kills at the
-    container's limit.
-    """
-    fix = "Raise the container's limit (`docker run --memory`), or take the capacity that the message names."
-    BAD: ClassVar = (
-        camera_script(
-            'SAC("MultiInputPolicy", Dog(), buffer_size=500_000).learn(2_000_000)',
-            limit_bytes=16 * GIB,
-            limit_name="control group /",
-        ),
-    )
-    GOOD: ClassVar = (
-        camera_script(
-            'SAC("MultiInputPolicy", Dog(), buffer_size=300_000)', limit_bytes=16 * GIB, limit_name="control group /"
-        ),
-    )
+    id, name, severity = "M03", "buffer-beyond-container", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the host would do and the container does not."""
@@ -170,47 +129,30 @@ class BufferBeyondContainer(RunRule):
         if needed is None or not machine.is_contained:
             return
         if machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
-            finding = self.finding(
-                f"{_buffer_words(run, needed)}; the host has {sized(machine.ram_bytes)}, but {machine.limit_name} "
-                f"allows {sized(machine.limit_bytes)}; {_largest_that_fits(run, needed, machine)}",
-                run.place_of("buffer_size", "n_steps"),
-                needed_bytes=needed.peak_bytes,
-                limit_bytes=machine.limit_bytes,
-                ram_bytes=machine.ram_bytes,
-            )
-            yield _warning_if_uncertain(finding, needed)
+            allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
+            limit = f"; the host has {sized(machine.ram_bytes)}, but {allowed}"
+            yield _buffer_finding(self, run, needed, machine, limit, ram_bytes=machine.ram_bytes)
 
 
 class BufferNeverFills(RunRule):
-    """Compares the buffer's capacity with the steps of the run."""
+    """Compares the buffer's capacity with the steps of the run.
 
-    id = "M09"
-    name = "buffer-never-fills"
-    severity = Severity.INFO
-    why = """
-    What is never written is never resident, so a smaller buffer saves no memory here; but `save_replay_buffer` writes
-    the whole capacity to disk, and a measured peak says nothing about a longer run.
+    Why: What is never written is never resident, so a smaller buffer saves no memory here; but `save_replay_buffer`
+    writes the whole capacity to disk, and a measured peak says nothing about a longer run.
+    Fix: Set `buffer_size` to the steps of the run.
+
+    Bad:
+        from stable_baselines3 import SAC
+        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=200_000)
+        model.learn(total_timesteps=50_000)
+
+    Good:
+        from stable_baselines3 import SAC
+        model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
+        model.learn(total_timesteps=50_000)
     """
-    fix = "Set `buffer_size` to the steps of the run."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=200_000)
-            model.learn(total_timesteps=50_000)
-            """
-        ),
-        RuleExample("Pendulum-v1:\n  n_timesteps: 20000\n  policy: MlpPolicy", file="sac.yml"),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
-            model.learn(total_timesteps=50_000)
-            """
-        ),
-    )
+
+    id, name, severity = "M09", "buffer-never-fills", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the run is shorter than the buffer."""
@@ -225,31 +167,23 @@ class BufferNeverFills(RunRule):
 
 
 class CapacityRounded(RunRule):
-    """Says how many transitions a replay buffer really holds when the number of environments does not divide it."""
+    """Says how many transitions a replay buffer really holds when the number of environments does not divide it.
 
-    id = "M10"
-    name = "capacity-rounded-down"
-    severity = Severity.INFO
-    why = "Stable-Baselines3 divides `buffer_size` by the number of environments and drops the rest."
-    fix = "Make `buffer_size` a multiple of the number of environments."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import DQN
-            from stable_baselines3.common.env_util import make_vec_env
-            DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=6), buffer_size=100_000)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import DQN
-            from stable_baselines3.common.env_util import make_vec_env
-            DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=100_000)
-            """
-        ),
-    )
+    Why: Stable-Baselines3 divides `buffer_size` by the number of environments and drops the rest.
+    Fix: Make `buffer_size` a multiple of the number of environments.
+
+    Bad:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=6), buffer_size=100_000)
+
+    Good:
+        from stable_baselines3 import DQN
+        from stable_baselines3.common.env_util import make_vec_env
+        DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=100_000)
+    """
+
+    id, name, severity = "M10", "capacity-rounded-down", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if some of the capacity is dropped."""
@@ -266,37 +200,27 @@ class CapacityRounded(RunRule):
 
 
 class ComparisonNeverFills(RunRule):
-    """Looks for a comparison of buffer sizes none of which the run fills."""
+    """Looks for a comparison of buffer sizes none of which the run fills.
 
-    id = "M18"
-    name = "comparison-never-fills"
-    severity = Severity.WARNING
-    sees_searches = True
-    why = """
-    A buffer's pages cost memory when they are written. Profiles of 200,000 and of 500,000 transitions take the same
-    memory, and learn the same, in a run of 50,000 steps: the comparison measures nothing of what it compares.
+    Why: A buffer's pages cost memory when they are written. Profiles of 200,000 and of 500,000 transitions take the
+    same memory, and learn the same, in a run of 50,000 steps: the comparison measures nothing of what it compares.
+    Fix: Train for more steps than the largest buffer holds, or pre-fill the buffers before measuring.
+
+    Bad:
+        from stable_baselines3 import SAC
+        for buffer_size in (200_000, 300_000, 400_000, 500_000):
+            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
+            model.learn(total_timesteps=50_000)
+
+    Good:
+        from stable_baselines3 import SAC
+        for buffer_size in (20_000, 50_000):
+            model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
+            model.learn(total_timesteps=100_000)
     """
-    fix = "Train for more steps than the largest buffer holds, or pre-fill the buffers before measuring."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            for buffer_size in (200_000, 300_000, 400_000, 500_000):
-                model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
-                model.learn(total_timesteps=50_000)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            for buffer_size in (20_000, 50_000):
-                model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
-                model.learn(total_timesteps=100_000)
-            """
-        ),
-    )
+
+    id, name, severity = "M18", "comparison-never-fills", Severity.WARNING
+    sees_searches = True
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if every size is larger than the run is long."""

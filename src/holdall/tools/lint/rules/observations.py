@@ -3,61 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import ClassVar
 
 import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import Edit, Finding, Severity
 from holdall.tools.lint.machine import Machine, buffer_need, percent, sized
-from holdall.tools.lint.rule import RuleExample, RunRule
-from holdall.tools.lint.rules.memory import camera_script
+from holdall.tools.lint.rule import RunRule
 from holdall.tools.lint.run import ConfiguredRun, OneOf, Reference, candidates
-from holdall.tools.plan.spec import ROLLOUTS_KEEP_DTYPES
+from holdall.tools.plan import ROLLOUTS_KEEP_DTYPES
 
 _FLATTEN_SHARE = 0.25  # of the limit
 _VRAM_SHARE = 0.85
 _LARGE_BATCH = 2**30
-
-SCREEN_SCRIPT = """
-import numpy as np
-import gymnasium as gym
-from gymnasium import spaces
-from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
-
-class Screen(gym.Env):
-    def __init__(self):
-        self.observation_space = spaces.Box(0, 255, (144, 160, 3), np.uint8)
-        self.action_space = spaces.Discrete(8)
-
-"""
-
-
-def screen_script(lines: str, **machine: object) -> RuleExample:
-    """Return a script that trains on screens with these last lines."""
-    return RuleExample(SCREEN_SCRIPT.lstrip() + lines, machine=machine)
-
-
-def _stacked_screens(count: int, arguments: str) -> str:
-    return f"""env = VecFrameStack(DummyVecEnv([Screen for _ in range({count})]), n_stack=4)
-PPO("CnnPolicy", env, {arguments})
-"""
+_SHARE_WORTH_REPORTING = 0.1  # of the limit
 
 
 class RolloutStoresFloats(RunRule):
-    """Looks for images in the rollouts of a Stable-Baselines3 that stores them as float32."""
+    """Looks for images in the rollouts of a Stable-Baselines3 that stores them as float32.
 
-    id = "M04"
-    name = "rollout-stores-images-as-float"
-    severity = Severity.WARNING
-    why = "Up to version 2.7.0 a rollout holds every observation as float32: four bytes for each byte of an image."
-    fix = "Upgrade: `pip install 'stable-baselines3>=2.7.1'` stores images as they are."
-    BAD: ClassVar = (screen_script(_stacked_screens(2, "n_steps=2048"), sb3=(2, 7, 0)),)
-    GOOD: ClassVar = (
-        screen_script(_stacked_screens(2, "n_steps=2048"), sb3=(2, 7, 1)),
-        RuleExample('from stable_baselines3 import PPO\nPPO("MlpPolicy", "CartPole-v1")', machine={"sb3": (2, 7, 0)}),
-    )
+    Why: Up to version 2.7.0 a rollout holds every observation as float32: four bytes for each byte of an image.
+    Fix: Upgrade: `pip install 'stable-baselines3>=2.7.1'` stores images as they are.
+
+    Bad (screens, sb3=2.7.0):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=2048)
+
+    Good (screens, sb3=2.7.1):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=2048)
+    """
+
+    id, name, severity = "M04", "rollout-stores-images-as-float", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if images become floats in the rollout."""
@@ -81,23 +58,22 @@ class RolloutStoresFloats(RunRule):
 
 
 class FlattenDoubles(RunRule):
-    """Finds rollouts that are large enough for the copy that flattening makes to matter."""
+    """Finds rollouts that are large enough for the copy that flattening makes to matter.
 
-    id = "M05"
-    name = "flatten-doubles-rollout"
-    severity = Severity.WARNING
-    why = """
-    Before the first minibatch Stable-Baselines3 joins the axes of steps and environments. With more than one
+    Why: Before the first minibatch Stable-Baselines3 joins the axes of steps and environments. With more than one
     environment that copies the observations, so for a moment they are there twice, at every update.
+    Fix: Lower `n_steps`, or use one environment (then nothing is copied), or `holdall.sb3.RolloutBuffer`.
+
+    Bad (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=20_000)
+
+    Good (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=2048)
     """
-    fix = """
-    Lower `n_steps`, or use one environment (then nothing is copied), or `holdall.sb3.RolloutBuffer`.
-    """
-    BAD: ClassVar = (screen_script(_stacked_screens(2, "n_steps=20_000")),)
-    GOOD: ClassVar = (
-        screen_script(_stacked_screens(2, "n_steps=2048")),
-        screen_script(_stacked_screens(1, "n_steps=20_000")),
-    )
+
+    id, name, severity = "M05", "flatten-doubles-rollout", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the copy takes more than a quarter of the memory."""
@@ -116,30 +92,24 @@ class FlattenDoubles(RunRule):
 
 
 class MoreEnvironmentsSameSteps(RunRule):
-    """Looks for a search over the number of environments that leaves `n_steps` as it is."""
+    """Looks for a search over the number of environments that leaves `n_steps` as it is.
 
-    id = "M14"
-    name = "environments-raised-steps-fixed"
-    severity = Severity.WARNING
+    Why: The rollout grows with `n_steps` times `n_envs`, and so does the copy that flattening makes.
+    Fix: Hold the product constant: `n_steps=TRANSITIONS // n_envs`.
+
+    Bad (screens):
+        for count in (2, 4, 6):
+            env = VecFrameStack(DummyVecEnv([Screen for _ in range(count)]), n_stack=4)
+            PPO("CnnPolicy", env, n_steps=8192)
+
+    Good (screens):
+        for count in (2, 4, 6):
+            env = VecFrameStack(DummyVecEnv([Screen for _ in range(count)]), n_stack=4)
+            PPO("CnnPolicy", env, n_steps=8192 // count)
+    """
+
+    id, name, severity = "M14", "environments-raised-steps-fixed", Severity.WARNING
     sees_searches = True
-    why = "The rollout grows with `n_steps` times `n_envs`, and so does the copy that flattening makes."
-    fix = "Hold the product constant: `n_steps=TRANSITIONS // n_envs`."
-    BAD: ClassVar = (
-        screen_script(
-            """for count in (2, 4, 6):
-    env = VecFrameStack(DummyVecEnv([Screen for _ in range(count)]), n_stack=4)
-    PPO("CnnPolicy", env, n_steps=8192)
-"""
-        ),
-    )
-    GOOD: ClassVar = (
-        screen_script(
-            """for count in (2, 4, 6):
-    env = VecFrameStack(DummyVecEnv([Screen for _ in range(count)]), n_stack=4)
-    PPO("CnnPolicy", env, n_steps=8192 // count)
-"""
-        ),
-    )
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the largest number of environments takes over a quarter of the memory."""
@@ -173,22 +143,22 @@ def _batch_bytes(run: ConfiguredRun) -> tuple[int, int] | None:
 
 
 class BatchBeyondVram(RunRule):
-    """Compares one batch, as the network gets it, with the GPU's memory."""
+    """Compares one batch, as the network gets it, with the GPU's memory.
 
-    id = "M15"
-    name = "batch-beyond-vram"
-    severity = Severity.WARNING
-    why = """
-    Images are stored as bytes and reach the network as float32, four times as large; an off-policy batch holds the next
-    observations too. Activations, gradients, the optimizer and CUDA's own context come on top.
+    Why: Images are stored as bytes and reach the network as float32, four times as large; an off-policy batch holds the
+    next observations too. Activations, gradients, the optimizer and CUDA's own context come on top.
+    Fix: Lower `batch_size`.
+
+    Bad (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(8)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=2048, batch_size=16_384)
+
+    Good (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(8)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=2048, batch_size=2048)
     """
-    fix = "Lower `batch_size`."
-    BAD: ClassVar = (screen_script(_stacked_screens(8, "n_steps=2048, batch_size=16_384")),)
-    GOOD: ClassVar = (
-        screen_script(_stacked_screens(8, "n_steps=2048, batch_size=2048")),
-        screen_script(_stacked_screens(8, "n_steps=2048, batch_size=16_384"), vram_bytes=None),
-        screen_script(_stacked_screens(8, 'n_steps=2048, batch_size=16_384, device="cpu"')),
-    )
+
+    id, name, severity = "M15", "batch-beyond-vram", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the batch alone takes nearly all of the GPU's memory."""
@@ -205,18 +175,22 @@ class BatchBeyondVram(RunRule):
 
 
 class BatchBecomesFloat(RunRule):
-    """Says how large a batch of images is once the network gets it."""
+    """Says how large a batch of images is once the network gets it.
 
-    id = "M17"
-    name = "image-batch-becomes-float"
-    severity = Severity.INFO
-    why = """
-    A batch worked out from the bytes that are stored is four times too small: the network gets float32. What the
+    Why: A batch worked out from the bytes that are stored is four times too small: the network gets float32. What the
     layers keep for the backward pass comes on top.
+    Fix: Plan with the larger figure, or lower `batch_size`.
+
+    Bad (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=8192, batch_size=2048)
+
+    Good (screens):
+        env = VecFrameStack(DummyVecEnv([Screen for _ in range(2)]), n_stack=4)
+        PPO("CnnPolicy", env, n_steps=8192, batch_size=256)
     """
-    fix = "Reckon with the larger figure, or lower `batch_size`."
-    BAD: ClassVar = (screen_script(_stacked_screens(2, "n_steps=8192, batch_size=2048")),)
-    GOOD: ClassVar = (screen_script(_stacked_screens(2, "n_steps=8192, batch_size=256")),)
+
+    id, name, severity = "M17", "image-batch-becomes-float", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the larger figure reaches a GiB."""
@@ -232,39 +206,41 @@ class BatchBecomesFloat(RunRule):
         )
 
 
-_SHARE_WORTH_REPORTING = 0.1  # of the limit
-
-_FLOAT_SCREENS_SCRIPT = """
-import numpy as np
-import gymnasium as gym
-from gymnasium import spaces
-from stable_baselines3 import DQN
-
-class Screen(gym.Env):
-    def __init__(self):
-        self.observation_space = spaces.Box(0, 255, (84, 84, 3), np.{dtype})
-        self.action_space = spaces.Discrete(4)
-
-DQN("CnnPolicy", Screen(), buffer_size=10_000)
-"""
-
-
 class WideObservations(RunRule):
-    """Finds images of 0 to 255 that are declared as floats, and float64 observations."""
+    """Finds images of 0 to 255 that are declared as floats, and float64 observations.
 
-    id = "M06"
-    name = "observations-wider-than-needed"
-    severity = Severity.WARNING
-    why = """
-    Buffers store the space's dtype. An image of whole numbers from 0 to 255 takes four (float32) or eight (float64)
-    times the bytes that it has; the network computes in float32 in any case.
+    Why: Buffers store the space's dtype. An image of whole numbers from 0 to 255 takes four (float32) or eight
+    (float64) times the bytes that it has; the network computes in float32 in any case.
+    Fix: Declare images as `np.uint8` and vectors as `np.float32`, and return them so.
+
+    Bad:
+        import numpy as np
+        import gymnasium as gym
+        from gymnasium import spaces
+        from stable_baselines3 import DQN
+
+        class Screen(gym.Env):
+            def __init__(self):
+                self.observation_space = spaces.Box(0, 255, (84, 84, 3), np.float32)
+                self.action_space = spaces.Discrete(4)
+
+        DQN("CnnPolicy", Screen(), buffer_size=10_000)
+
+    Good:
+        import numpy as np
+        import gymnasium as gym
+        from gymnasium import spaces
+        from stable_baselines3 import DQN
+
+        class Screen(gym.Env):
+            def __init__(self):
+                self.observation_space = spaces.Box(0, 255, (84, 84, 3), np.uint8)
+                self.action_space = spaces.Discrete(4)
+
+        DQN("CnnPolicy", Screen(), buffer_size=10_000)
     """
-    fix = "Declare images as `np.uint8` and vectors as `np.float32`, and return them so."
-    BAD: ClassVar = (
-        RuleExample(_FLOAT_SCREENS_SCRIPT.replace("{dtype}", "float32")),
-        RuleExample(_FLOAT_SCREENS_SCRIPT.replace("{dtype}", "float64")),
-    )
-    GOOD: ClassVar = (RuleExample(_FLOAT_SCREENS_SCRIPT.replace("{dtype}", "uint8")),)
+
+    id, name, severity = "M06", "observations-wider-than-needed", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield for every leaf that is wider than needed."""
@@ -288,24 +264,20 @@ class WideObservations(RunRule):
 
 
 class StoredTwice(RunRule):
-    """Finds replay buffers in which storing every observation twice takes a tenth of the memory or more."""
+    """Finds replay buffers in which storing every observation twice takes a tenth of the memory or more.
 
-    id = "M07"
-    name = "observations-stored-twice"
-    severity = Severity.WARNING
-    why = """
-    Stable-Baselines3 keeps `obs` and `next_obs` in two arrays, though one step's next observation is the following
+    Why: Stable-Baselines3 keeps `obs` and `next_obs` in two arrays, though one step's next observation is the following
     step's observation. In a stack of 4 frames, each frame is there eight times.
+    Fix: `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each frame once and gives the same samples.
+
+    Bad (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=400_000)
+
+    Good (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=10_000)
     """
-    fix = "`replay_buffer_class=holdall.sb3.ReplayBuffer` stores each frame once and gives the same samples."
-    BAD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=400_000)'),)
-    GOOD: ClassVar = (
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=10_000)'),
-        camera_script(
-            "from holdall.sb3 import ReplayBuffer\n"
-            'SAC("MultiInputPolicy", Dog(), buffer_size=400_000, replay_buffer_class=ReplayBuffer)'
-        ),
-    )
+
+    id, name, severity = "M07", "observations-stored-twice", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if much memory holds what is there already."""
@@ -346,20 +318,19 @@ def _switch_off(run: ConfiguredRun) -> Edit:
 
 
 class OptimiseWithDict(RunRule):
-    """Finds `optimize_memory_usage=True` with Dict observations."""
+    """Finds `optimize_memory_usage=True` with Dict observations.
 
-    id = "M08"
-    name = "optimise-with-dict"
-    severity = Severity.ERROR
-    why = "Stable-Baselines3's `DictReplayBuffer` refuses it with an AssertionError."
-    fix = "Leave it out; `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each observation once, Dict or not."
-    BAD: ClassVar = (
-        camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=10_000, optimize_memory_usage=True)'),
-        RuleExample(
-            "Dog-v0:\n  n_timesteps: 1e6\n  policy: MultiInputPolicy\n  optimize_memory_usage: True", file="sac.yml"
-        ),
-    )
-    GOOD: ClassVar = (camera_script('SAC("MultiInputPolicy", Dog(), buffer_size=10_000)'),)
+    Why: Stable-Baselines3's `DictReplayBuffer` refuses it with an AssertionError.
+    Fix: Leave it out; `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each observation once, Dict or not.
+
+    Bad (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=10_000, optimize_memory_usage=True)
+
+    Good (camera):
+        SAC("MultiInputPolicy", Dog(), buffer_size=10_000)
+    """
+
+    id, name, severity = "M08", "optimise-with-dict", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the two meet."""
@@ -372,49 +343,29 @@ class OptimiseWithDict(RunRule):
 
 
 class OptimiseWithTimeouts(RunRule):
-    """Finds `optimize_memory_usage=True` while timeouts are handled, which is the default."""
+    """Finds `optimize_memory_usage=True` while timeouts are handled, which is the default.
 
-    id = "M16"
-    name = "optimise-with-timeouts"
-    severity = Severity.ERROR
-    why = """
-    Stable-Baselines3 refuses it with a ValueError: with one array for both, the true last observation of a truncated
-    episode is lost.
+    Why: Stable-Baselines3 refuses it with a ValueError: with one array for both, the true last observation of a
+    truncated episode is lost.
+    Fix: `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each observation once and keeps truncation right. Or give
+    up the handling of timeouts: `replay_buffer_kwargs={"handle_timeout_termination": False}`.
+
+    Bad:
+        from stable_baselines3 import DQN
+        DQN("CnnPolicy", "PongNoFrameskip-v4", buffer_size=100_000, optimize_memory_usage=True)
+
+    Good:
+        from stable_baselines3 import DQN
+        DQN(
+            "CnnPolicy",
+            "PongNoFrameskip-v4",
+            buffer_size=100_000,
+            optimize_memory_usage=True,
+            replay_buffer_kwargs=dict(handle_timeout_termination=False),
+        )
     """
-    fix = """
-    `replay_buffer_class=holdall.sb3.ReplayBuffer` stores each observation once and keeps truncation right. Or give up
-    the handling of timeouts: `replay_buffer_kwargs={"handle_timeout_termination": False}`.
-    """
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import DQN
-            DQN("CnnPolicy", "PongNoFrameskip-v4", buffer_size=100_000, optimize_memory_usage=True)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import DQN
-            DQN(
-                "CnnPolicy",
-                "PongNoFrameskip-v4",
-                buffer_size=100_000,
-                optimize_memory_usage=True,
-                replay_buffer_kwargs=dict(handle_timeout_termination=False),
-            )
-            """
-        ),
-        RuleExample('from stable_baselines3 import DQN\nDQN("CnnPolicy", "PongNoFrameskip-v4", buffer_size=100_000)'),
-        RuleExample(
-            """
-            from holdall.sb3 import ReplayBuffer
-            from stable_baselines3 import DQN
-            DQN("CnnPolicy", "P", buffer_size=9, optimize_memory_usage=True, replay_buffer_class=ReplayBuffer)
-            """
-        ),
-    )
+
+    id, name, severity = "M16", "optimise-with-timeouts", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the two meet."""

@@ -4,76 +4,54 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import Machine, sized
-from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.rule import RunRule, ScriptRule
 from holdall.tools.lint.run import ConfiguredRun, candidates
+from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script
 
 _OVERSUBSCRIBED = 2  # threads a core
 _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
 _POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
 
-_SUBPROCESSES = """
-from stable_baselines3 import PPO
-from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv
-"""
 
-
-def _subprocesses(lines: str, **machine: object) -> RuleExample:
-    return RuleExample(_SUBPROCESSES.lstrip() + lines, machine=machine)
-
-
-def _starts_processes(subject: CheckedScript, call: ast.Call) -> bool:
+def _starts_processes(training: TrainingReader, call: ast.Call) -> bool:
     """Whether a call certainly starts SubprocVecEnv's processes by anything but fork."""
-    made = subject.training.environments(call)
+    made = training.environments(call)
     return made.vector == "subproc" and made.start_method in {None, "forkserver", "spawn"}
 
 
 class NoPreload(ScriptRule):
-    """Finds SubprocVecEnv with the default start method and no preloaded libraries."""
+    """Finds SubprocVecEnv with the default start method and no preloaded libraries.
 
-    id = "M11"
-    name = "no-forkserver-preload"
-    severity = Severity.INFO
-    why = """
-    Stable-Baselines3 starts its environments from a fork server. Without preloading, every process imports the
+    Why: Stable-Baselines3 starts its environments from a fork server. Without preloading, every process imports the
     libraries for itself, and none of that memory is shared.
-    """
-    fix = """
-    `multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])` before the environments are made: the
+    Fix: `multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])` before the environments are made: the
     server imports them once and the processes share the pages.
+
+    Bad (processes):
+        if __name__ == "__main__":
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+
+    Good (processes):
+        import multiprocessing
+
+        if __name__ == "__main__":
+            multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
     """
-    BAD: ClassVar = (
-        _subprocesses(
-            """
-if __name__ == "__main__":
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
-"""
-        ),
-    )
-    GOOD: ClassVar = (
-        _subprocesses(
-            """
-import multiprocessing
 
-if __name__ == "__main__":
-    multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
-"""
-        ),
-    )
+    id, name, severity = "M11", "no-forkserver-preload", Severity.INFO
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every set of processes that preloads nothing."""
-        script = subject.script
+        script = training.script
         if any(isinstance(node, ast.Attribute) and node.attr == "set_forkserver_preload" for node in script.nodes):
             return
         for call in script.calls:
-            made = subject.training.environments(call) if _names_subproc(script, call) else None
+            made = training.environments(call) if _names_subproc(script, call) else None
             if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
                 count = made.number
                 yield self.finding(
@@ -89,48 +67,31 @@ def _names_subproc(script: Script, call: ast.Call) -> bool:
 
 
 class NoMainGuard(ScriptRule):
-    """Finds processes that are started while the module is imported."""
+    """Finds processes that are started while the module is imported.
 
-    id = "M12"
-    name = "no-main-guard"
-    severity = Severity.ERROR
-    why = """
-    With spawn and forkserver (Stable-Baselines3's default) every process imports the script again, gets to the same
-    line and would start processes itself. Python stops it with a RuntimeError.
+    Why: With spawn and forkserver (Stable-Baselines3's default) every process imports the script again, gets to the
+    same line and would start processes itself. Python stops it with a RuntimeError.
+    Fix: Put the code that starts them under `if __name__ == "__main__":`.
+
+    Bad (processes):
+        env = make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv)
+
+    Good (processes):
+        def main():
+            return PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+
+        if __name__ == "__main__":
+            main()
     """
-    fix = 'Put the code that starts them under `if __name__ == "__main__":`.'
-    BAD: ClassVar = (
-        _subprocesses('env = make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv)\n'),
-        _subprocesses(
-            """
-def main():
-    return PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
 
-main()
-"""
-        ),
-    )
-    GOOD: ClassVar = (
-        _subprocesses(
-            """
-def main():
-    return PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
+    id, name, severity = "M12", "no-main-guard", Severity.ERROR
 
-if __name__ == "__main__":
-    main()
-"""
-        ),
-        _subprocesses(
-            'env = SubprocVecEnv([lambda: None for _ in range(4)], start_method="fork")\n',
-        ),
-    )
-
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every start that importing the module reaches."""
-        script = subject.script
+        script = training.script
         reached = _run_by_import(script)
         for call in script.calls:
-            if not _names_subproc(script, call) or not _starts_processes(subject, call):
+            if not _names_subproc(script, call) or not _starts_processes(training, call):
                 continue
             owner = script.function(call)
             if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
@@ -163,110 +124,85 @@ def _run_by_import(script: Script) -> set[str]:
 
 
 class SharedMemoryTooSmall(ScriptRule):
-    """Compares the observations that Gymnasium's vector environments share with /dev/shm."""
+    """Compares the observations that Gymnasium's vector environments share with /dev/shm.
 
-    id = "M13"
-    name = "shared-memory-too-small"
-    severity = Severity.WARNING
-    why = """
-    `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it unless told otherwise, and
-    writing beyond it kills the process with a bus error.
+    Why: `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it by default,
+    and writing beyond it kills the process with a bus error.
+    Fix: `docker run --shm-size`, fewer environments, or `shared_memory=False`.
+
+    Bad (shm_bytes=64MiB):
+        import numpy as np
+        import gymnasium as gym
+        from gymnasium import spaces
+        from gymnasium.vector import AsyncVectorEnv
+
+        class Camera(gym.Env):
+            observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
+
+        envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)])
+
+    Good (shm_bytes=64MiB):
+        import numpy as np
+        import gymnasium as gym
+        from gymnasium import spaces
+        from gymnasium.vector import AsyncVectorEnv
+
+        class Camera(gym.Env):
+            observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
+
+        envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)], shared_memory=False)
     """
-    fix = "`docker run --shm-size`, fewer environments, or `shared_memory=False`."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import numpy as np
-            import gymnasium as gym
-            from gymnasium import spaces
-            from gymnasium.vector import AsyncVectorEnv
 
-            class Camera(gym.Env):
-                observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
+    id, name, severity = "M13", "shared-memory-too-small", Severity.WARNING
 
-            envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)])
-            """,
-            machine={"shm_bytes": 64 * 2**20},
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import numpy as np
-            import gymnasium as gym
-            from gymnasium import spaces
-            from gymnasium.vector import AsyncVectorEnv
-
-            class Camera(gym.Env):
-                observation_space = spaces.Box(0, 255, (720, 1280, 3), np.uint8)
-
-            envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)], shared_memory=False)
-            """,
-            machine={"shm_bytes": 64 * 2**20},
-        ),
-    )
-
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if the observations do not fit."""
-        for call in subject.script.calls:
-            if not subject.script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
+        for call in training.script.calls:
+            if not training.script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
                 continue
             shares = [k for k in call.keywords if k.arg == "shared_memory"]
-            if shares and subject.training.evaluator.value(shares[0].value) is not True:
+            if shares and training.evaluator.value(shares[0].value) is not True:
                 continue
-            made = subject.training.environments(call)
+            made = training.environments(call)
             if made.observation is None or made.number is None:
                 continue
             wanted = made.observation.nbytes * made.number
             if wanted > machine.shm_bytes:
                 yield self.finding(
                     f"{made.number} environments share {sized(wanted)}, /dev/shm has {sized(machine.shm_bytes)}",
-                    subject.script.place(call),
+                    training.script.place(call),
                     shared_bytes=wanted,
                     shm_bytes=machine.shm_bytes,
                 )
 
 
 class OversubscribedThreads(ScriptRule):
-    """Multiplies torch's threads with the workers that each get a pool of them."""
+    """Multiplies torch's threads with the workers that each get a pool of them.
 
-    id = "L09"
-    name = "threads-oversubscribed"
-    severity = Severity.WARNING
-    why = """
-    Every Python thread that computes with torch gets an OpenMP pool of its own, and so does autograd: threads x
+    Why: Every Python thread that computes with torch gets an OpenMP pool of its own, and so does autograd: threads x
     (workers + 2). More of them than cores wait for each other. Their stacks cost next to no memory: what is lost is
     time.
-    """
-    fix = "`torch.set_num_threads(1)`, or `OMP_NUM_THREADS=1` in the environment, in whatever runs several workers."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import torch
-            worker_num = 3
-            thread_num = 12
-            torch.set_num_threads(thread_num)
-            """
-        ),
-        RuleExample("def objective(trial, args):\n    args.thread_num = trial.suggest_int('thread_num', 4, 15)\n"),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import torch
-            worker_num = 3
-            thread_num = 2
-            torch.set_num_threads(thread_num)
-            """
-        ),
-        RuleExample("import torch\nimport sys\ntorch.set_num_threads(int(sys.argv[1]))"),
-        RuleExample("data.memmap_like(path, num_threads=32)"),
-    )
+    Fix: `torch.set_num_threads(1)`, or `OMP_NUM_THREADS=1` in the environment, in whatever runs several workers.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        import torch
+        worker_num = 3
+        thread_num = 12
+        torch.set_num_threads(thread_num)
+
+    Good:
+        import torch
+        worker_num = 3
+        thread_num = 2
+        torch.set_num_threads(thread_num)
+    """
+
+    id, name, severity = "L09", "threads-oversubscribed", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if there are more threads than twice the cores, or one pool larger than the cores."""
-        threads = list(_counts(subject, {"thread_num", "num_threads"}, "set_num_threads"))
-        workers = [most for _, most in _counts(subject, {"worker_num", "num_workers", "n_workers"}, None)]
+        threads = list(_counts(training, {"thread_num", "num_threads"}, "set_num_threads"))
+        workers = [most for _, most in _counts(training, {"worker_num", "num_workers", "n_workers"}, None)]
         if not threads:
             return
         node, most = max(threads, key=lambda pair: pair[1])
@@ -277,15 +213,15 @@ class OversubscribedThreads(ScriptRule):
             )
             yield self.finding(
                 f"{total} on {machine.cores} cores",
-                subject.script.place(node),
+                training.script.place(node),
                 threads=most * pools,
                 cores=machine.cores,
             )
 
 
-def _counts(subject: CheckedScript, names: set[str], function: str | None) -> Iterator[tuple[ast.AST, int]]:
+def _counts(training: TrainingReader, names: set[str], function: str | None) -> Iterator[tuple[ast.AST, int]]:
     """Yield the largest number that an assignment or argument of one of these names, or a call, is given."""
-    for node in subject.script.nodes:
+    for node in training.script.nodes:
         value: ast.expr | None = None
         match node:
             case ast.Assign(targets=[ast.Name(id=name)], value=given) if name in names:
@@ -294,37 +230,29 @@ def _counts(subject: CheckedScript, names: set[str], function: str | None) -> It
                 value = given
             case ast.keyword(arg=str() as name, value=given) if name in names and name not in _OTHER_THREADS:
                 value = given
-            case ast.Call(args=[given]) if function and subject.script.dotted(node.func) == f"torch.{function}":
+            case ast.Call(args=[given]) if function and training.script.dotted(node.func) == f"torch.{function}":
                 value = given
-        numbers = candidates(subject.training.evaluator.value(value)) if value is not None else ()
+        numbers = candidates(training.evaluator.value(value)) if value is not None else ()
         if numbers:
             yield node, max(numbers)
 
 
 class MoreProcessesThanCores(RunRule):
-    """Compares the number of environment processes with the cores."""
+    """Compares the number of environment processes with the cores.
 
-    id = "L19"
-    name = "more-processes-than-cores"
-    severity = Severity.WARNING
-    why = "Each environment of a SubprocVecEnv is a process. Beyond the cores they take turns, and take memory each."
-    fix = "As many environments as there are cores, or several in one process with DummyVecEnv."
-    BAD: ClassVar = (
-        _subprocesses(
-            """
-if __name__ == "__main__":
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=64, vec_env_cls=SubprocVecEnv))
-"""
-        ),
-    )
-    GOOD: ClassVar = (
-        _subprocesses(
-            """
-if __name__ == "__main__":
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv))
-"""
-        ),
-    )
+    Why: Each environment of a SubprocVecEnv is a process. Beyond the cores they take turns, and take memory each.
+    Fix: As many environments as there are cores, or several in one process with DummyVecEnv.
+
+    Bad (processes):
+        if __name__ == "__main__":
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=64, vec_env_cls=SubprocVecEnv))
+
+    Good (processes):
+        if __name__ == "__main__":
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv))
+    """
+
+    id, name, severity = "L19", "more-processes-than-cores", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if there are more processes than cores."""
@@ -339,32 +267,22 @@ if __name__ == "__main__":
 
 
 class FewerEnvironmentsThanCores(RunRule):
-    """Says which `n_steps` would use more cores with the same rollout."""
+    """Says which `n_steps` would use more cores with the same rollout.
 
-    id = "L08"
-    name = "cores-left-idle"
-    severity = Severity.INFO
-    why = """
-    More environments collect faster where the environment is the slow part. With `n_steps` unchanged they also make the
-    rollout larger, and twice that while it is flattened; with their product unchanged nothing grows.
+    Why: More environments collect faster where the environment is the slow part. With `n_steps` unchanged they also
+    make the rollout larger, and twice that while it is flattened; with their product unchanged nothing grows.
+    Fix: Raise `n_envs` and divide `n_steps` by the same factor.
+
+    Bad (processes):
+        if __name__ == "__main__":
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv), n_steps=8192)
+
+    Good (processes):
+        if __name__ == "__main__":
+            PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv), n_steps=2048)
     """
-    fix = "Raise `n_envs` and divide `n_steps` by the same factor."
-    BAD: ClassVar = (
-        _subprocesses(
-            """
-if __name__ == "__main__":
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=2, vec_env_cls=SubprocVecEnv), n_steps=8192)
-"""
-        ),
-    )
-    GOOD: ClassVar = (
-        _subprocesses(
-            """
-if __name__ == "__main__":
-    PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv), n_steps=2048)
-"""
-        ),
-    )
+
+    id, name, severity = "L08", "cores-left-idle", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if half of the cores or more have no environment."""

@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
 from holdall.tools.lint.machine import Machine, buffer_need, sized
-from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
-from holdall.tools.lint.rules.memory import camera_script
+from holdall.tools.lint.rule import RunRule, ScriptRule
 from holdall.tools.lint.run import ConfiguredRun, algorithm_by_import, whole
+from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script
+
+_PROTOCOL = 5
+_DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
+# What holds arrays by the gigabyte; a pickled dict of settings does not matter.
+_LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
 
 
 def _saves_buffer(run: ConfiguredRun) -> Iterator[tuple[SourceRange, int | None]]:
@@ -23,32 +27,26 @@ def _saves_buffer(run: ConfiguredRun) -> Iterator[tuple[SourceRange, int | None]
 
 
 class CheckpointsBeyondDisk(RunRule):
-    """Adds up the replay buffers that a CheckpointCallback writes."""
+    """Adds up the replay buffers that a CheckpointCallback writes.
 
-    id = "S01"
-    name = "checkpoints-beyond-disk"
-    severity = Severity.WARNING
-    why = """
-    Every checkpoint writes the whole buffer, full or not, into a file of its own, and none is ever deleted.
+    Why: Every checkpoint writes the whole buffer, full or not, into a file of its own, and none is ever deleted.
+    Fix: Save less often, delete old files, or `holdall.sb3.CheckpointCallback`, which writes only what is new since the
+    last checkpoint.
+
+    Bad (camera):
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(
+            1_000_000, callback=CheckpointCallback(10_000, "models", save_replay_buffer=True)
+        )
+
+    Good (camera):
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(
+            1_000_000, callback=CheckpointCallback(500_000, "models", save_replay_buffer=True)
+        )
     """
-    fix = """
-    Save less often, delete old files, or `holdall.sb3.CheckpointCallback`, which writes only what is new since the last
-    checkpoint.
-    """
-    BAD: ClassVar = (
-        camera_script(
-            "from stable_baselines3.common.callbacks import CheckpointCallback\n"
-            'SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(\n'
-            '    1_000_000, callback=CheckpointCallback(10_000, "models", save_replay_buffer=True)\n)'
-        ),
-    )
-    GOOD: ClassVar = (
-        camera_script(
-            "from stable_baselines3.common.callbacks import CheckpointCallback\n"
-            'SAC("MultiInputPolicy", Dog(), buffer_size=200_000).learn(\n'
-            '    1_000_000, callback=CheckpointCallback(500_000, "models", save_replay_buffer=True)\n)'
-        ),
-    )
+
+    id, name, severity = "S01", "checkpoints-beyond-disk", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if all files together are more than the disk has free."""
@@ -71,27 +69,27 @@ class CheckpointsBeyondDisk(RunRule):
                 )
 
 
-_ON_POLICY_SCRIPT = """
-from stable_baselines3 import {algo}
-from stable_baselines3.common.callbacks import CheckpointCallback
-callback = CheckpointCallback(10_000, "models", save_replay_buffer=True)
-{algo}("MlpPolicy", "Pendulum-v1").learn(100_000, callback=callback)
-"""
-
-
 class NothingToSave(RunRule):
-    """Finds `save_replay_buffer=True` where there is no replay buffer."""
+    """Finds `save_replay_buffer=True` where there is no replay buffer.
 
-    id = "S02"
-    name = "no-replay-buffer-to-save"
-    severity = Severity.INFO
-    why = """
-    On-policy algorithms have a rollout that is used once and dropped. The option does nothing: it neither takes memory
-    nor saves anything.
+    Why: On-policy algorithms have a rollout that is used once and dropped. The option does nothing: it neither takes
+    memory nor saves anything.
+    Fix: Leave it out.
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        callback = CheckpointCallback(10_000, "models", save_replay_buffer=True)
+        PPO("MlpPolicy", "Pendulum-v1").learn(100_000, callback=callback)
+
+    Good:
+        from stable_baselines3 import SAC
+        from stable_baselines3.common.callbacks import CheckpointCallback
+        callback = CheckpointCallback(10_000, "models", save_replay_buffer=True)
+        SAC("MlpPolicy", "Pendulum-v1").learn(100_000, callback=callback)
     """
-    fix = "Leave it out."
-    BAD: ClassVar = (RuleExample(_ON_POLICY_SCRIPT.replace("{algo}", "PPO")),)
-    GOOD: ClassVar = (RuleExample(_ON_POLICY_SCRIPT.replace("{algo}", "SAC")),)
+
+    id, name, severity = "S02", "no-replay-buffer-to-save", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if an on-policy run saves a replay buffer."""
@@ -104,50 +102,36 @@ class NothingToSave(RunRule):
 
 
 class LoadsBesideOld(ScriptRule):
-    """Finds a replay buffer that is loaded while a filled one is still there."""
+    """Finds a replay buffer that is loaded while a filled one is still there.
 
-    id = "S04"
-    name = "loads-beside-old-buffer"
-    severity = Severity.WARNING
-    why = "The new buffer is read completely before it takes the old one's place: for that time both are in memory."
-    fix = "`model.replay_buffer = None` before `model.load_replay_buffer(...)`."
-    BAD: ClassVar = (
-        camera_script(
-            'model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)\n'
-            "model.learn(1_000_000)\n"
-            'model.load_replay_buffer("buffer.pkl")'
-        ),
-    )
-    GOOD: ClassVar = (
-        camera_script(
-            'model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)\n'
-            'model.load_replay_buffer("buffer.pkl")\n'
-            "model.learn(1_000_000)"
-        ),
-        camera_script(
-            'model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)\n'
-            "model.learn(1_000_000)\n"
-            "model.replay_buffer = None\n"
-            'model.load_replay_buffer("buffer.pkl")'
-        ),
-    )
+    Why: The new buffer is read completely before it takes the old one's place: for that time both are in memory.
+    Fix: `model.replay_buffer = None` before `model.load_replay_buffer(...)`.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad (camera):
+        model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)
+        model.learn(1_000_000)
+        model.load_replay_buffer("buffer.pkl")
+
+    Good (camera):
+        model = SAC("MultiInputPolicy", Dog(), buffer_size=500_000)
+        model.load_replay_buffer("buffer.pkl")
+        model.learn(1_000_000)
+    """
+
+    id, name, severity = "S04", "loads-beside-old-buffer", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if both together do not fit."""
-        script = subject.script
+        script = training.script
         if any(
             isinstance(n, ast.Attribute) and n.attr == "replay_buffer" and isinstance(n.ctx, ast.Store)
             for n in script.nodes
         ):
             return
-        runs = dict(zip((call for call, _ in subject.training.constructions), subject.training.runs, strict=True))
-        for call in script.calls:
-            if not isinstance(call.func, ast.Attribute) or call.func.attr != "load_replay_buffer":
-                continue
-            made = subject.training.constructed(call.func.value)
-            learnt = [
-                learn for learn, model in subject.training.learn_calls if model is made and learn.lineno < call.lineno
-            ]
+        runs = dict(zip((call for call, _ in training.constructions), training.runs, strict=True))
+        for call, model in script.method_calls("load_replay_buffer"):
+            made = training.constructed(model)
+            learnt = [learn for learn, taught in training.learn_calls if taught is made and learn.lineno < call.lineno]
             needed = buffer_need(runs[made], machine) if made in runs and learnt else None
             if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
                 yield self.finding(
@@ -161,60 +145,36 @@ class LoadsBesideOld(ScriptRule):
 
 
 class ResumesEmpty(ScriptRule):
-    """Finds an off-policy model that is loaded and trained on without its replay buffer."""
+    """Finds an off-policy model that is loaded and trained on without its replay buffer.
 
-    id = "S06"
-    name = "resumes-with-empty-buffer"
-    severity = Severity.WARNING
-    why = """
-    `model.save` leaves the replay buffer out. A resumed run learns from the first few new transitions alone, at full
-    rate, and can unlearn what it knew before the buffer has filled again.
-    """
-    fix = """
-    `model.save_replay_buffer` and `model.load_replay_buffer`, or `holdall.sb3.CheckpointCallback`, which saves both
-    together and in little memory. If that is too large, train again only after `learning_starts` new steps.
-    """
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            model = SAC.load("agent", env="Pendulum-v1")
-            model.learn(100_000, reset_num_timesteps=False)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import SAC
-            model = SAC.load("agent", env="Pendulum-v1")
-            model.load_replay_buffer("buffer")
-            model.learn(100_000, reset_num_timesteps=False)
-            """
-        ),
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            model = PPO.load("agent", env="CartPole-v1")
-            model.learn(100_000, reset_num_timesteps=False)
-            """
-        ),
-    )
+    Why: `model.save` leaves the replay buffer out. A resumed run learns from the first few new transitions alone, at
+    full rate, and can unlearn what it knew before the buffer has filled again.
+    Fix: `model.save_replay_buffer` and `model.load_replay_buffer`, or `holdall.sb3.CheckpointCallback`, which saves
+    both together and in little memory. If that is too large, train again only after `learning_starts` new steps.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        from stable_baselines3 import SAC
+        model = SAC.load("agent", env="Pendulum-v1")
+        model.learn(100_000, reset_num_timesteps=False)
+
+    Good:
+        from stable_baselines3 import SAC
+        model = SAC.load("agent", env="Pendulum-v1")
+        model.load_replay_buffer("buffer")
+        model.learn(100_000, reset_num_timesteps=False)
+    """
+
+    id, name, severity = "S06", "resumes-with-empty-buffer", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if nothing gives the loaded model a buffer."""
-        script = subject.script
+        script = training.script
         if any(
             isinstance(n, ast.Attribute) and n.attr in {"load_replay_buffer", "replay_buffer"} for n in script.nodes
         ):
             return
-        for call in script.calls:
-            match call.func:
-                case ast.Attribute(attr="learn", value=ast.Name() as model):
-                    found = script.definition(model)
-                    loaded = found.value if found else None
-                case _:
-                    continue
+        for call, model in script.method_calls("learn"):
+            loaded = script.assigned(model)
             if isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and loaded.func.attr == "load":
                 algorithm = algorithm_by_import(script.dotted(loaded.func.value))
                 if algorithm and not algorithm.on_policy:
@@ -225,102 +185,76 @@ class ResumesEmpty(ScriptRule):
 
 
 class StatisticsNotSaved(ScriptRule):
-    """Finds a model that is saved without the statistics of its VecNormalize."""
+    """Finds a model that is saved without the statistics of its VecNormalize.
 
-    id = "S08"
-    name = "normalisation-not-saved"
-    severity = Severity.WARNING
-    why = "A loaded model gets observations on another scale than it was trained on, and acts as if untrained."
-    fix = """
-    `env.save("vecnormalize.pkl")`, `CheckpointCallback(..., save_vecnormalize=True)`, or
+    Why: A loaded model gets observations on another scale than it was trained on, and acts as if untrained.
+    Fix: `env.save("vecnormalize.pkl")`, `CheckpointCallback(..., save_vecnormalize=True)`, or
     `holdall.sb3.CheckpointCallback`, which saves them with the model.
-    """
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            from stable_baselines3.common.env_util import make_vec_env
-            from stable_baselines3.common.vec_env import VecNormalize
-            env = VecNormalize(make_vec_env("Pendulum-v1"))
-            model = PPO("MlpPolicy", env)
-            model.learn(100_000)
-            model.save("agent")
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            from stable_baselines3.common.env_util import make_vec_env
-            from stable_baselines3.common.vec_env import VecNormalize
-            env = VecNormalize(make_vec_env("Pendulum-v1"))
-            model = PPO("MlpPolicy", env)
-            model.learn(100_000)
-            model.save("agent")
-            env.save("vecnormalize.pkl")
-            """
-        ),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import VecNormalize
+        env = VecNormalize(make_vec_env("Pendulum-v1"))
+        model = PPO("MlpPolicy", env)
+        model.learn(100_000)
+        model.save("agent")
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        from stable_baselines3.common.vec_env import VecNormalize
+        env = VecNormalize(make_vec_env("Pendulum-v1"))
+        model = PPO("MlpPolicy", env)
+        model.learn(100_000)
+        model.save("agent")
+        env.save("vecnormalize.pkl")
+    """
+
+    id, name, severity = "S08", "normalisation-not-saved", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield if a model is saved and nothing else is."""
-        script = subject.script
+        script = training.script
         normalised = [call for call in script.calls if script.dotted(call.func).endswith(".VecNormalize")]
-        saves = [call for call in script.calls if isinstance(call.func, ast.Attribute) and call.func.attr == "save"]
-        models = [c for c in saves if isinstance(c.func, ast.Attribute) and subject.training.constructed(c.func.value)]
-        told = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
-        told = told or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
-        if normalised and models and len(models) == len(saves) and not told:
+        saves = list(script.method_calls("save"))
+        models = [call for call, owner in saves if training.constructed(owner)]
+        saved = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
+        saved = saved or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
+        if normalised and models and len(models) == len(saves) and not saved:
             yield self.finding(
                 "the model is saved, and the statistics of VecNormalize are not", script.place(models[0])
             )
 
 
-_PROTOCOL = 5
-
-
-_DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
-
-
-# What holds arrays by the gigabyte; a pickled dict of settings does not matter.
-_LARGE = re.compile(r"buffer|memory|replay|transition|trajector|experience|rollout|episode|dataset", re.IGNORECASE)
-
-
 class OldPickleProtocol(ScriptRule):
-    """Finds buffers that are pickled with a protocol before 5."""
+    """Finds buffers that are pickled with a protocol before 5.
 
-    id = "S03"
-    name = "pickle-copies-arrays"
-    severity = Severity.WARNING
-    why = """
-    Up to protocol 4 (the default before Python 3.14) every array is copied into a bytes object before it is written:
-    one array of 100 GB needs 100 GB more. Protocol 5 writes arrays from where they lie.
+    Why: Up to protocol 4 (the default before Python 3.14) every array is copied into a bytes object before it is
+    written: one array of 100 GB needs 100 GB more. Protocol 5 writes arrays from where they lie.
+    Fix: `pickle.dump(buffer, file, protocol=5)`; into a gzip file too, it streams.
+
+    Bad:
+        import pickle
+        with open("buffer.pkl", "wb") as file:
+            pickle.dump(replay_buffer, file)
+
+    Good:
+        import pickle
+        with open("buffer.pkl", "wb") as file:
+            pickle.dump(replay_buffer, file, protocol=5)
     """
-    fix = "`pickle.dump(buffer, file, protocol=5)`; into a gzip file too, it streams."
-    BAD: ClassVar = (
-        RuleExample('import pickle\nwith open("buffer.pkl", "wb") as file:\n    pickle.dump(replay_buffer, file)'),
-        RuleExample(
-            'import pickle\nwith open("buffer.pkl", "wb") as file:\n    pickle.dump(replay_buffer, file, protocol=4)'
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            'import pickle\nwith open("buffer.pkl", "wb") as file:\n    pickle.dump(replay_buffer, file, protocol=5)'
-        ),
-        RuleExample('import pickle\nwith open("buffer.pkl", "wb") as file:\n    pickle.dump(replay_buffer, file, -1)'),
-        RuleExample('import pickle\nwith open("settings.pkl", "wb") as file:\n    pickle.dump(settings, file)'),
-        RuleExample("import pickle\npickle.dump(replay_buffer, file)", machine={"python": (3, 14)}),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "S03", "pickle-copies-arrays", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every dump that copies."""
-        script = subject.script
+        script = training.script
         for call in _pickles(script, "dump"):
             given = [*call.args[2:3], *(k.value for k in call.keywords if k.arg == "protocol")]
             if any(k.arg is None for k in call.keywords):
                 continue
-            protocol = subject.training.evaluator.value(given[0]) if given else None
+            protocol = training.evaluator.value(given[0]) if given else None
             number = whole(protocol)
             if given and (number is None or number < 0 or number >= _PROTOCOL):
                 continue
@@ -354,83 +288,65 @@ def _pickles(script: Script, function: str) -> Iterator[ast.Call]:
 
 
 class PickledIntoMemory(ScriptRule):
-    """Finds buffers that are pickled into one bytes object."""
+    """Finds buffers that are pickled into one bytes object.
 
-    id = "S05"
-    name = "pickled-into-memory"
-    severity = Severity.WARNING
-    why = "`pickle.dumps` holds the whole buffer a second time, and compressing the result holds a third."
-    fix = "Stream it: `with gzip.open(path, 'wb') as file: pickle.dump(buffer, file, protocol=5)`."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import gzip
-            import pickle
-            data = gzip.compress(pickle.dumps(replay_buffer))
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import gzip
-            import pickle
-            with gzip.open("buffer.pkl.gz", "wb") as file:
-                pickle.dump(replay_buffer, file, protocol=5)
-            """
-        ),
-    )
+    Why: `pickle.dumps` holds the whole buffer a second time, and compressing the result holds a third.
+    Fix: Stream it: `with gzip.open(path, 'wb') as file: pickle.dump(buffer, file, protocol=5)`.
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    Bad:
+        import gzip
+        import pickle
+        data = gzip.compress(pickle.dumps(replay_buffer))
+
+    Good:
+        import gzip
+        import pickle
+        with gzip.open("buffer.pkl.gz", "wb") as file:
+            pickle.dump(replay_buffer, file, protocol=5)
+    """
+
+    id, name, severity = "S05", "pickled-into-memory", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every dumps of a buffer."""
-        for call in _pickles(subject.script, "dumps"):
+        for call in _pickles(training.script, "dumps"):
             yield self.finding(
-                f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", subject.script.place(call)
+                f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", training.script.place(call)
             )
 
 
 class PickledWhileAdding(ScriptRule):
-    """Finds a buffer that a thread pickles while the training adds to it."""
+    """Finds a buffer that a thread pickles while the training adds to it.
 
-    id = "S07"
-    name = "pickled-in-a-thread"
-    severity = Severity.WARNING
-    why = """
-    The file mixes old and new rows, or the dump fails because the container changed size. The thread also needs the
-    copy's memory at a moment when nobody watches.
+    Why: The file mixes old and new rows, or the dump fails because the container changed size. The thread also needs
+    the copy's memory at a moment when nobody watches.
+    Fix: Save between updates, or use a memory whose `save` may run beside `add` (`holdall.ReplayMemory.save`).
+
+    Bad:
+        import pickle
+        import threading
+
+        def save(replay_buffer):
+            with open("buffer.pkl", "wb") as file:
+                pickle.dump(replay_buffer, file, protocol=5)
+
+        threading.Thread(target=save, args=(buffer,)).start()
+
+    Good:
+        import pickle
+
+        def save(replay_buffer):
+            with open("buffer.pkl", "wb") as file:
+                pickle.dump(replay_buffer, file, protocol=5)
+
+        save(buffer)
     """
-    fix = "Save between updates, or use a memory whose `save` may run beside `add` (`holdall.ReplayMemory.save`)."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import pickle
-            import threading
 
-            def save(replay_buffer):
-                with open("buffer.pkl", "wb") as file:
-                    pickle.dump(replay_buffer, file, protocol=5)
+    id, name, severity = "S07", "pickled-in-a-thread", Severity.WARNING
 
-            threading.Thread(target=save, args=(buffer,)).start()
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import pickle
-
-            def save(replay_buffer):
-                with open("buffer.pkl", "wb") as file:
-                    pickle.dump(replay_buffer, file, protocol=5)
-
-            save(buffer)
-            """
-        ),
-    )
-
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every thread whose function pickles a buffer."""
-        script = subject.script
+        script = training.script
         pickling = {
             owner.name
             for kind in ("dump", "dumps")

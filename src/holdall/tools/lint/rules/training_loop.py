@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from typing import ClassVar
 
 from holdall.tools.lint.finding import Finding, Severity
 from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.rule import CheckedScript, RuleExample, RunRule, ScriptRule
+from holdall.tools.lint.rule import RunRule, ScriptRule
 from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, whole
+from holdall.tools.lint.source.models import TrainingReader
 
-
-def zoo_file(algorithm: str, **values: object) -> RuleExample:
-    """Return a hyperparameter file with one entry."""
-    lines = [f"  {name}: {value}" for name, value in ({"policy": "MlpPolicy"} | values).items()]
-    return RuleExample("Env-v0:\n" + "\n".join(lines), file=f"{algorithm}.yml")
+_MANY_EPISODES = 10  # in one rollout of one environment
 
 
 def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
@@ -29,15 +25,25 @@ def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
 
 
 class BufferSmallerThanBatch(RunRule):
-    """Compares the replay buffer with one batch."""
+    """Compares the replay buffer with one batch.
 
-    id = "L04"
-    name = "buffer-smaller-than-batch"
-    severity = Severity.WARNING
-    why = "Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times."
-    fix = "A larger `buffer_size`, or a smaller `batch_size`."
-    BAD: ClassVar = (zoo_file("sac", buffer_size=128, batch_size=256),)
-    GOOD: ClassVar = (zoo_file("sac", buffer_size=100_000, batch_size=256),)
+    Why: Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times.
+    Fix: A larger `buffer_size`, or a smaller `batch_size`.
+
+    Bad (sac.yml):
+        Env-v0:
+          policy: MlpPolicy
+          buffer_size: 128
+          batch_size: 256
+
+    Good (sac.yml):
+        Env-v0:
+          policy: MlpPolicy
+          buffer_size: 100000
+          batch_size: 256
+    """
+
+    id, name, severity = "L04", "buffer-smaller-than-batch", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a batch is larger than the buffer."""
@@ -66,24 +72,28 @@ def _divisors_near(number: int, near: int) -> list[int]:
 
 
 class BatchDoesNotDivide(RunRule):
-    """Compares the batch with the samples that a rollout collects."""
+    """Compares the batch with the samples that a rollout collects.
 
-    id = "L05"
-    name = "batch-does-not-divide-rollout"
-    severity = Severity.WARNING
-    why = """
-    The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that is
-    larger than the rollout is cut to it: one update an epoch.
+    Why: The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that
+    is larger than the rollout is cut to it: one update an epoch.
+    Fix: One of the divisors that the message names.
+
+    Bad (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 2
+          n_steps: 100
+          batch_size: 64
+
+    Good (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 2
+          n_steps: 8192
+          batch_size: 2048
     """
-    fix = "One of the divisors that the message names."
-    BAD: ClassVar = (
-        zoo_file("ppo", n_envs=2, n_steps=100, batch_size=64),
-        zoo_file("ppo", n_envs=1, n_steps=128, batch_size=256),
-    )
-    GOOD: ClassVar = (
-        zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048),
-        RuleExample('from stable_baselines3 import PPO\nPPO("MlpPolicy", make(), n_steps=100, batch_size=64)'),
-    )
+
+    id, name, severity = "L05", "batch-does-not-divide-rollout", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the batches are not all of one size."""
@@ -106,18 +116,26 @@ class BatchDoesNotDivide(RunRule):
 
 
 class UpdatesFallBehind(RunRule):
-    """Finds off-policy runs whose updates a step fall with the number of environments."""
+    """Finds off-policy runs whose updates a step fall with the number of environments.
 
-    id = "L06"
-    name = "updates-fall-behind"
-    severity = Severity.WARNING
-    why = """
-    `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight of
-    them the same number of steps brings an eighth of the updates.
+    Why: `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight
+    of them the same number of steps brings an eighth of the updates.
+    Fix: `gradient_steps=-1`: as many updates as transitions were collected.
+
+    Bad (sac.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 8
+          gradient_steps: 1
+
+    Good (sac.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 8
+          gradient_steps: -1
     """
-    fix = "`gradient_steps=-1`: as many updates as transitions were collected."
-    BAD: ClassVar = (zoo_file("sac", n_envs=8, gradient_steps=1), zoo_file("dqn", n_envs=2))
-    GOOD: ClassVar = (zoo_file("sac", n_envs=8, gradient_steps=-1), zoo_file("sac", n_envs=1, gradient_steps=1))
+
+    id, name, severity = "L06", "updates-fall-behind", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if several environments share one update."""
@@ -135,18 +153,25 @@ class UpdatesFallBehind(RunRule):
 
 
 class NothingToNormalise(RunRule):
-    """Finds on-policy runs whose advantages cannot be normalised."""
+    """Finds on-policy runs whose advantages cannot be normalised.
 
-    id = "L13"
-    name = "one-sample-to-normalise"
-    severity = Severity.ERROR
-    why = "The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError."
-    fix = "`batch_size` and `n_steps x n_envs` of 2 or more, or `normalize_advantage=False`."
-    BAD: ClassVar = (zoo_file("ppo", batch_size=1, n_steps=2048), zoo_file("ppo", n_steps=1, n_envs=1))
-    GOOD: ClassVar = (
-        zoo_file("ppo", batch_size=64, n_steps=2048),
-        zoo_file("ppo", batch_size=1, n_steps=2048, normalize_advantage="false"),
-    )
+    Why: The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError.
+    Fix: `batch_size` and `n_steps x n_envs` of 2 or more, or `normalize_advantage=False`.
+
+    Bad (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          batch_size: 1
+          n_steps: 2048
+
+    Good (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          batch_size: 64
+          n_steps: 2048
+    """
+
+    id, name, severity = "L13", "one-sample-to-normalise", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a batch, or a rollout, is one sample."""
@@ -161,17 +186,25 @@ class NothingToNormalise(RunRule):
 
 
 class EpisodicWithMany(RunRule):
-    """Finds `train_freq` in episodes with several environments."""
+    """Finds `train_freq` in episodes with several environments.
 
-    id = "L14"
-    name = "episodic-training-of-many"
-    severity = Severity.ERROR
-    why = (
-        "Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError."
-    )
-    fix = '`train_freq=(n, "step")`, or one environment.'
-    BAD: ClassVar = (zoo_file("td3", n_envs=4, train_freq='[1, "episode"]'),)
-    GOOD: ClassVar = (zoo_file("td3", n_envs=1, train_freq='[1, "episode"]'), zoo_file("td3", n_envs=4, train_freq=1))
+    Why: Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError.
+    Fix: `train_freq=(n, "step")`, or one environment.
+
+    Bad (td3.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 4
+          train_freq: [1, "episode"]
+
+    Good (td3.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 1
+          train_freq: [1, "episode"]
+    """
+
+    id, name, severity = "L14", "episodic-training-of-many", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the two meet."""
@@ -185,17 +218,25 @@ class EpisodicWithMany(RunRule):
 
 
 class TargetUpdatedEveryStep(RunRule):
-    """Compares DQN's `target_update_interval` with the number of environments."""
+    """Compares DQN's `target_update_interval` with the number of environments.
 
-    id = "L15"
-    name = "target-updated-every-step"
-    severity = Severity.WARNING
-    why = (
-        "The interval is counted in steps and divided by the number of environments: the target then follows each step."
-    )
-    fix = "A larger `target_update_interval`."
-    BAD: ClassVar = (zoo_file("dqn", n_envs=16, target_update_interval=10),)
-    GOOD: ClassVar = (zoo_file("dqn", n_envs=8, target_update_interval=1000),)
+    Why: The interval is counted in steps and divided by the number of environments: the target then follows each step.
+    Fix: A larger `target_update_interval`.
+
+    Bad (dqn.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 16
+          target_update_interval: 10
+
+    Good (dqn.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 8
+          target_update_interval: 1000
+    """
+
+    id, name, severity = "L15", "target-updated-every-step", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the interval is shorter than one vectorised step."""
@@ -212,15 +253,21 @@ class TargetUpdatedEveryStep(RunRule):
 
 
 class SmallNetworkOnGpu(RunRule):
-    """Finds on-policy runs of `MlpPolicy` that are put on a GPU."""
+    """Finds on-policy runs of `MlpPolicy` that are put on a GPU.
 
-    id = "L16"
-    name = "small-network-on-gpu"
-    severity = Severity.INFO
-    why = "The networks are small and acting is step by step: moving each step to the GPU costs more than it saves."
-    fix = '`device="cpu"`.'
-    BAD: ClassVar = (RuleExample('from stable_baselines3 import PPO\nPPO("MlpPolicy", "CartPole-v1", device="cuda")'),)
-    GOOD: ClassVar = (RuleExample('from stable_baselines3 import PPO\nPPO("CnnPolicy", "Pong-v0", device="cuda")'),)
+    Why: The networks are small and acting is step by step: moving each step to the GPU costs more than it saves.
+    Fix: `device="cpu"`.
+
+    Bad:
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", "CartPole-v1", device="cuda")
+
+    Good:
+        from stable_baselines3 import PPO
+        PPO("CnnPolicy", "Pong-v0", device="cuda")
+    """
+
+    id, name, severity = "L16", "small-network-on-gpu", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a GPU is asked for."""
@@ -231,29 +278,22 @@ class SmallNetworkOnGpu(RunRule):
             yield self.finding(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
 
 
-_MANY_EPISODES = 10
-
-
 class LearningNeverStarts(RunRule):
-    """Compares `learning_starts` with the steps of the run."""
+    """Compares `learning_starts` with the steps of the run.
 
-    id = "L03"
-    name = "learning-never-starts"
-    severity = Severity.ERROR
-    why = "Until then actions are random and nothing is updated: the run ends with the weights that it began with."
-    fix = "A smaller `learning_starts`, or more steps."
-    BAD: ClassVar = (
-        RuleExample(
-            'from stable_baselines3 import SAC\nSAC("MlpPolicy", "Pendulum-v1", learning_starts=10_000).learn(5_000)'
-        ),
-        zoo_file("dqn", n_timesteps=50_000, learning_starts=100_000),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            'from stable_baselines3 import SAC\nSAC("MlpPolicy", "Pendulum-v1", learning_starts=1_000).learn(5_000)'
-        ),
-        zoo_file("dqn", n_timesteps=200_000, learning_starts=100_000),
-    )
+    Why: Until then actions are random and nothing is updated: the run ends with the weights that it began with.
+    Fix: A smaller `learning_starts`, or more steps.
+
+    Bad:
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", learning_starts=10_000).learn(5_000)
+
+    Good:
+        from stable_baselines3 import SAC
+        SAC("MlpPolicy", "Pendulum-v1", learning_starts=1_000).learn(5_000)
+    """
+
+    id, name, severity = "L03", "learning-never-starts", Severity.ERROR
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if no update is made."""
@@ -275,31 +315,23 @@ class LearningNeverStarts(RunRule):
 
 
 class ManyEpisodesPerRollout(RunRule):
-    """Compares `n_steps` with the time limit of the environment."""
+    """Compares `n_steps` with the time limit of the environment.
 
-    id = "L07"
-    name = "rollout-spans-many-episodes"
-    severity = Severity.INFO
-    why = "The policy stays the same for that many episodes in every environment, and all of them are kept in memory."
-    fix = "A smaller `n_steps` updates more often and takes less memory."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            import gymnasium as gym
-            from stable_baselines3 import PPO
-            PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=8192)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            import gymnasium as gym
-            from stable_baselines3 import PPO
-            PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=2048)
-            """
-        ),
-    )
+    Why: The policy stays the same for that many episodes in every environment, and all of them are kept in memory.
+    Fix: A smaller `n_steps` updates more often and takes less memory.
+
+    Bad:
+        import gymnasium as gym
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=8192)
+
+    Good:
+        import gymnasium as gym
+        from stable_baselines3 import PPO
+        PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=2048)
+    """
+
+    id, name, severity = "L07", "rollout-spans-many-episodes", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if a rollout holds ten episodes or more of each environment."""
@@ -314,15 +346,29 @@ class ManyEpisodesPerRollout(RunRule):
 
 
 class Overshoot(RunRule):
-    """Says how many steps an on-policy run makes if the total is no multiple of its rollout."""
+    """Says how many steps an on-policy run makes if the total is no multiple of its rollout.
 
-    id = "L10"
-    name = "total-is-no-multiple"
-    severity = Severity.INFO
-    why = "A rollout is always completed, so the run is longer than `total_timesteps` says, and so are its schedules."
-    fix = "Nothing, or the multiple that the message names."
-    BAD: ClassVar = (zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048, n_timesteps=10_000_000),)
-    GOOD: ClassVar = (zoo_file("ppo", n_envs=2, n_steps=8192, batch_size=2048, n_timesteps=16_384_000),)
+    Why: A rollout is always completed, so the run is longer than `total_timesteps` says, and so are its schedules.
+    Fix: Nothing, or the multiple that the message names.
+
+    Bad (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 2
+          n_steps: 8192
+          batch_size: 2048
+          n_timesteps: 10000000
+
+    Good (ppo.yml):
+        Env-v0:
+          policy: MlpPolicy
+          n_envs: 2
+          n_steps: 8192
+          batch_size: 2048
+          n_timesteps: 16384000
+    """
+
+    id, name, severity = "L10", "total-is-no-multiple", Severity.INFO
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield if the last rollout goes beyond the total."""
@@ -338,38 +384,29 @@ class Overshoot(RunRule):
         )
 
 
-_LOOP_SCRIPT = """
-from stable_baselines3 import PPO
-
-model = PPO("MlpPolicy", "CartPole-v1")
-for iteration in range(610):
-    model.learn(total_timesteps=16_384{more})
-"""
-
-
 class LearnStartsOver(RunRule):
-    """Finds `learn` in a loop without `reset_num_timesteps=False`."""
+    """Finds `learn` in a loop without `reset_num_timesteps=False`.
 
-    id = "L11"
-    name = "learn-starts-over"
-    severity = Severity.WARNING
-    why = """
-    Each call counts steps from zero: schedules of learning rate, clipping and exploration start again, logs begin a new
-    run, and checkpoints overwrite those of the call before.
+    Why: Each call counts steps from zero: schedules of learning rate, clipping and exploration start again, logs begin
+    a new run, and checkpoints overwrite those of the call before.
+    Fix: `model.learn(..., reset_num_timesteps=False)`, or one call with the whole total and a callback.
+
+    Bad:
+        from stable_baselines3 import PPO
+
+        model = PPO("MlpPolicy", "CartPole-v1")
+        for iteration in range(610):
+            model.learn(total_timesteps=16_384)
+
+    Good:
+        from stable_baselines3 import PPO
+
+        model = PPO("MlpPolicy", "CartPole-v1")
+        for iteration in range(610):
+            model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-    fix = "`model.learn(..., reset_num_timesteps=False)`, or one call with the whole total and a callback."
-    BAD: ClassVar = (RuleExample(_LOOP_SCRIPT.replace("{more}", "")),)
-    GOOD: ClassVar = (
-        RuleExample(_LOOP_SCRIPT.replace("{more}", ", reset_num_timesteps=False")),
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            for seed in range(5):
-                model = PPO("MlpPolicy", "CartPole-v1", seed=seed)
-                model.learn(total_timesteps=16_384)
-            """
-        ),
-    )
+
+    id, name, severity = "L11", "learn-starts-over", Severity.WARNING
 
     def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
         """Yield for calls that are repeated on one model."""
@@ -379,60 +416,46 @@ class LearnStartsOver(RunRule):
 
 
 class ResetByHand(ScriptRule):
-    """Finds `env.reset()` between calls of `learn` that go on where the last one stopped."""
+    """Finds `env.reset()` between calls of `learn` that go on where the last one stopped.
 
-    id = "L12"
-    name = "reset-by-hand"
-    severity = Severity.WARNING
-    why = """
-    The model goes on with the last observation that it saw. After a reset by hand that belongs to an episode that is no
-    more: one transition is wrong at every call.
+    Why: The model goes on with the last observation that it saw. After a reset by hand that belongs to an episode that
+    is no more: one transition is wrong at every call.
+    Fix: Leave the reset out: `learn` resets the environment where it has to.
+
+    Bad:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        env = make_vec_env("CartPole-v1", n_envs=2)
+        model = PPO("MlpPolicy", env)
+        for iteration in range(610):
+            env.reset()
+            model.learn(total_timesteps=16_384, reset_num_timesteps=False)
+
+    Good:
+        from stable_baselines3 import PPO
+        from stable_baselines3.common.env_util import make_vec_env
+        env = make_vec_env("CartPole-v1", n_envs=2)
+        model = PPO("MlpPolicy", env)
+        for iteration in range(610):
+            model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-    fix = "Leave the reset out: `learn` resets the environment where it has to."
-    BAD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            from stable_baselines3.common.env_util import make_vec_env
-            env = make_vec_env("CartPole-v1", n_envs=2)
-            model = PPO("MlpPolicy", env)
-            for iteration in range(610):
-                env.reset()
-                model.learn(total_timesteps=16_384, reset_num_timesteps=False)
-            """
-        ),
-    )
-    GOOD: ClassVar = (
-        RuleExample(
-            """
-            from stable_baselines3 import PPO
-            from stable_baselines3.common.env_util import make_vec_env
-            env = make_vec_env("CartPole-v1", n_envs=2)
-            model = PPO("MlpPolicy", env)
-            for iteration in range(610):
-                model.learn(total_timesteps=16_384, reset_num_timesteps=False)
-            """
-        ),
-    )
 
-    def check(self, subject: CheckedScript, machine: Machine) -> Iterator[Finding]:
+    id, name, severity = "L12", "reset-by-hand", Severity.WARNING
+
+    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
         """Yield for every reset in the loop of a `learn` that continues."""
-        script, training = subject.script, subject.training
+        script = training.script
         origins = [run.environments.origin for run in training.runs if run.environments.origin is not None]
         loops = {
             id(script.loop(call))
             for call, made in training.learn_calls
-            if made is not None and script.loop(call) is not None and _continues(subject, call)
+            if made is not None and script.loop(call) is not None and _continues(training, call)
         }
-        for call in script.calls:
-            match call.func:
-                case ast.Attribute(attr="reset", value=ast.Name() as env) if id(script.loop(call)) in loops:
-                    if script.definition(env) in origins:
-                        yield self.finding(
-                            "the environment is reset by hand between two calls of learn", script.place(call)
-                        )
+        for call, env in script.method_calls("reset"):
+            if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
+                yield self.finding("the environment is reset by hand between two calls of learn", script.place(call))
 
 
-def _continues(subject: CheckedScript, call: ast.Call) -> bool:
+def _continues(training: TrainingReader, call: ast.Call) -> bool:
     value = [k.value for k in call.keywords if k.arg == "reset_num_timesteps"]
-    return bool(value) and subject.training.evaluator.value(value[0]) is False
+    return bool(value) and training.evaluator.value(value[0]) is False

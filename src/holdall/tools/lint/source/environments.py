@@ -20,13 +20,20 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, KnownLength, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Function
-from holdall.tools.plan.spec import leaves_of
+from holdall.tools.plan import leaves_of
 
 _DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _PACKAGES = ("gymnasium", "gym")
 
 # AtariWrapper's own output; WarpFrame resizes to this by default.
 ATARI_SHAPE = (84, 84, 1)
+_VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async"}
+# Wrappers that leave observations, actions and the number of environments as they are.
+_TRANSPARENT = frozenset(
+    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo"}
+    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
+)
+_DEEPEST = 12
 
 
 def box_leaf(name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
@@ -56,9 +63,7 @@ def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
 
 def read_space(evaluator: Evaluator, node: ast.expr | None) -> SpaceInfo | None:
     """Read an expression that makes a space."""
-    if isinstance(node, ast.Name):
-        found = evaluator.script.definition(node)
-        node = found.value if found else None
+    node = evaluator.script.assigned(node) if isinstance(node, ast.Name) else node
     if not isinstance(node, ast.Call):
         return None
     dotted = evaluator.script.dotted(node.func)
@@ -71,9 +76,7 @@ def read_space(evaluator: Evaluator, node: ast.expr | None) -> SpaceInfo | None:
     leaf = _leaf(evaluator, node, kind)
     if leaf is None:
         return None
-    bounds = (
-        {"": (_argument(evaluator, node, 0, "low"), _argument(evaluator, node, 1, "high"))} if kind == "Box" else {}
-    )
+    bounds = {"": (evaluator.argument(node, 0, "low"), evaluator.argument(node, 1, "high"))} if kind == "Box" else {}
     return SpaceInfo((leaf,), is_dict=False, place=place, bounds=bounds)
 
 
@@ -93,8 +96,7 @@ def _children(evaluator: Evaluator, node: ast.Call) -> Iterator[tuple[str | None
     """Yield the entries of a Dict space; one without a name stands for entries that are not known."""
     given = [*node.args, *(k.value for k in node.keywords if k.arg in {"spaces", None})]
     for argument in given:
-        found = evaluator.script.definition(argument) if isinstance(argument, ast.Name) else None
-        entries = found.value if found else argument
+        entries = evaluator.script.assigned(argument) or argument
         if not isinstance(entries, ast.Dict):
             yield None, None
             return
@@ -113,43 +115,23 @@ def _leaf(evaluator: Evaluator, node: ast.Call, kind: str) -> Leaf | None:
         case "Discrete":
             return box_leaf("", (), "int64")
         case "MultiBinary":
-            count = whole(_argument(evaluator, node, 0, "n"))
+            count = whole(evaluator.argument(node, 0, "n"))
             return None if count is None else box_leaf("", (count,), "int8")
         case "MultiDiscrete":
-            counts = _argument(evaluator, node, 0, "nvec")
+            counts = evaluator.argument(node, 0, "nvec")
             return box_leaf("", (len(counts),), "int64") if isinstance(counts, list | tuple) else None
     return None
 
 
 def _box(evaluator: Evaluator, node: ast.Call) -> Leaf | None:
-    dtype = _argument(evaluator, node, 3, "dtype", Reference("numpy.float32"))
+    dtype = evaluator.argument(node, 3, "dtype", Reference("numpy.float32"))
     name = dtype.last if isinstance(dtype, Reference) else dtype
-    shape = _argument(evaluator, node, 2, "shape")
+    shape = evaluator.argument(node, 2, "shape")
     if not isinstance(name, str) or name not in _DTYPES or not isinstance(shape, list | tuple):
         return None
     axes = [whole(axis) for axis in shape]
     known = tuple(axis for axis in axes if axis is not None and axis >= 0)
     return box_leaf("", known, name) if len(known) == len(axes) else None
-
-
-def _argument(evaluator: Evaluator, node: ast.Call, index: int, name: str, default: object = UNKNOWN) -> object:
-    for keyword in node.keywords:
-        if keyword.arg == name:
-            return evaluator.value(keyword.value)
-        if keyword.arg is None:
-            return UNKNOWN
-    if any(isinstance(argument, ast.Starred) for argument in node.args):
-        return UNKNOWN
-    return evaluator.value(node.args[index]) if index < len(node.args) else default
-
-
-_VECTORS = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc", "SyncVectorEnv": "sync", "AsyncVectorEnv": "async"}
-# Wrappers that leave observations, actions and the number of environments as they are.
-_TRANSPARENT = frozenset(
-    {"Monitor", "VecMonitor", "VecCheckNan", "VecTransposeImage", "RecordEpisodeStatistics", "RecordVideo"}
-    | {"VecVideoRecorder", "OrderEnforcing", "PassiveEnvChecker", "NormalizeReward", "ClipReward", "ClipRewardEnv"}
-)
-_DEEPEST = 12
 
 
 class EnvironmentReader:
@@ -196,7 +178,9 @@ class EnvironmentReader:
         if kind in {"make_vec_env", "make_atari_env"}:
             return self._made(node, is_atari=kind == "make_atari_env")
         if kind == "make" and dotted.partition(".")[0] in {"gymnasium", "gym"}:
-            return Environments(count=1, vector="single", episode_steps=self._argument(node, 99, "max_episode_steps"))
+            return Environments(
+                count=1, vector="single", episode_steps=self._evaluator.argument(node, 99, "max_episode_steps")
+            )
         return self._wrapped(node, kind) if node.args else Environments()
 
     # ------------------------------------------------------------ one environment
@@ -248,25 +232,25 @@ class EnvironmentReader:
             one,
             count=_length(self._evaluator.value(functions)),
             vector=vector,
-            start_method=self._argument(node, 1, "start_method", None),
+            start_method=self._evaluator.argument(node, 1, "start_method", None),
         )
 
     def _made(self, node: ast.Call, is_atari: bool) -> Environments:
         first = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "env_id"), None)
         one = self.read(first) if isinstance(first, ast.Constant) else self._callable(first)
-        wrapper = self._argument(node, 5, "wrapper_class", None) if not is_atari else None
+        wrapper = self._evaluator.argument(node, 5, "wrapper_class", None) if not is_atari else None
         if is_atari or (isinstance(wrapper, Reference) and wrapper.last == "AtariWrapper"):
             one = replace(one, observation=self._atari(node))
         elif wrapper is not None:
             one = replace(one, observation=None)
-        kind = self._argument(node, 7, "vec_env_cls", None)
+        kind = self._evaluator.argument(node, 7, "vec_env_cls", None)
         vector = _VECTORS.get(kind.last, "") if isinstance(kind, Reference) else "dummy" if kind is None else ""
-        kwargs = self._argument(node, 99, "vec_env_kwargs", None)
+        kwargs = self._evaluator.argument(node, 99, "vec_env_kwargs", None)
         start = kwargs.get("start_method") if isinstance(kwargs, dict) else UNKNOWN if kwargs is UNKNOWN else None
-        return replace(one, count=self._argument(node, 1, "n_envs", 1), vector=vector, start_method=start)
+        return replace(one, count=self._evaluator.argument(node, 1, "n_envs", 1), vector=vector, start_method=start)
 
     def _atari(self, node: ast.Call) -> SpaceInfo | None:
-        kwargs = self._argument(node, 99, "wrapper_kwargs", None)
+        kwargs = self._evaluator.argument(node, 99, "wrapper_kwargs", None)
         is_standard = kwargs is None or (isinstance(kwargs, dict) and "screen_size" not in kwargs)
         return atari_space(self._script.place(node)) if is_standard else None
 
@@ -277,11 +261,11 @@ class EnvironmentReader:
         if kind in _TRANSPARENT:
             return inner
         if kind == "TimeLimit":
-            return replace(inner, episode_steps=self._argument(node, 1, "max_episode_steps"))
+            return replace(inner, episode_steps=self._evaluator.argument(node, 1, "max_episode_steps"))
         if kind == "AtariWrapper" and len(node.args) == 1 and not node.keywords:
             return replace(inner, observation=atari_space(self._script.place(node)))
         if kind == "VecFrameStack":
-            return self._stacked(inner, self._argument(node, 1, "n_stack"))
+            return self._stacked(inner, self._evaluator.argument(node, 1, "n_stack"))
         if kind == "VecNormalize" and inner.observation and not inner.observation.images:
             return inner
         return replace(inner, observation=None, action=None)
@@ -293,14 +277,6 @@ class EnvironmentReader:
             return replace(inner, observation=None)
         observation = inner.observation.stacked(count) if inner.observation else None
         return replace(inner, observation=observation, stack=inner.stack * count)
-
-    def _argument(self, node: ast.Call, index: int, name: str, default: object = UNKNOWN) -> object:
-        for keyword in node.keywords:
-            if keyword.arg == name:
-                return self._evaluator.value(keyword.value)
-            if keyword.arg is None:
-                return UNKNOWN
-        return self._evaluator.value(node.args[index]) if index < len(node.args) else default
 
 
 def _length(value: object) -> object:

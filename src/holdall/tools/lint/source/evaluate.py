@@ -69,6 +69,17 @@ class Evaluator:
         finally:
             self._depth -= 1
 
+    def argument(self, call: ast.Call, index: int, name: str, default: object = UNKNOWN) -> object:
+        """Return what a call passes for one of its arguments; `default` if it passes nothing."""
+        for keyword in call.keywords:
+            if keyword.arg == name:
+                return self.value(keyword.value)
+            if keyword.arg is None:
+                return UNKNOWN
+        if any(isinstance(argument, ast.Starred) for argument in call.args):
+            return UNKNOWN
+        return self.value(call.args[index]) if index < len(call.args) else default
+
     def length(self, node: ast.expr) -> int | None:
         """Return how many items a sequence has, known or not."""
         value = self.value(node)
@@ -181,8 +192,7 @@ class Evaluator:
         """Return the class that a name is, or is a bare instance of."""
         if name.id in self.script.classes:
             return self.script.classes[name.id]
-        found = self.script.definition(name)
-        match found.value if found else None:
+        match self.script.assigned(name):
             case ast.Call(func=ast.Name(id=called), args=[], keywords=[]):
                 return self.script.classes.get(called)
         return None

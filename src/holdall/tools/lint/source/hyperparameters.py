@@ -17,7 +17,6 @@ from holdall.errors import HoldallError, MissingPackageError
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import (
     UNKNOWN,
-    AlgorithmSignature,
     ConfiguredRun,
     Environments,
     LearnCall,
@@ -30,7 +29,7 @@ from holdall.tools.lint.run import (
 from holdall.tools.lint.source.environments import atari_space, space_of
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Script
-from holdall.tools.plan.environments import parse_observation
+from holdall.tools.plan import Algorithm, parse_observation
 
 _ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
 _MARKS = frozenset(
@@ -83,14 +82,14 @@ def _is_entry(entry: Entry) -> bool:
     return bool(_MARKS & entry.keys()) and not all(isinstance(value.value, dict) for value in entry.values())
 
 
-def _algorithm(entry: Entry, stem: str) -> AlgorithmSignature | None:
+def _algorithm(entry: Entry, stem: str) -> Algorithm | None:
     for key in _ALGORITHM_KEYS:
         if key in entry:
             return algorithm_by_zoo_name(str(entry[key].value))
     return algorithm_by_zoo_name(stem)
 
 
-def _run(title: str, algorithm: AlgorithmSignature, entry: Entry) -> ConfiguredRun:
+def _run(title: str, algorithm: Algorithm, entry: Entry) -> ConfiguredRun:
     place = min(setting.place for setting in entry.values())
     given = {name: _converted(name, setting) for name, setting in entry.items() if name not in _NOT_ARGUMENTS}
     if "handle_timeout_termination" in entry:

@@ -14,9 +14,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import (
-    ALGORITHMS,
     UNKNOWN,
-    AlgorithmSignature,
     Callback,
     ConfiguredRun,
     Environments,
@@ -29,6 +27,7 @@ from holdall.tools.lint.run import (
 from holdall.tools.lint.source.environments import EnvironmentReader, space_of
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Script
+from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm, read_vec_env
 
 _DEEPEST = 4  # names that stand for names that ...
 
@@ -39,6 +38,11 @@ _CALLBACK_ARGUMENTS = {
     "MaskableEvalCallback": ("eval_env", "callback_on_new_best", "callback_after_eval", "n_eval_episodes", "eval_freq"),
     "EveryNTimesteps": ("n_steps", "callback"),
     "CallbackList": ("callbacks",),
+}
+_POLICIES = {
+    "MultiInputActorCriticPolicy": "MultiInputPolicy",
+    "ActorCriticCnnPolicy": "CnnPolicy",
+    "ActorCriticPolicy": "MlpPolicy",
 }
 
 
@@ -56,7 +60,7 @@ class TrainingReader:
         return tuple(self._run(call, made) for call, made in self.constructions)
 
     @cached_property
-    def constructions(self) -> list[tuple[ast.Call, AlgorithmSignature]]:
+    def constructions(self) -> list[tuple[ast.Call, Algorithm]]:
         """The calls that construct a model."""
         found = [(call, algorithm_by_import(self.script.dotted(call.func))) for call in self.script.calls]
         return [(call, algorithm) for call, algorithm in found if algorithm is not None]
@@ -64,13 +68,9 @@ class TrainingReader:
     @cached_property
     def learn_calls(self) -> list[tuple[ast.Call, ast.Call | None]]:
         """The calls of `learn`, each with the construction of its model if that is certain."""
-        return [
-            (call, self.constructed(call.func.value))
-            for call in self.script.calls
-            if isinstance(call.func, ast.Attribute) and call.func.attr == "learn"
-        ]
+        return [(call, self.constructed(model)) for call, model in self.script.method_calls("learn")]
 
-    def constructed(self, node: ast.expr) -> ast.Call | None:
+    def constructed(self, node: ast.expr | None) -> ast.Call | None:
         """Return the call that constructed the model that an expression means."""
         match node:
             case ast.Call() if algorithm_by_import(self.script.dotted(node.func)):
@@ -78,11 +78,9 @@ class TrainingReader:
             case ast.Call(func=ast.Attribute(attr="learn", value=model)):
                 return self.constructed(model)
             case ast.Name():
-                found = self.script.definition(node)
-                return self.constructed(found.value) if found and found.value else None
+                return self.constructed(self.script.assigned(node))
             case ast.Attribute():
-                value = self.evaluator.attribute_node(node)
-                return self.constructed(value) if value else None
+                return self.constructed(self.evaluator.attribute_node(node))
         return None
 
     def environments(self, node: ast.expr | None) -> Environments:
@@ -119,11 +117,11 @@ class TrainingReader:
             if isinstance(part, ast.BinOp) and isinstance(part.op, ast.FloorDiv | ast.Div):
                 yield whole(self.evaluator.value(part.right))
             elif isinstance(part, ast.Name) and depth < _DEEPEST:
-                found = self.script.definition(part)
-                if found and found.value is not None:
-                    yield from self._divisors(found.value, depth + 1)
+                value = self.script.assigned(part)
+                if value is not None:
+                    yield from self._divisors(value, depth + 1)
 
-    def _run(self, call: ast.Call, algorithm: AlgorithmSignature) -> ConfiguredRun:
+    def _run(self, call: ast.Call, algorithm: Algorithm) -> ConfiguredRun:
         given, has_more = self.settings(call, algorithm.positional)
         given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
         learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
@@ -160,20 +158,18 @@ class TrainingReader:
         )
 
     def _unknown_learn(self, call: ast.Call) -> LearnCall:
-        """Return a call on a model that cannot be told; as it may be this run's, the steps are not known."""
+        """Return a call on a model that is not certain; it may be this run's, so the steps are not known."""
         place = self.script.place(call)
         return LearnCall(Setting(UNKNOWN, place), (), place, reset_num_timesteps=UNKNOWN)
 
     def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
-        """Yield the callbacks that an expression holds, as far as they can be told."""
+        """Yield the callbacks that an expression holds, as far as they are known."""
         match node:
             case ast.List(elts=items) | ast.Tuple(elts=items):
                 for item in items:
                     yield from self._callbacks(item)
             case ast.Name():
-                found = self.script.definition(node)
-                if found and found.value:
-                    yield from self._callbacks(found.value)
+                yield from self._callbacks(self.script.assigned(node))
             case ast.Attribute():
                 yield from self._callbacks(self.evaluator.attribute_node(node))
             case ast.Call():
@@ -190,20 +186,15 @@ class TrainingReader:
             yield from self._callbacks(self._argument(call, "callbacks", 0))
 
 
-_VECTOR_CLASSES = {"DummyVecEnv": "dummy", "SubprocVecEnv": "subproc"}
-_POLICIES = {
-    "MultiInputActorCriticPolicy": "MultiInputPolicy",
-    "ActorCriticCnnPolicy": "CnnPolicy",
-    "ActorCriticPolicy": "MlpPolicy",
-}
-
-
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:
     """Describe a model."""
-    algorithm = next((ALGORITHMS[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in ALGORITHMS), None)
+    algorithm = next(
+        (ALGORITHM_CLASSES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in ALGORITHM_CLASSES), None
+    )
     if algorithm is None or not hasattr(model, "observation_space"):
         raise ArgumentError(
-            f"model ({type(model).__name__}) must be a model of Stable-Baselines3: one of {', '.join(ALGORITHMS)}"
+            f"model ({type(model).__name__}) must be a model of Stable-Baselines3: one of "
+            f"{', '.join(ALGORITHM_CLASSES)}"
         )
     place = SourceRange(f"live {type(model).__name__}", 0, 0, 0, 0)
     steps = UNKNOWN if total_timesteps is None else total_timesteps
@@ -212,7 +203,7 @@ def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterab
     return ConfiguredRun(type(model).__name__, algorithm, given, _environments(model, place), (learn,), place)
 
 
-def _arguments(model: Any, algorithm: AlgorithmSignature) -> Iterator[tuple[str, object]]:
+def _arguments(model: Any, algorithm: Algorithm) -> Iterator[tuple[str, object]]:
     for name in algorithm.defaults:
         value: Any = getattr(model, name, UNKNOWN)
         if name == "train_freq" and hasattr(value, "frequency"):
@@ -235,30 +226,16 @@ def _buffer_class(kind: type) -> object:
 
 def _environments(model: Any, place: SourceRange) -> Environments:
     env = getattr(model, "env", None)
-    vector = next((_VECTOR_CLASSES[name] for name in map(_class_name, _unwrapped(env)) if name in _VECTOR_CLASSES), "")
+    facts = read_vec_env(env)
     return Environments(
         count=model.n_envs,
-        vector=vector,
+        vector=facts.kind,
         observation=space_of(model.observation_space, "observation_space", place),
         action=space_of(model.action_space, "action_space", place),
-        stack=next((_frame_count(layer) for layer in _unwrapped(env) if _class_name(layer) == "VecFrameStack"), 1),
+        stack=facts.frame_stack,
         place=place,
         origin=None if env is None else id(env),
     )
-
-
-def _class_name(layer: Any) -> str:
-    return type(layer).__name__
-
-
-def _frame_count(layer: Any) -> int:
-    return int(getattr(getattr(layer, "stacked_obs", None), "n_stack", 1))
-
-
-def _unwrapped(env: Any) -> Iterator[Any]:
-    while env is not None:
-        yield env
-        env = getattr(env, "venv", None)
 
 
 def _callbacks(callbacks: Iterable[Any], place: SourceRange) -> Iterator[Callback]:

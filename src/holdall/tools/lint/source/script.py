@@ -120,6 +120,12 @@ class Script:
         found = [node for node in self.nodes if isinstance(node, ast.Call)]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
+    def method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.expr]]:
+        """Yield the calls of a method of whatever object, each with the expression of the object."""
+        for call in self.calls:
+            if isinstance(call.func, ast.Attribute) and call.func.attr == name:
+                yield call, call.func.value
+
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
         """The classes of the file by name."""
@@ -186,6 +192,11 @@ class Script:
             scope = None if isinstance(scope, ast.Module) else self.scope(scope)
             is_own = False
         return None
+
+    def assigned(self, node: ast.AST | None) -> ast.expr | None:
+        """Return the expression that a use of a name certainly stands for, or None."""
+        found = self.definition(node) if isinstance(node, ast.Name) else None
+        return found.value if found else None
 
     def _reaching(self, found: list[Binding], use: ast.Name) -> Binding | None:
         """Of several assignments in one scope, return the one that certainly holds at `use`."""

@@ -1,0 +1,277 @@
+"""In the background: checkpoints at intervals, copies of them in an object store, and the rest of what was loaded.
+
+In:  a memory; checkpoints that are safe on a disk; blocks that lie in an object store.  Out: the same, saved, sent,
+fetched.
+Invariant: nothing here holds training up. A failure is logged and tried again, or raised where somebody waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Protocol
+
+import numpy as np
+
+from holdall.checkpoint.manifest import Manifest, next_number
+from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
+from holdall.errors import CheckpointError, HoldallError
+from holdall.storage.blocks import Extent, SegmentFile
+
+if TYPE_CHECKING:
+    from holdall.checkpoint.save import SaveHandle
+
+
+_LOOK_S = 0.1
+"""How often to look whether something has to be written."""
+
+_LOG = logging.getLogger("holdall")
+
+
+class AutosavedMemory(Protocol):
+    """What is saved."""
+
+    @property
+    def next_id(self) -> int:
+        """Id of the next transition."""
+
+
+class SaveInterval(NamedTuple):
+    """When a checkpoint is due: whichever comes first, counted from the end of the last one."""
+
+    seconds: float | None
+    transitions: int | None
+
+    @property
+    def look_s(self) -> float:
+        """How long nothing needs to be looked at."""
+        return _LOOK_S if self.seconds is None else min(_LOOK_S, self.seconds)
+
+    def is_due(self, seconds: float, transitions: int) -> bool:
+        """Whether so many seconds, or transitions, are enough."""
+        by_time = self.seconds is not None and seconds >= self.seconds
+        return by_time or (self.transitions is not None and transitions >= self.transitions)
+
+
+class Autosave:
+    """Writes blocks as they are sealed, and makes a checkpoint at every interval, until it is stopped.
+
+    Args:
+        owner: What is saved; held weakly, so that a memory which is simply dropped ends its thread.
+        save: Begins a save of the owner.
+        write_ahead: Has the owner's blocks written that are full.
+    """
+
+    def __init__(
+        self,
+        owner: AutosavedMemory,
+        save: Callable[[AutosavedMemory], SaveHandle],
+        write_ahead: Callable[[AutosavedMemory], None],
+        interval: SaveInterval,
+    ) -> None:
+        self._stopped = threading.Event()
+        arguments = (weakref.ref(owner), save, write_ahead, interval, owner.next_id, self._stopped)
+        self._thread = threading.Thread(target=_run_autosave, args=arguments, name="holdall-autosave", daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """End it, after the save that is under way."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+
+def _run_autosave(
+    owner: weakref.ref[AutosavedMemory],
+    save: Callable[[AutosavedMemory], SaveHandle],
+    write_ahead: Callable[[AutosavedMemory], None],
+    interval: SaveInterval,
+    first_id: int,
+    stopped: threading.Event,
+) -> None:
+    began, saved_id = time.monotonic(), first_id
+    while not stopped.wait(interval.look_s):
+        memory = owner()
+        if memory is None:
+            return
+        try:
+            next_id = memory.next_id
+            if not interval.is_due(time.monotonic() - began, next_id - saved_id):
+                write_ahead(memory)
+                continue
+            began, saved_id = time.monotonic(), next_id
+            handle = save(memory)
+            del memory
+            handle.result()
+            began = time.monotonic()
+        except RuntimeError:  # the memory was closed, or the program ends
+            return
+        except (HoldallError, OSError) as error:
+            _LOG.warning("a checkpoint could not be saved (%s); the next one is tried when it is due", error)
+        finally:
+            memory = None
+
+
+class _MirrorJob(NamedTuple):
+    manifest: Manifest
+    keep: int
+
+
+class CheckpointMirror:
+    """Sends the checkpoints of one directory to one prefix of an object store.
+
+    Checkpoints between the one that is being sent and the newest are passed over: who falls behind catches up.
+    """
+
+    def __init__(self, url: str, segments: Path) -> None:
+        self._url = url
+        self._segments = segments
+        self._objects = Objects(url)
+        self._target: ObjectStoreWriter | None = None
+        self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
+        self._jobs: deque[_MirrorJob] = deque()
+        self._at_work: _MirrorJob | None = None
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._sent = 0
+        self._error: BaseException | None = None
+
+    def send(self, manifest: Manifest, keep: int) -> None:
+        """Have a checkpoint sent."""
+        with self._changed:
+            self._jobs.append(_MirrorJob(manifest, keep))
+            self._error = None
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._run, name="holdall-mirror")
+                self._thread.start()
+
+    def pinned(self) -> set[str]:
+        """Name the files that are still to be sent."""
+        with self._changed:
+            jobs = [*self._jobs, *([] if self._at_work is None else [self._at_work])]
+            return {name for job in jobs for name in job.manifest.files}
+
+    def wait(self, number: int, timeout: float | None) -> None:
+        """Wait until a checkpoint, or a newer one, stands in the store."""
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
+                raise TimeoutError(f"checkpoint {number} was not in {self._url} after {timeout} s; it goes on")
+            if self._sent < number and self._error is not None:
+                raise self._error
+
+    def interrupt(self) -> None:
+        """Give up waiting for the store."""
+        self._objects.stopped.set()
+
+    def close(self) -> None:
+        """Wait until everything was sent."""
+        with self._changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                if not self._jobs:
+                    self._thread = None
+                    self._changed.notify_all()
+                    return
+                self._at_work = self._jobs.pop()
+                self._jobs.clear()
+                job = self._at_work
+            error: BaseException | None = None
+            try:
+                self._copy(job)
+            except BaseException as caught:  # raised by `wait`; the local checkpoint stands
+                error = caught
+                _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
+            with self._changed:
+                self._at_work, self._error = None, error
+                self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
+                self._changed.notify_all()
+
+    def _copy(self, job: _MirrorJob) -> None:
+        if self._target is None:
+            self._target = ObjectStoreWriter(self._url, self._objects)
+            self._last = max(self._target.reader.numbers(), default=0)
+        target, manifest = self._target, job.manifest
+        # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
+        number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
+        manifest = replace(manifest, number=number)
+        there = target.reader.file_sizes()
+        for name, nbytes in manifest.files.items():
+            if there.get(name) != nbytes:
+                target.upload(name, self._segments / name)
+        target.commit(manifest)
+        self._last = number
+        try:
+            target.collect(job.keep, manifest.files)
+        except (CheckpointError, OSError) as error:
+            _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
+
+
+_AT_ONCE_BYTES = 4 * 2**20
+
+
+class _BlockRange(NamedTuple):
+    file: weakref.ref[SegmentFile]  # a memory that drops its blocks needs them no more
+    start: int
+    nbytes: int
+
+
+class BackgroundFetch:
+    """Fetches the blocks of one memory.
+
+    Args:
+        extents: Where they lie, in the order in which they are wanted.
+        interrupt: Ends all waiting for the store.
+    """
+
+    def __init__(self, extents: Iterable[Extent], interrupt: Callable[[], None]) -> None:
+        self._interrupt = interrupt
+        self._stopped = threading.Event()
+        runs = [_BlockRange(weakref.ref(e.file), e.start, e.nbytes) for e in extents if e.file.is_awaited]
+        self._thread: threading.Thread | None = None
+        if runs:
+            arguments = (runs, self._stopped)
+            self._thread = threading.Thread(target=_fetch_blocks, args=arguments, name="holdall-fetch", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until all of it is here, or cannot be had; for measurements and tests."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def stop(self) -> None:
+        """End it, and all waiting for the store."""
+        self._stopped.set()
+        self._interrupt()
+        self.wait()
+
+
+def _fetch_blocks(runs: list[_BlockRange], stopped: threading.Event) -> None:
+    try:
+        for run in runs:
+            for first in range(0, run.nbytes, _AT_ONCE_BYTES):
+                file = run.file()
+                if stopped.is_set() or file is None:
+                    break
+                start = run.start + first
+                file.bring(np.array([start]), np.array([min(start + _AT_ONCE_BYTES, run.start + run.nbytes)]))
+                del file
+    except HoldallError as error:
+        if not stopped.is_set():
+            _LOG.warning("the rest of a loaded checkpoint is fetched when it is sampled from (%s)", error)
+        return
+    if stopped.is_set():
+        return
+    for run in runs:
+        if (arrived := run.file()) is not None:
+            arrived.is_awaited = False

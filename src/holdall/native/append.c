@@ -1,0 +1,186 @@
+/* Writing: an observation and the next one of every lane become slices, each kept once, and a log of their numbers.
+ *
+ * Python calls these loops through ctypes, without the GIL. The caller has checked the sizes of all arrays; that a
+ * tick fits into the block and the log is checked here.
+ */
+#include "holdall.h"
+#include "structs.h"
+
+#include <string.h>
+
+static inline uint64_t word_at(const uint8_t *p) {
+    uint64_t w;
+    memcpy(&w, p, sizeof w);
+    return w;
+}
+
+static inline uint64_t stir(uint64_t state, uint64_t word) {
+    state = (state ^ word) * UINT64_C(0x9E3779B97F4A7C15);
+    return state ^ (state >> 29);
+}
+
+/* A hash that only has to spread well: every hit is compared byte for byte. Eight sums side by
+ * side, since each multiplication waits for the one before in its own sum only. */
+static uint64_t hash_slice(const uint8_t *p, int64_t bytes) {
+    uint64_t sums[8];
+    for (uint64_t k = 0; k < 8; k++) sums[k] = (uint64_t)bytes + k * UINT64_C(0xD1B54A32D192ED03);
+    int64_t i = 0;
+    for (; i + 64 <= bytes; i += 64)
+        for (int64_t k = 0; k < 8; k++) sums[k] = stir(sums[k], word_at(p + i + 8 * k));
+    for (; i + 8 <= bytes; i += 8) sums[0] = stir(sums[0], word_at(p + i));
+    if (i < bytes) {
+        uint64_t tail = 0;
+        memcpy(&tail, p + i, (size_t)(bytes - i));
+        sums[1] = stir(sums[1], tail);
+    }
+    for (int64_t k = 1; k < 8; k++) sums[0] = stir(sums[0], sums[k]);
+    return sums[0];
+}
+
+/* Number a slice, copying it behind the others if it was not seen before.
+ * The caller made sure that there is room for one more. */
+static uint32_t intern(slice_block *b, const uint8_t *slice) {
+    const uint64_t hash = hash_slice(slice, b->slice_bytes);
+    uint64_t place = hash & (uint64_t)b->mask;
+    for (; b->slots[place] != 0; place = (place + 1) & (uint64_t)b->mask) {
+        const uint32_t seen = b->slots[place] - 1;
+        if (b->hashes[seen] == hash &&
+            memcmp(b->arena + seen * b->slice_bytes, slice, (size_t)b->slice_bytes) == 0)
+            return seen;
+    }
+    const uint32_t number = (uint32_t)b->used;
+    memcpy(b->arena + b->used * b->slice_bytes, slice, (size_t)b->slice_bytes);
+    b->hashes[number] = hash;
+    b->slots[place] = number + 1;
+    b->used++;
+    return number;
+}
+
+/* Whether `next_obs` shows, `shift` slices further left, what `obs` shows. */
+static int is_shifted(const open_part *p, const uint8_t *obs, const uint8_t *next_obs) {
+    const int64_t stretch = p->window * p->run_bytes;
+    const int64_t skipped = p->shift * p->run_bytes;
+    for (int64_t o = 0; o < p->outer; o++)
+        if (memcmp(obs + o * stretch + skipped, next_obs + o * stretch, (size_t)(stretch - skipped)) != 0) return 0;
+    return 1;
+}
+
+/* Append the newest `count` slices of an observation to a lane's log. */
+static void push(open_part *p, const uint8_t *obs, int64_t lane, int64_t count) {
+    const int64_t slice_bytes = p->outer * p->run_bytes;
+    for (int64_t w = p->window - count; w < p->window; w++) {
+        const int64_t entry = p->end[lane] * p->lanes + lane;
+        uint8_t *cut = p->block ? p->scratch : p->direct + entry * slice_bytes;
+        for (int64_t o = 0; (p->outer > 1 || !p->block) && o < p->outer; o++)
+            memcpy(cut + o * p->run_bytes, obs + (o * p->window + w) * p->run_bytes,
+                   (size_t)p->run_bytes);
+        if (p->block)
+            p->log[entry] = intern(p->block, p->outer > 1 ? cut : obs + w * p->run_bytes);
+        p->end[lane]++;
+    }
+    p->pushed += count;
+    if (p->end[lane] > p->longest) p->longest = p->end[lane];
+}
+
+#ifdef HAVE_X86
+/* Separate three interleaved channels, 16 pixels at a time; returns how many pixels that were. */
+__attribute__((target("ssse3"))) static int64_t separate_three(uint8_t *to, const uint8_t *from, int64_t pixels) {
+    const __m128i low = _mm_setr_epi8(0, 3, 6, 9, 12, 15, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1);
+    const __m128i mid = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, 2, 5, 8, 11, 14, -1, -1, -1, -1, -1);
+    const __m128i high = _mm_setr_epi8(-1, -1, -1, -1, -1, -1, -1, -1, -1, -1, -1, 1, 4, 7, 10, 13);
+    int64_t i = 0;
+    for (; i + 17 <= pixels; i += 16) /* the last channel's loads reach two bytes further */
+        for (int64_t c = 0; c < 3; c++) {
+            const __m128i *const at = (const __m128i *)(from + 3 * i + c);
+            const __m128i channel =
+                _mm_or_si128(_mm_or_si128(_mm_shuffle_epi8(_mm_loadu_si128(at), low),
+                                          _mm_shuffle_epi8(_mm_loadu_si128(at + 1), mid)),
+                             _mm_shuffle_epi8(_mm_loadu_si128(at + 2), high));
+            _mm_storeu_si128((__m128i *)(to + c * pixels + i), channel);
+        }
+    return i;
+}
+#endif
+
+/* Copy what lies in the layout's order from `from` on to `to`, one run after another. */
+static uint8_t *pack(uint8_t *to, const uint8_t *from, const layout *l, int64_t d) {
+    const int64_t length = l->lengths[d], stride = l->strides[d];
+    if (d + 2 == l->dimensions && length == 3 && stride == 1 && l->strides[d + 1] == 3 && l->run_bytes == 1) {
+        const int64_t pixels = l->lengths[d + 1]; /* an image whose channels lie pixel by pixel */
+        int64_t i = 0;
+#ifdef HAVE_X86
+        if (has_ssse3()) i = separate_three(to, from, pixels);
+#endif
+        for (; i < pixels; i++)
+            for (int64_t c = 0; c < 3; c++) to[c * pixels + i] = from[3 * i + c];
+        return to + 3 * pixels;
+    }
+    if (d + 1 < l->dimensions) {
+        for (int64_t i = 0; i < length; i++) to = pack(to, from + i * stride, l, d + 1);
+        return to;
+    }
+    if (l->run_bytes == 1)
+        for (int64_t i = 0; i < length; i++) to[i] = from[i * stride];
+    else
+        for (int64_t i = 0; i < length; i++) memcpy(to + i * l->run_bytes, from + i * stride, (size_t)l->run_bytes);
+    return to + length * l->run_bytes;
+}
+
+/* Whether `obs` is the newest observation of its lane. */
+static int is_newest(const open_part *p, int64_t lane, const uint8_t *obs) {
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes;
+    if (p->steps == 0) return 0;
+    if (!p->block || p->outer > 1) return memcmp(obs, p->last + lane * obs_bytes, (size_t)obs_bytes) == 0;
+    for (int64_t w = 0; w < p->window; w++) {
+        const int64_t number = p->log[(p->end[lane] - p->window + w) * p->lanes + lane];
+        if (memcmp(obs + w * p->run_bytes, p->block->arena + number * p->run_bytes, (size_t)p->run_bytes) != 0)
+            return 0;
+    }
+    return 1;
+}
+
+/* Write one lane's observation and next observation; return the cursor to them. */
+static uint32_t append_lane(open_part *p, int64_t lane, int is_known, const uint8_t *obs, const uint8_t *next_obs) {
+    if (!is_known) push(p, obs, lane, p->window);
+    const uint32_t cursor = (uint32_t)(p->end[lane] - p->window);
+    if (is_shifted(p, obs, next_obs)) {
+        push(p, next_obs, lane, p->shift);
+        return cursor;
+    }
+    push(p, next_obs, lane, p->window);
+    p->broken_steps++;
+    return cursor | NEXT_IS_WHOLE;
+}
+
+/* Write one tick, an observation and a next observation per lane, and the cursors to it.
+ * `l` is NULL if the lanes lie one after another as they are stored; else both arrays fill their
+ * memory in the order that `l` says. Returns 0, or -1 if it might not fit; then nothing was written. */
+EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs, const layout *l,
+                              uint32_t *cursor) {
+    const int64_t obs_bytes = p->window * p->outer * p->run_bytes, tick_bytes = p->lanes * obs_bytes;
+    if (p->longest + 2 * p->window > p->log_rows) return -1;
+    if (p->block && p->block->used + 2 * p->lanes * p->window > p->block->capacity) return -1;
+    if (l && (!p->packed || !p->last_raw)) return -1;
+    /* Most often a tick's observations are the next observations of the tick before: then one
+     * comparison of all lanes, as the caller passed them, shows that. */
+    const int all_known =
+        l && p->steps > 0 && p->last_layout == l && memcmp(obs, p->last_raw, (size_t)tick_bytes) == 0;
+    const uint8_t *now = obs, *next = next_obs;
+    if (l) {
+        if (!all_known) pack(p->packed, obs, l, 0);
+        pack(p->packed + tick_bytes, next_obs, l, 0);
+        now = all_known ? p->last : p->packed;
+        next = p->packed + tick_bytes;
+    }
+    for (int64_t lane = 0; lane < p->lanes; lane++) {
+        const int64_t start = lane * obs_bytes;
+        const int is_known = all_known || is_newest(p, lane, now + start);
+        cursor[lane] = append_lane(p, lane, is_known, now + start, next + start);
+    }
+    /* Slices in one piece are compared where they stand; for all else the newest tick is kept. */
+    if (l || !p->block || p->outer > 1) memcpy(p->last, next, (size_t)tick_bytes);
+    if (l) memcpy(p->last_raw, next_obs, (size_t)tick_bytes);
+    p->last_layout = l;
+    p->steps += p->lanes;
+    return 0;
+}

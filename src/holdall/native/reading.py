@@ -1,0 +1,315 @@
+"""Reading: batches are filled with observations by gather.c, and slices decoded by decode.c, without the GIL.
+
+In:  places, or numbers of slices.  Out: rows of bytes; or every slice of a batch named once, for devices.
+Invariant: every thread decodes with a context and scratch memory of its own. Nothing outside the blocks that the
+places hold is read: C checks every index, and one that is wrong is a `DamageError`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import threading
+import weakref
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError, HoldallError
+from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, NamesStruct
+from holdall.native.numpy_kernels import PortableKernels
+from holdall.schema import Bytes
+from holdall.storage.blocks import Coder, SealedSlices, address
+from holdall.storage.codec import Transform
+from holdall.storage.remote_file import bring_slices
+from holdall.storage.slices import RECORD_FIELDS, Places
+from holdall.threads import ThreadPool
+
+_DECODED_PLACES = 4096
+_MOST_READ_AT_ONCE = 1 << 20
+_PIECE_BYTES = 1 << 18
+"""What a thread takes at once: little enough that all of them end together."""
+_BYTES_PER_THREAD = 1 << 20
+"""A thread is woken only for at least this much to move."""
+_BYTES_PER_COLLECTING_THREAD = 1 << 19
+"""The same for slices on their way to a device, which does nothing until they are there."""
+_WAVE_BYTES = 6 << 20
+"""Long enough that starting its copy to a device costs nothing beside it, short enough that the next one overlaps."""
+_MOST_COLLECTING_THREADS = 12
+"""The bus to a device takes more than a few threads can copy."""
+
+_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
+_SEALED = RECORD_FIELDS.index("sealed")
+_BATCHES = itertools.count(1)
+"""Numbers batches, so that a thread knows what it decoded for an older one."""
+
+
+# ---------------------------------------------------------------- decoding
+
+
+class NativeDecoder:
+    """Decodes slices of sealed blocks; used by any number of threads."""
+
+    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
+        self._library = library
+        self._libraries = libraries
+        self._thread = threading.local()
+        self._most_unit_bytes = 0
+
+    def decode(self, sealed: SealedSlices, numbers: NDArray[np.int64], out: Bytes) -> None:
+        """See `Coder.decode`."""
+        bring_slices(sealed, numbers)
+        memory = self._own_memory(_scratch_bytes(sealed.codec.transform), 0)
+        failed = self._library.holdall_decode(
+            memory.address, sealed.address, address(numbers), len(numbers), address(out)
+        )
+        if failed >= 0:
+            raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
+
+    def decoders(self, pool: ThreadPool, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
+        """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
+        own = self._own_memory(scratch_bytes, batch)
+        if helpers < 1:
+            return own.alone
+        unit_bytes = self._most_unit_bytes
+        kept = [memory for memory in pool.workspaces if memory.suffices(scratch_bytes, unit_bytes)]
+        missing = pool.threads - 1 - len(kept)
+        kept += [_DecoderMemory(self._libraries, scratch_bytes, unit_bytes) for _ in range(missing)]
+        pool.workspaces = kept
+        for memory in kept:
+            memory.begin(batch)
+        return (ctypes.c_void_p * pool.threads)(own.address, *(memory.address for memory in kept))
+
+    def _own_memory(self, scratch_bytes: int, batch: int) -> _DecoderMemory:
+        memory: _DecoderMemory | None = getattr(self._thread, "memory", None)
+        if memory is None or not memory.suffices(scratch_bytes, self._most_unit_bytes):
+            memory = self._thread.memory = _DecoderMemory(self._libraries, scratch_bytes, self._most_unit_bytes)
+        memory.begin(batch)
+        return memory
+
+
+class _DecoderMemory:
+    """One thread's context, scratch memory and table of decoded slices."""
+
+    def __init__(self, libraries: CompressionLibraries, scratch_bytes: int, unit_bytes: int) -> None:
+        self._arrays = (
+            np.empty(scratch_bytes, np.uint8),
+            np.empty(unit_bytes, np.uint8),
+            np.empty(max(unit_bytes, min(scratch_bytes, _MOST_READ_AT_ONCE)), np.uint8),
+            np.zeros(_DECODED_PLACES * ctypes.sizeof(DecodedSliceStruct), np.uint8),
+        )
+        scratch, unit, read, decoded = self._arrays
+        context = libraries.functions["ZSTD_createDCtx"]()
+        if not context:
+            raise MemoryError("ZSTD_createDCtx found no memory")
+        # Not when the interpreter ends: a thread may be in the middle of a call with it.
+        weakref.finalize(self, libraries.functions["ZSTD_freeDCtx"], context).atexit = False
+        self._struct = DecoderStruct(
+            lz4_decompress_safe=libraries.addresses["LZ4_decompress_safe"],
+            zstd_decompress_using_ddict=libraries.addresses["ZSTD_decompress_usingDDict"],
+            dctx=context,
+            scratch=address(scratch),
+            scratch_bytes=scratch.size,
+            unit=address(unit),
+            unit_bytes=unit.size,
+            read=address(read),
+            read_bytes=read.size,
+            decoded_places=_DECODED_PLACES,
+            decoded=address(decoded),
+        )
+
+        self.address = ctypes.addressof(self._struct)
+        self.alone = (ctypes.c_void_p * 1)(self.address)
+        self._scratch_bytes, self._unit_bytes = scratch_bytes, unit_bytes
+
+    def suffices(self, scratch_bytes: int, unit_bytes: int) -> bool:
+        """Whether slices and units of such sizes can be decoded."""
+        return self._scratch_bytes >= scratch_bytes and self._unit_bytes >= unit_bytes
+
+    def begin(self, batch: int) -> None:
+        """Forget what an older batch was read from, which may be freed by now."""
+        struct = self._struct
+        struct.unit_of = struct.read_of = None
+        struct.error, struct.batch = 0, batch
+
+
+def _scratch_bytes(transform: Transform) -> int:
+    return 2 * transform.coded_bytes + transform.slice_bytes
+
+
+# ---------------------------------------------------------------- batches
+
+
+class NativeReading:
+    """The half of `NativeKernels` that fills batches."""
+
+    _library: ctypes.CDLL
+    coder: Coder
+
+    def namer(self) -> SliceNamer | None:
+        """See `Kernels.namer`."""
+        return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
+
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool) -> None:
+        """See `Kernels.gather`."""
+        records = places.records[field]
+        decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
+        if decoder is None and records[:, _SEALED].any():
+            PortableKernels().gather(places, field, obs, next_obs, pool)
+            return
+        rows, wanted = len(places.segment), [side for side in (obs, next_obs) if side is not None]
+        row_bytes, nbytes = wanted[0].shape[1], sum(side.size for side in wanted)
+        where = (
+            address(records), len(records), address(places.segment),
+            address(places.cursors[field]), address(places.lane), places.lanes, rows,
+        )  # fmt: skip
+        sides = [0 if side is None else address(side) for side in (obs, next_obs)]
+        error = ctypes.c_int64()
+
+        def fill(pieces: int, threads: int, helpers: int) -> int:
+            # Two coded slices and a decoded one: an observation is at least as large as its slices.
+            decoders = decoder and decoder.decoders(pool, helpers, 3 * row_bytes, next(_BATCHES))
+            return int(
+                self._library.holdall_gather(
+                    *where, row_bytes, *sides, decoders, pieces, threads, helpers, ctypes.byref(error)
+                )
+            )
+
+        if places.reads_files:
+            self._library.holdall_expect(*where)
+        helpers = min(pool.threads, nbytes // _BYTES_PER_THREAD) - 1
+        if helpers < 1:
+            failed = fill(1, 0, 0)
+        else:
+            with pool.helping(self._library, helpers) as (threads, helpers):
+                failed = fill(min(nbytes // _PIECE_BYTES, rows), threads, helpers)
+        if failed >= 0:
+            raise places.damage(field, failed, error.value)
+
+
+# ---------------------------------------------------------------- slices by name
+
+Names = NDArray[np.int32]
+Cut = tuple[int, int, int]
+"""Runs of a slice, bytes of a run, slices of a window."""
+
+
+class CopyPlan(NamedTuple):
+    """How C starts a copy to a device: a function like cuMemcpyHtoDAsync, where to, and over which stream."""
+
+    sender: int  # the function's address; 0: nothing is sent
+    there: int
+    stream: int
+
+
+class SliceNamer:
+    """Names the slices of a batch, field after field, and copies each of them once; used by one thread at a time.
+
+    Args:
+        library: The compiled loops.
+        decoder: Decodes sealed slices in C; None where it cannot.
+        most_threads: Threads that copy slices, on as many cores.
+    """
+
+    def __init__(
+        self, library: ctypes.CDLL, decoder: NativeDecoder | None, most_threads: int = _MOST_COLLECTING_THREADS
+    ) -> None:
+        self._library = library
+        self._decoder = decoder
+        self.pool = ThreadPool(most=most_threads)
+        self.send_here = ctypes.cast(library.holdall_send_here, ctypes.c_void_p).value or 0
+        self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
+        self._struct = NamesStruct()
+        self._cuts: dict[int, tuple[NDArray[np.int64], Cut | None, bool]] = {}
+
+    def cut(self, places: Places, field: int) -> Cut | None:
+        """Return how a field is cut, if all of its segments are cut alike and can be read here."""
+        return self._known(places.records[field], field)[0]
+
+    def _known(self, records: NDArray[np.int64], field: int) -> tuple[Cut | None, bool]:
+        """Return how a field is cut, and whether slices of it are sealed; tables of records never change."""
+        seen, cut, is_sealed = self._cuts.get(field, (None, None, False))
+        if seen is not records:
+            is_sealed = bool(records[:, _SEALED].any())
+            alike = bool((records[:, _CUT] == records[0, _CUT]).all())
+            outer, run_bytes, window, _ = records[0, _CUT].tolist()
+            cut = (outer, run_bytes, window) if alike and not (is_sealed and self._decoder is None) else None
+            self._cuts[field] = (records, cut, is_sealed)
+        return cut, is_sealed
+
+    def begin(self, most: int) -> None:
+        """Forget all names; there will be `most` new ones at most."""
+        slots = 1 << max(0, 2 * most - 1).bit_length()  # twice the names, at least
+        if self._memory is None or len(self._memory[0]) < most or len(self._memory[2]) < slots:
+            self._memory = (np.empty(most, np.int32), np.empty(most, np.int32), np.empty(slots, np.uint32))
+            self._struct = NamesStruct(*(address(array) for array in self._memory))
+        self._memory[2][:slots] = 0
+        self._struct.mask, self._struct.room, self._struct.count = slots - 1, most, 0
+
+    def name(
+        self,
+        places: Places,
+        field: int,
+        cut: Cut,
+        obs: Names | None,
+        next_obs: Names | None,
+        base: NDArray[np.int64] | None = None,
+    ) -> int:
+        """Fill in the names of the slices of every observation, (rows, window); return how many there are.
+
+        Args:
+            base: Where the slices of each segment begin in one large array; names are then places in it.
+        """
+        outer, run_bytes, window = cut
+        records = places.records[field]
+        failed = self._library.holdall_name(
+            address(records), len(records), address(places.segment), address(places.cursors[field]),
+            address(places.lane), places.lanes, len(places.segment), window, outer * run_bytes,
+            *(0 if names is None else address(names) for names in (obs, next_obs)),
+            0 if base is None else address(base), ctypes.addressof(self._struct),
+        )  # fmt: skip
+        if failed >= 0:
+            raise _damaged(failed)
+        return int(self._struct.count)
+
+    def where(self, starts: NDArray[np.int64], slice_bytes: int, unit: int, out: NDArray[np.int64]) -> bool:
+        """Fill in where each slice named begins, in units of so many bytes; False if that of one is not known.
+
+        Args:
+            starts: By segment, the byte at which its slices begin, or -1.
+            out: One place a name, or more.
+        """
+        names = ctypes.addressof(self._struct)
+        return int(self._library.holdall_locate(names, address(starts), slice_bytes, unit, address(out))) < 0
+
+    def collect(self, places: Places, field: int, out: Bytes, way: CopyPlan) -> int:
+        """Copy all slices named to their rows of `out`; return how many were sent on, in waves, meanwhile.
+
+        The last wave is never sent. All of it is one call outside the GIL; several threads share it where it is worth
+        waking them.
+        """
+        records, count, slice_bytes = places.records[field], int(self._struct.count), out.shape[1]
+        nbytes = count * slice_bytes
+        sent = ctypes.c_int64()
+        with self.pool.helping(self._library, nbytes // _BYTES_PER_COLLECTING_THREAD - 1) as (threads, helpers):
+            decoders = None
+            if self._decoder is not None and self._known(records, field)[1]:
+                decoders = self._decoder.decoders(self.pool, helpers, 3 * slice_bytes, next(_BATCHES))
+            failed = self._library.holdall_collect(
+                address(records), ctypes.addressof(self._struct), slice_bytes, address(out), decoders,
+                max(1, _PIECE_BYTES // slice_bytes), 1 + nbytes // _WAVE_BYTES, threads, helpers, *way,
+                ctypes.byref(sent),
+            )  # fmt: skip
+        if failed >= 0:
+            raise _damaged(failed)
+        if failed < -1:
+            raise HoldallError(f"the GPU's driver refused a copy of a batch (CUDA error {-2 - failed}); see its manual")
+        return int(sent.value)
+
+
+def _damaged(row: int) -> DamageError:
+    return DamageError(
+        f"row {row} of the batch points outside its segment, or its bytes are damaged; nothing of the batch is "
+        "returned. Load the last checkpoint, and report this"
+    )

@@ -1,0 +1,166 @@
+/* Every struct that C and Python share, declared here and mirrored in library.py.
+ *
+ * library.c exports the size and the offsets of each of them; Python compares them when it loads the library, and
+ * refuses one that was built from other declarations. Addresses that a table of integers holds are int64_t.
+ */
+#ifndef HOLDALL_STRUCTS_H
+#define HOLDALL_STRUCTS_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+/* ---- compressed slices ------------------------------------------------------------- */
+
+/* What is done to a slice before it is compressed, in this order: words -> palette indices,
+ * bytes -> planes of differences, bytes -> shuffled. */
+typedef struct {
+    int64_t slice_bytes;
+    int64_t word_bytes;  /* size of the words that the palette numbers; 0: no palette */
+    int64_t predictor;
+    int64_t planes;      /* of the image that is predicted */
+    int64_t rows;
+    int64_t columns;
+    int64_t interleaved; /* planes lie pixel by pixel */
+    int64_t green;       /* planes 0 and 2 hold differences to plane 1 */
+    int64_t shuffle;     /* size of the words whose bytes are sorted by place; 0: none */
+} transform;
+
+/* A sealed block. Its slices are compressed in units of `group` neighbours, which lie one after another in memory
+ * or in a file. */
+typedef struct {
+    const uint8_t *data;     /* NULL: in a file */
+    const uint32_t *offsets; /* unit i lies in [offsets[i], offsets[i + 1]) */
+    const uint32_t *checks;  /* checksums of the units in a file */
+    const uint8_t *palette;  /* 256 words */
+    const void *ddict;       /* ZSTD_DDict *, or NULL */
+    int64_t data_bytes;
+    int64_t slice_count;
+    int64_t group;
+    int64_t method;
+    int64_t file;       /* descriptor */
+    int64_t file_start; /* where the first unit lies in it */
+    transform form;
+} sealed_block;
+
+/* Where a slice that was decoded for a batch stands already. */
+typedef struct {
+    uint64_t batch;
+    int64_t sealed;
+    int64_t number;
+    const uint8_t *slice;
+} decoded_slice;
+
+/* The decompressors' functions, which Python finds, and the memory of one thread that decodes. */
+typedef struct {
+    int (*lz4_decompress_safe)(const char *, char *, int, int);
+    size_t (*zstd_decompress_using_ddict)(void *, void *, size_t, const void *, size_t, const void *);
+    void *dctx;       /* ZSTD_DCtx * */
+    uint8_t *scratch; /* two coded slices, and one decoded */
+    int64_t scratch_bytes;
+    uint8_t *unit; /* the last unit of several slices that was decompressed: unit `unit_number` of `unit_of` */
+    int64_t unit_bytes;
+    const sealed_block *unit_of;
+    int64_t unit_number;
+    uint8_t *read; /* units [read_first, read_end) of the block `read_of`, as they stand in a file */
+    int64_t read_bytes;
+    const sealed_block *read_of;
+    int64_t read_first;
+    int64_t read_end;
+    int64_t error; /* of the last read from a file that failed: errno, or 0 */
+    uint64_t batch; /* the batch that is being filled; entries of `decoded` that name another one are void */
+    int64_t decoded_places; /* a power of two */
+    decoded_slice *decoded; /* a place is overwritten by the next slice that hashes to it: a miss only costs time */
+} decoder;
+
+/* The compressors' functions and the memory of one thread that encodes. */
+typedef struct {
+    int (*lz4_compress_default)(const char *, char *, int, int);
+    int (*lz4_compress_hc)(const char *, char *, int, int, int);
+    size_t (*zstd_compress2)(void *, void *, size_t, const void *, size_t);
+    unsigned (*zstd_is_error)(size_t);
+    void *cctx;       /* ZSTD_CCtx * with its level and dictionary */
+    uint8_t *scratch; /* two coded slices, a unit of coded ones and a compressed unit */
+    int64_t scratch_bytes;
+    int64_t group; /* slices of a unit */
+    int64_t method;
+    int64_t level; /* of LZ4: 0 the fast one, above 0 the high compression */
+} encoder;
+
+/* ---- slices that are written ------------------------------------------------------- */
+
+/* A block of unique slices and the open-addressing table that finds them by their bytes.
+ * A slot holds a slice number + 1, or 0. */
+typedef struct {
+    uint8_t *arena;
+    uint64_t *hashes;
+    uint32_t *slots;
+    int64_t mask; /* slots - 1, a power of two less one, at least twice the capacity */
+    int64_t capacity;
+    int64_t used;
+    int64_t slice_bytes;
+} slice_block;
+
+enum { MOST_DIMENSIONS = 8 };
+
+/* How a tick lies in the caller's memory, if not as it is stored: dimensions and byte strides of the whole tick,
+ * outermost first, down to runs of `run_bytes`. */
+typedef struct {
+    int64_t dimensions;
+    int64_t lengths[MOST_DIMENSIONS];
+    int64_t strides[MOST_DIMENSIONS];
+    int64_t run_bytes;
+} layout;
+
+/* One field of the open segment. */
+typedef struct {
+    slice_block *block; /* NULL: slices lie in log order, in `direct` */
+    uint8_t *direct;
+    uint32_t *log;
+    uint8_t *last;     /* the newest observation of each lane, where its slices cannot be compared */
+    uint8_t *last_raw; /* the same as the caller passed it, if that was in another layout */
+    uint8_t *packed;   /* room for two ticks: observations and next observations as they are stored */
+    const layout *last_layout;
+    int64_t *end;     /* log entries of each lane */
+    uint8_t *scratch; /* room for one slice */
+    int64_t log_rows;
+    int64_t lanes;
+    int64_t outer;
+    int64_t run_bytes;
+    int64_t window;
+    int64_t shift;
+    int64_t longest; /* the largest of `end` */
+    int64_t steps;
+    int64_t broken_steps; /* steps that did not shift as the window says */
+    int64_t pushed;       /* slices passed in, known or new */
+} open_part;
+
+/* ---- slices that are read ---------------------------------------------------------- */
+
+/* What one segment holds of one field: a row of a table of int64_t, whose columns Python names RECORD_FIELDS. */
+typedef struct {
+    int64_t log;         /* address of the slice numbers, 0: slices lie in log order */
+    int64_t log_rows;    /* entries per lane */
+    int64_t log_width;   /* bytes of an entry: 2 or 4 */
+    int64_t slices;      /* address of the slices, one after another */
+    int64_t slice_count;
+    int64_t outer;       /* runs of a slice */
+    int64_t run_bytes;   /* bytes of a run, contiguous in slice and observation */
+    int64_t window;      /* slices of an observation */
+    int64_t shift;       /* slices by which a shifted next observation starts later */
+    int64_t sealed;      /* address of a sealed_block that holds the slices instead, or 0 */
+} part;
+
+/* The slices of a batch, each named once, and the table that finds them. */
+typedef struct {
+    int32_t *part;    /* of each slice named, and ... */
+    int32_t *number;  /* ... its number there */
+    uint32_t *slots;  /* open addressing: a name + 1, or 0 */
+    int64_t mask;     /* slots - 1, at least twice the names there is room for */
+    int64_t room;
+    int64_t count;
+} names;
+
+/* Set in a cursor whose next observation does not continue the window but follows it. */
+static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
+
+#endif

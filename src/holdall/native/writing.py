@@ -1,0 +1,402 @@
+"""Writing: ticks become unique slices by append.c, and blocks of slices are compressed by encode.c, without the GIL.
+
+In:  contiguous arrays, whose sizes are checked here.  Out: parts of the open segment, and sealed slices.
+Invariant: a slice that was numbered never moves; what is sealed has the bytes that numpy_codec.py reads, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import operator
+import weakref
+from dataclasses import fields
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import DamageError
+from holdall.native.library import (
+    MOST_DIMENSIONS,
+    CompressionLibraries,
+    EncoderStruct,
+    LayoutStruct,
+    OpenPartStruct,
+    SealedBlockStruct,
+    SliceBlockStruct,
+    TransformStruct,
+)
+from holdall.native.reading import NativeDecoder
+from holdall.schema import Array, Bytes
+from holdall.storage.blocks import Coded, Coder, SealedSlices, SliceBlock, address, release_tail, reserve
+from holdall.storage.codec import Codec, Dictionary, Method, Transform
+from holdall.storage.layout import Window
+from holdall.storage.slices import Cursors, OpenPart
+
+_MOST_LAYOUTS = 8
+"""Layouts that a part remembers; a caller has one or two."""
+_PALETTE_SLOTS = 1024
+_MOST_COMPRESSORS = 8
+_ZSTD_LEVEL, _ZSTD_CONTENT_SIZE, _ZSTD_CHECKSUM, _ZSTD_DICT_ID = 100, 200, 201, 202
+"""Numbers of ZSTD_cParameter, part of the library's stable interface."""
+_of_transform = operator.attrgetter(*(field.name for field in fields(Transform)))
+
+
+# ---------------------------------------------------------------- ticks
+
+
+class NativeWriting:
+    """The half of `NativeKernels` that makes parts."""
+
+    _library: ctypes.CDLL
+
+    def new_block(self, slice_bytes: int, arena: Bytes) -> SliceBlock:
+        """Make an empty block in `arena`."""
+        return NativeBlock(slice_bytes, arena)
+
+    def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
+        """Make an empty part that writes to `block`."""
+        return NativePart(self._library, window, lanes, block, arena_bytes)
+
+
+class NativeBlock(SliceBlock):
+    """Unique slices behind an open-addressing table."""
+
+    def __init__(self, slice_bytes: int, arena: Bytes) -> None:
+        super().__init__(slice_bytes, arena)
+        slots = 1 << max(4, (2 * self.capacity).bit_length())
+        self._index: tuple[NDArray[Any], ...] = (
+            np.empty(self.capacity, np.uint64),
+            np.zeros(slots, np.uint32),
+        )
+        self.struct = SliceBlockStruct(
+            arena=address(self.arena),
+            hashes=address(self._index[0]),
+            slots=address(self._index[1]),
+            mask=slots - 1,
+            capacity=self.capacity,
+            used=0,
+            slice_bytes=slice_bytes,
+        )
+
+    @property
+    def used(self) -> int:
+        """Slices held."""
+        return int(self.struct.used)
+
+    def clear(self) -> None:
+        """Forget every slice and keep the memory."""
+        self.struct.used = 0
+        self._index[1].fill(0)
+
+    def freeze(self) -> None:
+        """Drop the index: nothing more will be added."""
+        self.struct.capacity = self.struct.used
+        self._index = ()
+        release_tail(self.arena, self.used_bytes)
+
+
+class NativePart(OpenPart):
+    """A part whose ticks are written by append.c."""
+
+    def __init__(
+        self,
+        library: ctypes.CDLL,
+        window: Window,
+        lanes: int,
+        block: SliceBlock | None,
+        arena_bytes: int,
+    ) -> None:
+        super().__init__(window, lanes, block, arena_bytes)
+        self._append_tick = library.holdall_append
+        self._memory: tuple[NDArray[Any], ...] = (
+            np.empty(lanes * self.obs_bytes, np.uint8),
+            np.zeros(lanes, np.int64),
+            np.empty(window.slice_bytes, np.uint8),
+        )
+        last, end, scratch = self._memory
+        self._struct = OpenPartStruct(
+            block=ctypes.addressof(block.struct) if isinstance(block, NativeBlock) else None,
+            direct=address(self.slices),
+            log=None if self.log is None else address(self.log),
+            last=address(last),
+            end=address(end),
+            scratch=address(scratch),
+            log_rows=self.log_rows,
+            lanes=lanes,
+            outer=window.outer,
+            run_bytes=window.run_bytes,
+            window=window.count,
+            shift=window.shift,
+        )
+        self._struct_address = ctypes.addressof(self._struct)
+        self._layouts: dict[tuple[int, ...], _DenseLayout] = {}
+
+    def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """See `OpenPart.append`."""
+        self._require_tick(obs, next_obs, cursors)
+        if self.log is not None and self._struct.longest + 2 * self.window.count > self.log_rows:
+            self._lengthen_log(1)
+        layout = 0
+        if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
+            obs, next_obs, layout = self._as_they_lie(obs, next_obs)
+        written = self._append_tick(self._struct_address, address(obs), address(next_obs), layout, address(cursors))
+        if written != 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+        """See `OpenPart.append_run`: nothing is done for every tick but the call itself."""
+        first, next_first, ticks = obs[0], next_obs[0], len(obs)
+        self._require_tick(first, next_first, cursors[0])
+        is_plain = first.flags.c_contiguous and next_first.flags.c_contiguous and cursors.flags.c_contiguous
+        if not (is_plain and len(next_obs) == len(cursors) == ticks):
+            super().append_run(obs, next_obs, cursors)
+            return
+        self._lengthen_log(ticks)
+        now, after, places = address(first), address(next_first), address(cursors)
+        step, next_step, width = obs.strides[0], next_obs.strides[0], cursors.strides[0]
+        write, part = self._append_tick, self._struct_address
+        for t in range(ticks):
+            if write(part, now + t * step, after + t * next_step, 0, places + t * width) != 0:
+                raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _lengthen_log(self, ticks: int) -> None:
+        self._make_log_room(ticks)
+        if self.log is not None:
+            self._struct.log, self._struct.log_rows = address(self.log), self.log_rows
+
+    def clear(self) -> None:
+        """See `OpenPart.clear`."""
+        if isinstance(self.block, NativeBlock):
+            self.block.clear()
+        self._memory[1].fill(0)  # the lanes' ends
+        struct = self._struct
+        struct.longest = struct.steps = struct.broken_steps = struct.pushed = 0
+        self._used_before = 0
+
+    def _as_they_lie(self, obs: Array, next_obs: Array) -> tuple[Array, Array, int]:
+        """Return both arrays in the order of their memory, and the layout that leads back.
+
+        Images often come with transposed axes; C then puts them in order while it writes them.
+        Arrays that differ in layout, or do not fill their memory, are copied.
+        """
+        strides = obs.strides
+        if strides == next_obs.strides:
+            dense = self._layouts.get(strides)
+            if dense is None and len(self._layouts) < _MOST_LAYOUTS:
+                dense = self._layouts[strides] = _DenseLayout(obs)
+                self._make_layout_room()
+            if dense is not None and dense.order is not None:
+                raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
+                return raw, next_raw, dense.address
+        return np.ascontiguousarray(obs), np.ascontiguousarray(next_obs), 0
+
+    def _make_layout_room(self) -> None:
+        """Give C memory to put ticks in order in, when a first one needs it."""
+        if not self._struct.packed:
+            tick_bytes = self.lanes * self.obs_bytes
+            raw, packed = np.empty(tick_bytes, np.uint8), np.empty(2 * tick_bytes, np.uint8)
+            self._memory = (*self._memory, raw, packed)
+            self._struct.last_raw, self._struct.packed = address(raw), address(packed)
+
+    @property
+    def longest(self) -> int:
+        """See `OpenPart.longest`."""
+        return int(self._struct.longest)
+
+    @property
+    def steps(self) -> int:
+        """See `OpenPart.steps`."""
+        return int(self._struct.steps)
+
+    @property
+    def broken_steps(self) -> int:
+        """See `OpenPart.broken_steps`."""
+        return int(self._struct.broken_steps)
+
+    @property
+    def pushed(self) -> int:
+        """See `OpenPart.pushed`."""
+        return int(self._struct.pushed)
+
+
+class _DenseLayout:
+    """How C walks through an array whose elements fill its memory, but in another order.
+
+    `order` is the permutation of axes that makes it contiguous, or None if none does.
+    """
+
+    def __init__(self, array: Array) -> None:
+        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
+        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
+        lengths: list[int] = []
+        strides: list[int] = []
+        for length, stride in zip(array.shape, array.strides, strict=True):
+            if lengths and strides[-1] == length * stride:
+                lengths[-1], strides[-1] = lengths[-1] * length, stride
+            elif length > 1 or not lengths:
+                lengths.append(length)
+                strides.append(stride)
+        if len(lengths) > MOST_DIMENSIONS:
+            self.order = None
+            return
+        numbers = ctypes.c_int64 * MOST_DIMENSIONS
+        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
+        self.address = ctypes.addressof(self._struct)
+
+
+# ---------------------------------------------------------------- compressed blocks
+
+
+class NativeSealed(SealedSlices):
+    """Sealed slices that decode.c reads."""
+
+    def __init__(self, coded: Coded, ddict: int) -> None:
+        super().__init__(coded)
+        extent = self.extent
+        self._struct = SealedBlockStruct(
+            data=address(coded.data) if isinstance(coded.data, np.ndarray) else 0,
+            offsets=address(coded.offsets),
+            checks=0 if extent is None else address(extent.checks),
+            palette=address(coded.palette),
+            ddict=ddict,
+            data_bytes=coded.data.nbytes,
+            slice_count=coded.count,
+            group=coded.codec.group,
+            method=int(coded.codec.method),
+            file=-1 if extent is None else extent.file.descriptor,
+            file_start=0 if extent is None else extent.start,
+            form=_form(coded.codec.transform),
+        )
+
+    @property
+    def address(self) -> int:
+        """Where the C structure lies."""
+        return ctypes.addressof(self._struct)
+
+
+class NativeCoder(NativeDecoder):
+    """Seals blocks, and reads them as `NativeDecoder` does."""
+
+    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
+        super().__init__(library, libraries)
+        self._ddicts: weakref.WeakKeyDictionary[Dictionary, int] = weakref.WeakKeyDictionary()
+
+    def adopt(self, coded: Coded) -> SealedSlices:
+        """See `Coder.adopt`."""
+        sealed = NativeSealed(coded, self._ddict(coded.codec.dictionary))
+        unit_bytes = coded.codec.group * coded.codec.transform.coded_bytes
+        self._most_unit_bytes = max(self._most_unit_bytes, unit_bytes)
+        return sealed
+
+    def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
+        """See `Coder.seal`."""
+        transform = codec.transform
+        count = len(slices)
+        compressor = self._compressor(codec)
+        room = count * transform.coded_bytes
+        data = reserve(room)
+        offsets = np.zeros(-(-count // codec.group) + 1, np.uint32)
+        palette = np.zeros(256 * transform.word_bytes, np.uint8)
+        slots = np.zeros(_PALETTE_SLOTS, np.uint16)
+        form = _form(transform)
+        used = self._library.holdall_encode(
+            ctypes.addressof(compressor.encoder), ctypes.addressof(form), address(slices), count,
+            address(data), room, address(offsets), address(palette), address(slots),
+        )  # fmt: skip
+        if used < 0:
+            return None
+        packed = reserve(used)
+        packed[:] = data[:used]
+        return self.adopt(Coded(codec, count, offsets, palette, packed))
+
+    def keeping(self) -> Coder:
+        """See `Coder.keeping`."""
+        return _KeepingCoder(self._library, self._libraries)
+
+    def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
+        """See `Coder.checksums`."""
+        checks = np.zeros(len(offsets) - 1, np.uint32)
+        self._library.holdall_checksums(address(data), address(offsets), len(checks), address(checks))
+        return checks
+
+    def chill(self, block: Bytes) -> None:
+        """See `Coder.chill`."""
+        self._library.holdall_chill(address(block), block.size)
+
+    def _compressor(self, codec: Codec) -> _Compressor:
+        return _Compressor(self._libraries, codec)
+
+    def _ddict(self, dictionary: Dictionary | None) -> int:
+        """Return the library's form of a dictionary, made once."""
+        if dictionary is None:
+            return 0
+        if dictionary not in self._ddicts:
+            content, functions = dictionary.content, self._libraries.functions
+            ddict = functions["ZSTD_createDDict"](content, len(content))
+            if not ddict:
+                raise DamageError(f"a dictionary of {len(content)} bytes is none; nothing is read with it")
+            weakref.finalize(dictionary, functions["ZSTD_freeDDict"], ddict).atexit = False
+            self._ddicts[dictionary] = ddict
+        return self._ddicts[dictionary]
+
+
+class _KeepingCoder(NativeCoder):
+    """A coder that keeps its compressors from block to block."""
+
+    def __init__(self, library: ctypes.CDLL, libraries: CompressionLibraries) -> None:
+        super().__init__(library, libraries)
+        self._compressors: dict[Codec, _Compressor] = {}
+
+    def _compressor(self, codec: Codec) -> _Compressor:
+        kept = self._compressors.get(codec)
+        if kept is None:
+            if len(self._compressors) >= _MOST_COMPRESSORS:
+                self._compressors.clear()
+            kept = self._compressors[codec] = super()._compressor(codec)
+        return kept
+
+
+class _Compressor:
+    """A library's context for one codec, its form of the dictionary, and scratch memory, which live as long as this."""
+
+    def __init__(self, libraries: CompressionLibraries, codec: Codec) -> None:
+        coded_bytes = codec.transform.coded_bytes
+        self._functions = libraries.functions
+        self._scratch = np.empty(2 * coded_bytes + 2 * codec.group * coded_bytes + 1024, np.uint8)
+        self.encoder = EncoderStruct(
+            lz4_compress_default=libraries.addresses["LZ4_compress_default"],
+            lz4_compress_hc=libraries.addresses["LZ4_compress_HC"],
+            zstd_compress2=libraries.addresses["ZSTD_compress2"],
+            zstd_is_error=libraries.addresses["ZSTD_isError"],
+            cctx=self._context(codec) if codec.method is Method.ZSTD else None,
+            scratch=address(self._scratch),
+            scratch_bytes=self._scratch.size,
+            group=codec.group,
+            method=int(codec.method),
+            level=codec.level,
+        )
+
+    def _context(self, codec: Codec) -> int:
+        context = self._owned("CCtx")
+        # Sizes are known from the schema, and damage is found by the segment's own checksums.
+        settings = ((_ZSTD_LEVEL, codec.level), (_ZSTD_CONTENT_SIZE, 0), (_ZSTD_CHECKSUM, 0), (_ZSTD_DICT_ID, 0))
+        for parameter, value in settings:
+            self._functions["ZSTD_CCtx_setParameter"](context, parameter, value)
+        if codec.dictionary is not None:
+            content = codec.dictionary.content
+            self._functions["ZSTD_CCtx_refCDict"](context, self._owned("CDict", content, len(content), codec.level))
+        return context
+
+    def _owned(self, kind: str, *arguments: Any) -> int:
+        """Make a thing of the library's that is freed with this object."""
+        handle = self._functions[f"ZSTD_create{kind}"](*arguments)
+        if not handle:
+            raise MemoryError(f"ZSTD_create{kind} found no memory")
+        # Not when the interpreter ends: a worker may be in the middle of a call with it.
+        weakref.finalize(self, self._functions[f"ZSTD_free{kind}"], handle).atexit = False
+        return int(handle)
+
+
+def _form(transform: Transform) -> TransformStruct:
+    return TransformStruct(*map(int, _of_transform(transform)))

@@ -1,0 +1,417 @@
+"""The observations of a rollout: the slices and parts of a replay memory, filled once, read a few times, emptied.
+
+In:  observations of all lanes, tick by tick.  Out: rows at given places, tick * lanes + lane.
+Invariant: an observation continues its lane's last one only where the bytes say so; otherwise it is written whole.
+`reset` frees nothing: the next rollout is written to the memory of the one before.
+
+A part takes pairs of an observation and the next one. Here every tick is the next one of the tick before, so the
+cursor of a tick leads to it as a next observation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, DamageError
+from holdall.report import FieldReport
+from holdall.schema import Array, Leaf, as_bytes
+from holdall.storage.blocks import FrozenBlock, KeptBlock, SealedSlices, SliceBlock, reserve
+from holdall.storage.codec import COST_CAPS
+from holdall.storage.layout import Window, WindowScout
+from holdall.storage.rings import new_ring
+from holdall.storage.sealer import Sealer
+from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
+from holdall.threads import ThreadPool
+
+Copy = Callable[[Array, Array], None]
+"""Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""
+
+_TINY_BYTES = 256
+"""Fields up to this size lie in flat rows, whatever they hold."""
+_SMALL_BYTES = 4096
+"""Fields up to this size lie in flat rows unless a window is found; larger ones are always cut into slices."""
+_SPARE_ROOM = 0.25
+"""Room for slices beyond one new one per step: for episodes that begin and steps that skip."""
+_COMPRESSED_SEGMENT_BYTES = 16 * 2**20
+"""Slices after which a segment is compressed, if the rollout is."""
+_ALONE = ThreadPool(threads=1)
+
+
+class FlatRows:
+    """A field whose observations lie one after another, as in a plain array."""
+
+    def __init__(self, leaf: Leaf, ticks: int, lanes: int) -> None:
+        self._row_bytes = lanes * leaf.nbytes
+        self._rows = new_ring(ticks, lanes, leaf)
+
+    def write(self, tick: int, obs: Array) -> None:
+        """Write one tick."""
+        self._rows[tick] = obs
+
+    def read(self, tick: int) -> Array:
+        """Return one tick, to read only."""
+        return np.asarray(self._rows[tick])
+
+    def gather(self, places: NDArray[np.int64], out: Array, _pool: ThreadPool) -> None:
+        """Copy the rows of `places` to `out`; a negative place gives zeros."""
+        gather_rows(self._rows, places, out)
+
+    def reset(self) -> None:
+        """Do nothing: the next rollout writes over this one."""
+
+    def fits(self) -> bool:
+        """Return True: nothing is known against flat rows."""
+        return True
+
+    def used_bytes(self, ticks: int) -> tuple[int, int, int]:
+        """Return the bytes of slices, logs and rows that `ticks` ticks take."""
+        return 0, 0, ticks * self._row_bytes
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays of the field."""
+        return [self._rows]
+
+    def describe(self) -> str:
+        """Describe the layout for people."""
+        return "flat rows"
+
+
+def gather_rows(rows: Array, places: NDArray[np.int64], out: Array) -> None:
+    """Copy rows of an array of (ticks, lanes, ...) to `out`; a negative place gives zeros."""
+    flat = rows.reshape(rows.shape[0] * rows.shape[1], *rows.shape[2:])
+    flat.take(places, axis=0, out=out, mode="clip")
+    if len(places) and places.min() < 0:
+        out[places < 0] = 0
+
+
+class SlicedRows:
+    """A field cut into unique slices, in one segment or, where segments are compressed, in many small ones."""
+
+    def __init__(
+        self, leaf: Leaf, window: Window, ticks: int, lanes: int, kernels: Kernels, compressed: bool, copy: Copy
+    ) -> None:
+        self._leaf = leaf
+        self._window = window
+        self._ticks = ticks
+        self._lanes = lanes
+        self._kernels = kernels
+        self._compressed = compressed and not lies_direct(window)
+        self._copy = copy
+        self._cursors: Cursors = reserve(ticks * lanes * 4).view(np.uint32).reshape(ticks, lanes)
+        self._segment_by_tick = np.zeros(ticks, np.int32)
+        self._written_ticks = 0
+        self._newest, self._coming = (np.zeros((lanes, *leaf.shape), leaf.dtype) for _ in range(2))
+        self._parts: list[OpenPart | ClosedPart] = []  # one a segment; a closed one is compressed
+        self._spare: list[OpenPart] = []  # empty ones, with their memory
+        self._handed_out = 0  # segments that `full_blocks` returned
+        self._records: NDArray[np.int64] | None = None
+
+    def write(self, tick: int, obs: Array) -> None:
+        """Write one tick; `obs` is read once and may change afterwards."""
+        self._copy(self._coming, obs)
+        before, part = self._newest, self._parts[-1] if self._parts else None
+        if not isinstance(part, OpenPart) or not part.has_room():
+            before, part = self._coming, self._open_segment()
+        part.append(before, self._coming, self._cursors[tick])
+        self._segment_by_tick[tick] = len(self._parts) - 1
+        self._written_ticks = tick + 1
+        self._newest, self._coming = self._coming, self._newest
+        self._records = None
+
+    def read(self, tick: int) -> Array:
+        """Return a copy of one tick."""
+        out = np.empty((self._lanes, *self._leaf.shape), self._leaf.dtype)
+        self.gather(np.arange(tick * self._lanes, (tick + 1) * self._lanes), out, _ALONE)
+        return out
+
+    def gather(self, places: NDArray[np.int64], out: Array, pool: ThreadPool) -> None:
+        """Copy the rows of `places` to `out`; a negative place gives zeros."""
+        if not len(places):
+            return
+        if places.max() >= self._written_ticks * self._lanes:
+            raise _outside(int(places.argmax()))
+        padded = places < 0 if places.min() < 0 else None
+        found = self._find(places if padded is None else np.where(padded, 0, places))
+        self._kernels.gather(found, 0, None, out.reshape(len(places), -1).view(np.uint8), pool)
+        if padded is not None:
+            out[padded] = 0
+
+    def reset(self) -> None:
+        """Forget every tick and keep the memory."""
+        for part in self._parts:
+            if isinstance(part, OpenPart):
+                self._empty(part)
+        self._parts.clear()
+        self._written_ticks = self._handed_out = 0
+        self._records = None
+
+    def fits(self) -> bool:
+        """Whether observations overlap as the window says."""
+        parts = [part for part in self._parts if isinstance(part, OpenPart)]
+        return self._window.count > 1 and 2 * sum(p.broken_steps for p in parts) <= sum(p.steps for p in parts)
+
+    def used_bytes(self, _ticks: int) -> tuple[int, int, int]:
+        """Return the bytes of slices, of logs and cursors, and of rows."""
+        slices = sum(p.used_bytes if isinstance(p, OpenPart) else p.block.used_bytes for p in self._parts)
+        return slices, sum(part.log_bytes for part in self._parts) + self._cursors.nbytes, 0
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays of the field."""
+        found: list[Array | None] = [self._cursors, self._segment_by_tick, self._newest, self._coming]
+        for part in (*self._parts, *self._spare):
+            found += [part.log, *([part.slices] if isinstance(part, OpenPart) else part.block.arrays())]
+        return [array for array in found if array is not None]
+
+    def describe(self) -> str:
+        """Describe the layout for people."""
+        sealed = [p.block.sealed for p in self._parts if isinstance(p, ClosedPart) and p.block.sealed is not None]
+        kinds = sorted({slices.codec.describe() for slices in sealed})
+        ending = f"; {len(sealed)} of {len(self._parts)} segments sealed by {', '.join(kinds)}" if sealed else ""
+        return self._window.describe() + ending
+
+    def take_sealed(self, block: SliceBlock, sealed: SealedSlices) -> bool:
+        """Keep a segment compressed and its raw memory for later; False if the block is not of this field."""
+        for number, part in enumerate(self._parts):
+            if isinstance(part, OpenPart) and part.block is block:
+                closed = part.closed()
+                kept = KeptBlock(block.slice_bytes, closed.slice_count, sealed)
+                self._parts[number] = replace(closed, block=kept)
+                self._records = None
+                self._empty(part)
+                return True
+        return False
+
+    def full_blocks(self) -> list[FrozenBlock]:
+        """Return the slices to compress: of segments that became full since the last call."""
+        if not self._compressed or not self._parts:
+            return []
+        newest = self._parts[-1]
+        first, self._handed_out = (
+            self._handed_out,
+            len(self._parts) - (isinstance(newest, OpenPart) and newest.has_room()),
+        )
+        blocks = [part.block for part in self._parts[first : self._handed_out]]
+        return [FrozenBlock(id(self), self._leaf, self._window, block, self._lanes) for block in blocks if block]
+
+    def _open_segment(self) -> OpenPart:
+        """Continue in the memory of an earlier segment, or in new memory."""
+        part = self._spare.pop() if self._spare else self._new_part()
+        self._parts.append(part)
+        return part
+
+    def _new_part(self) -> OpenPart:
+        window, lanes = self._window, self._lanes
+        room = lanes * (int(self._ticks * window.shift * (1 + _SPARE_ROOM)) + 8 * window.count)
+        if self._compressed:
+            room = max(_COMPRESSED_SEGMENT_BYTES // window.slice_bytes, 8 * window.count * lanes)
+        arena_bytes = room * window.slice_bytes
+        block = None if lies_direct(window) else self._kernels.new_block(window.slice_bytes, reserve(arena_bytes))
+        return self._kernels.new_part(window, lanes, block, arena_bytes)
+
+    def _empty(self, part: OpenPart) -> None:
+        part.clear()
+        self._spare.append(part)
+
+    def _find(self, places: NDArray[np.int64]) -> Places:
+        if self._records is None:
+            records = [part.record() for part in self._parts]
+            self._records = np.array(records, np.int64).reshape(-1, len(RECORD_FIELDS))
+        tick, lane = np.divmod(places, self._lanes)
+        return Places(
+            records=[self._records],
+            segment=self._segment_by_tick.take(tick),
+            cursors=[self._cursors.reshape(-1).take(places)],
+            lane=lane.astype(np.int32),
+            lanes=self._lanes,
+            held=(tuple(part.held for part in self._parts),),
+        )
+
+
+def _outside(row: int) -> DamageError:
+    return DamageError(
+        f"row {row} of the batch points outside the rollout; nothing of the batch is returned. Call reset() and "
+        "collect again, and report this"
+    )
+
+
+class RolloutField:
+    """One field in the layout that suits it, which its first steps decide."""
+
+    def __init__(self, leaf: Leaf, ticks: int, lanes: int, kernels: Kernels, compressed: bool, copy: Copy) -> None:
+        self.leaf = leaf
+        self.name = f"obs.{leaf.name}" if leaf.name else "obs"
+        self._lanes = lanes
+        self._cut: Callable[[Window], SlicedRows] = lambda window: SlicedRows(
+            leaf, window, ticks, lanes, kernels, compressed, copy
+        )
+        self.rows: FlatRows | SlicedRows = (
+            FlatRows(leaf, ticks, lanes) if leaf.nbytes <= _SMALL_BYTES else self._cut(Window.whole(leaf))
+        )
+        self._scout = WindowScout(leaf) if leaf.nbytes > _TINY_BYTES else None
+        self._rollouts = 0
+        self._searches = 1
+
+    def write(self, tick: int, obs: Array) -> None:
+        """Write the observations of one tick, of exactly the leaf's shape and dtype; ticks come in order."""
+        self.rows.write(tick, obs)
+        if self._scout is None or tick == 0:
+            return
+        self._scout.look(*(as_bytes(self.rows.read(t), self._lanes) for t in (tick - 1, tick)))
+        if self._scout.done:
+            finding, self._scout = self._scout.finding, None
+            if finding is not None:
+                self._write_again(finding, tick)
+
+    def reset(self) -> None:
+        """Forget every tick; search for a window again where none was found or the one found does not fit."""
+        self._rollouts += 1
+        resting = self._rollouts < 1 << self._searches  # twice as long after every search
+        if self._scout is None and not resting and self.leaf.nbytes > _TINY_BYTES and not self.rows.fits():
+            self._searches += 1
+            self._scout = WindowScout(self.leaf)
+        self.rows.reset()
+
+    def report(self, ticks: int) -> FieldReport:
+        """Account for the field's bytes."""
+        plain = ticks * self._lanes * self.leaf.nbytes
+        return FieldReport(self.name, *self.rows.used_bytes(ticks), plain, self.rows.describe())
+
+    def _write_again(self, window: Window, tick: int) -> None:
+        """Write everything up to `tick` again, cut by `window`."""
+        old = self.rows
+        self.rows = self._cut(window)
+        for past in range(tick + 1):
+            self.rows.write(past, old.read(past))
+
+
+class RolloutFields:
+    """All observation fields of a rollout, and the threads that serve them.
+
+    Args:
+        compress: How much slower reading may get, over a raw gather, to take less memory: a key of `COST_CAPS`; None
+            leaves everything raw.
+        copy: Puts a tick of any layout in C order.
+    """
+
+    def __init__(
+        self,
+        leaves: Sequence[Leaf],
+        ticks: int,
+        lanes: int,
+        compress: str | None,
+        kernels: Kernels,
+        copy: Copy = np.copyto,
+    ) -> None:
+        if compress is not None and compress not in COST_CAPS:
+            raise ArgumentError(
+                f"compress ({compress!r}) must be None or one of {sorted(COST_CAPS)}; pass one of these"
+            )
+        self._pool = ThreadPool()
+        self.sealer = None
+        if compress is not None:
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.threads)
+        self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
+
+    def write(self, tick: int, obs: Sequence[Array]) -> None:
+        """Write the observations of one tick, leaf by leaf."""
+        for field, rows in zip(self._fields, obs, strict=True):
+            field.write(tick, rows)
+            if self.sealer is not None and isinstance(field.rows, SlicedRows):
+                for full in field.rows.full_blocks():
+                    self.sealer.submit(full)
+                    self.sealer.wait_for_room()
+                    self._take_sealed()
+
+    def gather(self, field: int, places: NDArray[np.int64], out: Array) -> None:
+        """Copy one field's rows of `places` to `out`; a negative place gives zeros."""
+        self._fields[field].rows.gather(places, out, self._pool)
+
+    def reset(self) -> None:
+        """Forget every tick, keep the memory."""
+        self.drain()
+        for field in self._fields:
+            field.reset()
+
+    def drain(self) -> None:
+        """Wait until every full segment is compressed."""
+        if self.sealer is not None:
+            self.sealer.drain()
+            self._take_sealed()
+
+    def report(self, ticks: int) -> list[FieldReport]:
+        """Account for every field."""
+        return [field.report(ticks) for field in self._fields]
+
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return every array held, by field."""
+        return [(field.name, array) for field in self._fields for array in field.rows.arrays()]
+
+    def close(self) -> None:
+        """End the threads."""
+        if self.sealer is not None:
+            self.sealer.stop()
+        self._pool.dismiss()
+
+    def _take_sealed(self) -> None:
+        """Let fields change over to what the worker finished; in the thread that writes and reads."""
+        for block, sealed in [] if self.sealer is None else self.sealer.collect():
+            if sealed is not None:
+                any(isinstance(f.rows, SlicedRows) and f.rows.take_sealed(block, sealed) for f in self._fields)
+
+
+_FIRST_ROWS = 8
+
+
+class FinalObservations:
+    """Whole observations of several leaves under one list of ids, in arrays that double when they are full."""
+
+    def __init__(self, leaves: tuple[Leaf, ...]) -> None:
+        self._ids = np.empty(0, np.int64)
+        self._rows = [np.empty((0, *leaf.shape), leaf.dtype) for leaf in leaves]
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def ids(self) -> NDArray[np.int64]:
+        """Ids of the rows; a view."""
+        return self._ids[: self._count]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows and ids held."""
+        return self.ids.nbytes + sum(rows[: self._count].nbytes for rows in self._rows)
+
+    def gather(self, leaf: int, rows: NDArray[np.int64], out: Array) -> None:
+        """Copy rows of one leaf to `out`."""
+        self._rows[leaf].take(rows, axis=0, out=out, mode="clip")
+
+    def arrays(self) -> list[Array]:
+        """Return the arrays held, with the room kept for more."""
+        return [self._ids, *self._rows]
+
+    def append(self, ids: NDArray[np.int64], rows: list[Array]) -> None:
+        """Keep rows, leaf by leaf."""
+        end = self._count + len(ids)
+        if end > len(self._ids):
+            room = max(2 * len(self._ids), end, _FIRST_ROWS)
+            self._ids, *self._rows = (_longer(old, room, self._count) for old in (self._ids, *self._rows))
+        self._ids[self._count : end] = ids
+        for kept, new in zip(self._rows, rows, strict=True):
+            kept[self._count : end] = new
+        self._count = end
+
+    def clear(self) -> None:
+        """Forget every row and keep the memory."""
+        self._count = 0
+
+
+def _longer(old: Array, room: int, used: int) -> Array:
+    new = np.empty((room, *old.shape[1:]), old.dtype)
+    new[:used] = old[:used]
+    return new

@@ -1,0 +1,246 @@
+"""holdall's own samplers, coders and memories keep the contracts that it ships; and a broken rule is noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import holdall
+from holdall.batch import Draw
+from holdall.native.kernels import native_kernels
+from holdall.native.numpy_codec import PortableCoder
+from holdall.native.writing import NativeCoder
+from holdall.sampling.draw import Held, Sampler
+from holdall.storage.blocks import Coder
+from holdall.testing import CodecContract, MemoryContract, SamplerContract, Stream
+
+
+def reward_for(achieved: Any, desired: Any, _extras: Any) -> Any:
+    return -np.abs(achieved - desired).sum(axis=-1)
+
+
+class TestUniform(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Uniform()
+
+
+class TestPrioritized(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Prioritized(alpha=0.7, beta=0.5)
+
+
+class TestNStep(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.NStep(3, 0.9)
+
+
+class TestPrioritizedNStep(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.NStep(3, 0.9, by=holdall.Prioritized())
+
+
+class TestSequence(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Sequence(4, burn_in=2, stride=2)
+
+
+class TestPrioritizedCrossingSequence(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Sequence(4, burn_in=2, crossing=True, by=holdall.Prioritized())
+
+
+class TestHindsight(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Hindsight("future", 4, reward_for)
+
+
+class TestPrioritizedHindsight(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Hindsight("final", 2, reward_for, by=holdall.Prioritized())
+
+
+class TestPortableCoder(CodecContract):
+    def make_coder(self) -> Coder:
+        return PortableCoder()
+
+
+class TestNativeCoder(CodecContract):
+    def make_coder(self) -> Coder:
+        kernels = native_kernels()
+        if kernels is None or not isinstance(kernels.coder, NativeCoder):
+            pytest.skip("the compiled loops are missing here")
+        return kernels.coder
+
+
+class TestReplayMemory(MemoryContract):
+    def make_memory(self, stream: Stream) -> Any:
+        return holdall.ReplayMemory(stream.observation_space, stream.action_space, self.capacity, self.num_envs)
+
+
+# ---------------------------------------------------------------- broken on purpose
+
+
+class Evicted(holdall.Uniform):
+    """Remembers what it drew, and draws it again when it is long gone."""
+
+    def __init__(self) -> None:
+        self.drawn: list[int] = []
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        drawn = super().draw(held, count, generator)
+        self.drawn += drawn.ids.tolist()
+        return Draw(np.array(self.drawn[:count]), drawn.weights)
+
+
+class Invalid(holdall.Uniform):
+    """Draws lanes that made no transition."""
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        return Draw(generator.integers(held.first_id, held.next_id, count), np.ones(count, np.float32))
+
+
+class TooFew(holdall.Uniform):
+    """Returns one row less."""
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        drawn = super().draw(held, count, generator)
+        return Draw(drawn.ids[1:], drawn.weights[1:])
+
+
+class OwnGenerator(holdall.Uniform):
+    """Draws from a generator that nobody seeded."""
+
+    def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
+        return super().draw(held, count, np.random.default_rng())
+
+
+class Forgetful(holdall.Prioritized):
+    """Leaves the priorities out of its state."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        super().restore({**state, "scaled": np.sign(state["scaled"])})
+
+
+class Gullible(holdall.Uniform):
+    """Takes any state."""
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+BROKEN_SAMPLERS = [
+    (Evicted, "test_only_held_and_valid_transitions_are_drawn"),
+    (Invalid, "test_only_held_and_valid_transitions_are_drawn"),
+    (TooFew, "test_a_draw_has_as_many_rows_as_asked_for"),
+    (OwnGenerator, "test_one_seed_gives_one_sequence"),
+    (OwnGenerator, "test_a_memory_returns_what_was_added_and_goes_on_after_loading"),
+    (Forgetful, "test_a_restored_sampler_goes_on_exactly"),
+    (Gullible, "test_the_state_of_another_sampler_is_refused"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN_SAMPLERS)
+def test_a_sampler_that_breaks_a_rule_fails_it(kind: type[Any], rule: str) -> None:
+    """Each rule would be noticed."""
+    contract = SamplerContract()
+    contract.make_sampler = kind  # type: ignore[method-assign]  # as a subclass would
+    with pytest.raises(AssertionError):
+        getattr(contract, rule)()
+
+
+class LastSliceLost(PortableCoder):
+    """Returns the slice before the last one in its place."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
+        super().decode(sealed, np.where(numbers == 8, 7, numbers), out)
+
+
+class WritesBehind(PortableCoder):
+    """Writes past the end of the rows that it was given."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
+        super().decode(sealed, numbers, out)
+        out.base[-1] = 0
+
+
+class Ordered(PortableCoder):
+    """Returns slices in the order of the block."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
+        super().decode(sealed, np.sort(numbers), out)
+
+
+class Trusting(PortableCoder):
+    """Believes whatever it is given."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
+        try:
+            super().decode(sealed, numbers, out)
+        except holdall.errors.DamageError:
+            out[:] = 0
+
+
+class Bloated(PortableCoder):
+    """Takes twice the bytes."""
+
+    def seal(self, slices: Any, codec: Any) -> Any:
+        sealed = super().seal(slices, codec)
+        if sealed is not None:
+            sealed.coded = replace(sealed.coded, data=np.tile(np.asarray(sealed.coded.data), 2))
+        return sealed
+
+
+class Careless(PortableCoder):
+    """Fails with an error of its own where bytes are damaged."""
+
+    def decode(self, sealed: Any, numbers: Any, out: Any) -> None:
+        try:
+            super().decode(sealed, numbers, out)
+        except holdall.errors.DamageError as error:
+            raise AssertionError("crashed") from error
+
+
+class KeepsOther(PortableCoder):
+    """Seals other bytes when it keeps its compressors."""
+
+    def keeping(self) -> Coder:
+        return Bloated()
+
+
+BROKEN_CODERS = [
+    (LastSliceLost, "test_every_dtype_and_shape_comes_back_bit_for_bit"),
+    (WritesBehind, "test_every_dtype_and_shape_comes_back_bit_for_bit"),
+    (Ordered, "test_any_slices_can_be_read_in_any_order"),
+    (Bloated, "test_what_does_not_shrink_takes_no_more_than_its_own_bytes"),
+    (KeepsOther, "test_a_coder_for_many_blocks_seals_the_same_bytes"),
+    (Trusting, "test_a_slice_that_is_not_in_the_block_is_refused"),
+    (Trusting, "test_offsets_outside_of_the_data_are_refused"),
+    (Trusting, "test_damage_in_a_file_is_always_noticed"),
+    (Careless, "test_damaged_bytes_are_an_error_or_bytes_of_the_right_size"),
+]
+
+
+@pytest.mark.parametrize(("kind", "rule"), BROKEN_CODERS)
+def test_a_coder_that_breaks_a_rule_fails_it(kind: type[Any], rule: str) -> None:
+    """Each rule would be noticed."""
+    contract = CodecContract()
+    contract.make_coder = kind  # type: ignore[method-assign]  # as a subclass would
+    with pytest.raises(AssertionError):
+        getattr(contract, rule)()
+
+
+def test_a_memory_that_loses_a_bit_fails_its_contract() -> None:
+    """The rule would be noticed."""
+
+    class Careless(TestReplayMemory):
+        def gather(self, memory: Any, ids: Any) -> dict[str, Any]:
+            rows = super().gather(memory, ids)
+            rows["reward"] = np.where(rows["reward"] == 0, np.float32(0), rows["reward"])  # loses the sign of -0.0
+            return rows
+
+    with pytest.raises(AssertionError):
+        Careless().test_every_held_transition_comes_back_bit_for_bit()

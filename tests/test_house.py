@@ -1,0 +1,45 @@
+"""The rules of the house: a file is a chapter, a name has one meaning, a package is entered through its front door."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "holdall"
+MOST_LINES = 500
+MOST_LINES_OF_REPLAY = 350
+TWINS = {"ReplayMemory", "ReplayBuffer", "RolloutBuffer"}
+"""Public classes named like what they replace, or like the local class that they stand for."""
+VAGUE = re.compile(r"(utils|helpers|common|misc|manager)")
+
+
+def _files() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def _tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def test_a_class_name_is_defined_in_one_file() -> None:
+    homes: dict[str, set[str]] = defaultdict(set)
+    for file in _files():
+        for node in ast.walk(_tree(file)):
+            if isinstance(node, ast.ClassDef):
+                homes[node.name].add(str(file.relative_to(SOURCE)))
+    assert not {name: sorted(files) for name, files in homes.items() if len(files) > 1 and name not in TWINS}
+
+
+@pytest.mark.parametrize("file", _files(), ids=lambda file: str(file.relative_to(SOURCE)))
+def test_a_file_is_no_longer_than_a_chapter(file: Path) -> None:
+    most = MOST_LINES_OF_REPLAY if file == SOURCE / "replay.py" else MOST_LINES
+    assert len(file.read_text(encoding="utf-8").splitlines()) <= most
+
+
+def test_a_files_name_says_what_is_inside() -> None:
+    assert not [str(file) for file in _files() if VAGUE.search(file.name)]
