@@ -1,4 +1,9 @@
-"""Actors: how shards and the roster are started. Ray's own types know little of actors, so this is where they end."""
+"""The actors of one memory, as its process sees them: started, found, called, drained and ended.
+
+In:  settings, and what Ray and the shards report.  Out: handles; counters of the shards; losses as they are noticed.
+Invariant: calls of one client reach a shard in the order in which they were made. A shard that does not answer is asked
+again until it does; nothing else waits for it. Ray's own types know little of actors, so this is where they end.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +51,7 @@ def start_shard(options: dict[str, Any], *arguments: Any) -> Any:
     """Start a shard. Ray restarts it after a loss; what changes it is never called again by Ray itself.
 
     Args:
-        options: Where it is to be started.
+        options: Where Ray may start it.
     """
     remote: Any = ray.remote
     actor = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
@@ -76,18 +81,18 @@ class _Member:
     def keep(self, counters: ShardCounters) -> None:
         """Keep what the shard said of itself; one that was restarted knows nothing of the calls before."""
         if self.counters is not None and counters.epoch != self.counters.epoch:
-            self.begin_anew()
+            self.begin_again()
         self.counters = counters
 
     @property
     def is_away(self) -> bool:
-        """Whether Ray restarts the shard, or gave it up, as far as this process was told.
+        """Whether Ray restarts the shard, or gave it up, as far as this process knows.
 
         A call that is made meanwhile fails after two seconds, though the shard be back after one.
         """
         return actor_state(self.handle) in {"restarting", "gone"}
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Number calls from 0 on, under another name."""
         self.client, self.calls = secrets.token_bytes(16), 0
 
@@ -197,11 +202,11 @@ class Cluster:
                 return
             self.losses += not member.lost
             member.lost = True
-            member.begin_anew()
+            member.begin_again()
             member.probe, member.probed_at = None, time.monotonic() if member.is_away else 0.0
 
     def is_away(self, shard: int) -> bool:
-        """Whether Ray restarts a shard, or gave it up, as far as this process was told."""
+        """Whether Ray restarts a shard, or gave it up, as far as this process knows."""
         with self._lock:
             member = self._members.get(shard)
         return member is not None and member.is_away
@@ -238,10 +243,10 @@ class Cluster:
             if ready:
                 probe, member.probe = member.probe, None
                 try:
-                    told = ShardCounters.of(ray.get(probe))
+                    answer = ShardCounters.of(ray.get(probe))
                     member.lost = False
-                    if is_newer(told, member.counters):
-                        member.keep(told)
+                    if is_newer(answer, member.counters):
+                        member.keep(answer)
                 except LOSSES:
                     member.lost = True
         if member.lost and member.probe is None:
@@ -313,7 +318,7 @@ class ClusterSettings:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What Ray is told of a shard's place."""
+        """What is passed to Ray about where a shard runs."""
         named = dict(self.resources or {})
         own: dict[str, Any] = {name: named.pop(name) for name in ("memory", "num_cpus") if name in named}
         return {"scheduling_strategy": PLACEMENTS[self.placement], "num_cpus": 0, "resources": named, **own}

@@ -188,8 +188,7 @@ class Journal:
 
     def __init__(self, slots: LocalSlots | RemoteSlots) -> None:
         self._slots = slots
-        self._next = 0
-        self._since_full = 0
+        self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
         self._full_at = -1  # the last slot that says what is expected of every writer
         self._known: set[str] = set()  # dictionaries that lie in the journal

@@ -1,4 +1,4 @@
-"""Routing: which shard each row of a batch is drawn from, and what a draw was worth.
+"""The learner: which shard each row of a batch is drawn from, and what a draw was worth.
 
 In:  what shards say of themselves with every answer.  Out: a shard for every row; importance weights.
 Invariant: a shard is drawn from in proportion to its mass as it is known here. Weights are made of the probability that
@@ -132,7 +132,7 @@ class Drawing:
         return requests
 
     def finish(self, request: Request) -> Batch:
-        """Wait for the rows, draw those anew whose shard was lost, and make the batch."""
+        """Wait for the rows, draw those again whose shard was lost, and make the batch."""
         answers: list[Answer] = []
         asked: list[Asked] = []
         ids = np.empty(request.count, np.int64)
@@ -348,7 +348,7 @@ _MOST_UNDER_WAY = 16
 
 
 class Priorities:
-    """Tells shards what a learner found out about their rows."""
+    """Sends shards the priorities of their rows."""
 
     def __init__(self, cluster: Cluster, patience_s: float) -> None:
         self._cluster = cluster
@@ -356,14 +356,14 @@ class Priorities:
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
-    def tell(self, wanted: Ids, told: Array) -> None:
+    def send(self, wanted: Ids, priorities: Array) -> None:
         """Send priorities on their way; rows of shards that do not answer are passed over."""
         shards = shards_of(wanted)
         reachable = set(self._cluster.numbers) - set(self._cluster.lost)
         for shard in np.unique(shards).tolist():
             if shard in reachable:
                 rows = np.flatnonzero(shards == shard)
-                sent = (rows_of(wanted[rows]).tobytes(), told[rows].tobytes(), told.dtype.str)
+                sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         self.hear()
@@ -388,13 +388,13 @@ class Priorities:
 
 def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
     """Return ids and priorities as arrays of one length, or say why they are none."""
-    told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+    found = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
     wanted = as_ids(ids)
-    if told.shape != wanted.shape or told.dtype.kind not in "iuf":
+    if found.shape != wanted.shape or found.dtype.kind not in "iuf":
         raise ArgumentError(
-            f"priorities has shape {told.shape} and dtype {told.dtype} for ids of shape {wanted.shape}; pass one "
+            f"priorities has shape {found.shape} and dtype {found.dtype} for ids of shape {wanted.shape}; pass one "
             "number for every row drawn"
         )
-    if told.size and not (np.isfinite(told).all() and told.min() >= 0):
-        raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
-    return wanted, told
+    if found.size and not (np.isfinite(found).all() and found.min() >= 0):
+        raise ArgumentError(f"priorities holds {found.min()}; pass finite numbers of at least 0")
+    return wanted, found

@@ -255,7 +255,7 @@ class ReplayMemory:
         return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Tell how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
+        """Set how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
 
         It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
         call.
@@ -266,9 +266,9 @@ class ReplayMemory:
                 f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
                 "priorities; construct the memory with sampler=Prioritized(...)"
             )
-        told = checked(ids, priorities)
+        update = checked(ids, priorities)
         self.flush()
-        self._priorities.tell(*told)
+        self._priorities.send(*update)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
@@ -447,17 +447,17 @@ class ReplayMemory:
         return known[0]
 
     def _start(self, count: int, batches: int = 1) -> list[Request]:
-        """Ask for some batches, once what this process added and told has reached the shards."""
+        """Ask for some batches, once what this process added and updated has reached the shards."""
         self.flush()
         self._priorities.hear()
         self._wait_for_grant(count)
         if self._metrics.is_due:
-            self._tell_metrics()
+            self._set_metrics()
         return self._drawing.start(count, batches)
 
-    def _tell_metrics(self) -> None:
+    def _set_metrics(self) -> None:
         writer, shards = self._own_writer, max(1, self.num_shards)
-        self._metrics.tell(
+        self._metrics.set(
             coverage=1 - len(self._cluster.lost) / shards,
             losses=self._cluster.losses,
             unacknowledged_bytes=0 if writer is None else writer.unacknowledged_bytes,

@@ -1,9 +1,13 @@
-"""Transition ids over shards: the shard, and the number of the row there.
+"""What writers, shards and learners send each other: ids, counters, the order of calls, and streams of segments.
+
+A transition id over shards is the shard, and the number of the row there:
 
     bits 48 to 62: shard    bits 36 to 47: life, for shards that start empty after a loss    bits 0 to 35: row
 
 Invariant: an id is never used again, not even by a shard that lost what it held. Those of shard 0 in its first life are
-those of a local memory.
+those of a local memory. A segment is kept until the shard acknowledged it. Calls that change a shard are never
+retried by Ray, which would reorder them: after a failure the shard is asked which segment it expects, and the rest is
+sent again.
 """
 
 from __future__ import annotations
@@ -150,7 +154,7 @@ class CallQueue:
 
     @contextmanager
     def taken(self, order: CallOrder) -> Iterator[None]:
-        """Wait until it is the call's turn, and let the next one through."""
+        """Wait for the calls before this one, and let the next one through."""
         client, number = order.client, order.number
         with self._changed:
             self._next.setdefault(client, 0)
@@ -228,9 +232,9 @@ class Ack:
         return cls(AckKind(kind), expected, credit, ShardCounters.of(counters), raw[_ACK.size :].decode())
 
 
-def is_newer(told: ShardCounters, known: ShardCounters | None) -> bool:
+def is_newer(counters: ShardCounters, known: ShardCounters | None) -> bool:
     """Whether a shard said this after what is known; calls may overtake each other."""
-    return known is None or (told.epoch, told.changes) >= (known.epoch, known.changes)
+    return known is None or (counters.epoch, counters.changes) >= (known.epoch, known.changes)
 
 
 class GoneError(ShardError):
@@ -264,7 +268,7 @@ class SegmentStream:
     Args:
         dictionaries: Finds the dictionaries that a segment names.
         survives: Whether the shard holds after a restart what it acknowledged.
-        patience_s: How long a shard may be away before the caller is told.
+        patience_s: How long a shard may be away before the caller gets an error.
     """
 
     def __init__(
@@ -314,7 +318,7 @@ class SegmentStream:
         self._begin()
 
     def grant(self, lease: int, roster: Any) -> None:
-        """Tell a limiter when the segment that was sent last has arrived."""
+        """Report to a limiter when the segment that was sent last has arrived."""
         if self._under_way:
             self._under_way[-1].lease, self._under_way[-1].roster = lease, roster
 
@@ -375,7 +379,7 @@ class SegmentStream:
             wait = False
 
     def _endure(self, error: Exception) -> None:
-        """Pause before the next try; tell the caller if none has succeeded for long."""
+        """Pause before the next try; raise an error if none has succeeded for long."""
         now = time.monotonic()
         self._failing_since = now if self._failing_since is None else self._failing_since
         if now - self._failing_since > self._patience_s:

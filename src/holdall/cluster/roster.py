@@ -1,4 +1,6 @@
-"""The rate limiter: samples per insert, kept within bounds over all writers and learners.
+"""The roster and the rate limiter: what the processes of a memory agree on.
+
+Which shards there are, which codec a field gets, and how many samples an insert may have.
 
 In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
 Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time
@@ -28,7 +30,7 @@ _LEASE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How often a transition is to be drawn before it is replaced, about.
+    """About how often a transition is drawn before it is replaced.
 
     Args:
         samples_per_insert: Rows drawn for every transition added, in the long run.
@@ -112,7 +114,7 @@ class Limiter:
         return True
 
     def recentre(self, inserted: int) -> None:
-        """Begin anew with shards that hold something already: as if as much had been drawn as should be."""
+        """Begin again with shards that hold something already: as if as much had been drawn as should be."""
         self.inserted = inserted
         behind = max(0, inserted - self.limit.min_size)
         self.sampled = int(behind * self.limit.samples_per_insert)
@@ -151,7 +153,7 @@ class Roster:
             return life
 
     def admit(self, handles: dict[int, Any]) -> int:
-        """Add shards to the list; it is told all there are, since it may have been restarted and know none."""
+        """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""
         with self._lock:
             self._shards = {shard: (handle, True) for shard, handle in handles.items()} | self._shards
             self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
@@ -232,18 +234,18 @@ class Roster:
         for shard, call in asked.items():
             if call in ready:
                 try:
-                    told = ShardCounters.of(ray.get(call))
+                    found = ShardCounters.of(ray.get(call))
                 except ray.exceptions.RayError:  # it counts with what it took before
                     continue
                 with self._lock:
-                    self._note(shard, told)
+                    self._note(shard, found)
         if self._metrics is not None and self._metrics.is_due:
             with self._lock:
                 words = self._limiter.words()
-            self._metrics.tell(**words)
+            self._metrics.set(**words)
 
     def _note(self, shard: int, counters: ShardCounters) -> None:
-        """Add up what was ever taken; a shard that began anew counts from 0 again."""
+        """Add up what was ever taken; a shard that began again counts from 0 again."""
         life = 0 if self._survives else counters.epoch
         self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         if self._limiter is None:

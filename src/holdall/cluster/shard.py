@@ -172,7 +172,7 @@ class Shard:
     def expect(self, writer: bytes) -> bytes:
         """Say which segment of a writer is the next: all before it can be drawn, and are durable if any are."""
         with self._changed:
-            # The writer forgets what was accepted, so it is told of nothing that could still be lost.
+            # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
             if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
                 raise ShardError(f"shard {self._number} waits for its disk; ask again")
             return self._ack(writer, AckKind.EXPECTED_ANOTHER)
@@ -217,13 +217,13 @@ class Shard:
     @ray.method(concurrency_group="sample")
     def update_priorities(self, order: bytes, rows: bytes, priorities: bytes, dtype: str) -> bytes:
         """Set the priorities of rows; those that left are passed over."""
-        wanted, told = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
+        wanted, numbers = as_ids(np.frombuffer(rows, np.int64)), np.frombuffer(priorities, np.dtype(dtype))
         sampler = self._data.sampler
         if not isinstance(sampler, Prioritized):
             raise ArgumentError("update_priorities was called, but the memory's sampler has no priorities")
         with self._call_queue.taken(self._required(order)), self._lock:
             # Rows of an earlier life are lost; their numbers are below all that are held now.
-            sampler.update_priorities(self._data.held(), wanted, told)
+            sampler.update_priorities(self._data.held(), wanted, numbers)
             self._changes += 1
             return self._counters().packed()
 
@@ -292,7 +292,7 @@ class Shard:
 
     @ray.method(concurrency_group="control")
     def journals(self) -> list[int]:
-        """Return the shards whose journals lie beside this one's, and hold something as far as one can tell."""
+        """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
         return [] if self._url is None else journals_in_use(self._url)
 
     @ray.method(concurrency_group="control")

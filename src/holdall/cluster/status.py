@@ -1,6 +1,6 @@
-"""How each shard is: where it runs, what it holds, and what its process takes.
+"""What shards, learners and the limiter report: where they run, what they hold and take; as numbers, and as metrics.
 
-In:  an actor.  Out: a few numbers; also of one that does not answer.
+In:  an actor, or a process's own counters.  Out: a few numbers; also of a shard that does not answer.
 Invariant: reading what a process takes costs it a fiftieth of a core at most, however large it is and whoever asks.
 """
 
@@ -45,9 +45,9 @@ class ShardStatus:
     limit_free_bytes: int = 0
 
     @classmethod
-    def of(cls, number: int, told: dict[str, Any]) -> Self:
-        """Read what a shard told."""
-        return cls(number, True, **told | {"counters": ShardCounters.of(told["counters"])})
+    def of(cls, number: int, figures: dict[str, Any]) -> Self:
+        """Read what a shard reported."""
+        return cls(number, True, **figures | {"counters": ShardCounters.of(figures["counters"])})
 
 
 class Process:
@@ -137,14 +137,14 @@ class _Gauges:
             gauge.set_default_tags(tags)
             self._gauges[name] = gauge
 
-    def tell(self, **values: float) -> None:
+    def set(self, **values: float) -> None:
         """Set gauges."""
         for name, value in values.items():
             self._gauges[name].set(float(value))
 
 
 class _AskedFor(_Gauges):
-    """Gauges that are told once a second at most, by whoever is called anyway."""
+    """Gauges that are set once a second at most, by whoever is called anyway."""
 
     def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
         super().__init__(prefix, described, {"memory": memory})
@@ -153,7 +153,7 @@ class _AskedFor(_Gauges):
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to tell again; who is told so has to."""
+        """Whether it is time to set them again; the caller does so then."""
         with self._lock:
             now = time.monotonic()
             if now - self._told_at < _PAUSE_S:
@@ -163,21 +163,21 @@ class _AskedFor(_Gauges):
 
 
 class LearnerMetrics(_AskedFor):
-    """What one learner tells."""
+    """What one learner reports."""
 
     def __init__(self, memory: str) -> None:
         super().__init__("learner", _LEARNER, memory)
 
 
 class LimiterMetrics(_AskedFor):
-    """What the limiter of a memory tells."""
+    """What the limiter of a memory reports."""
 
     def __init__(self, memory: str) -> None:
         super().__init__("limiter", _LIMITER, memory)
 
 
 class ShardMetrics(_Gauges):
-    """What one shard tells."""
+    """What one shard reports."""
 
     def __init__(self, memory: str, shard: int) -> None:
         tags = {"memory": memory, "shard": str(shard)}
@@ -201,14 +201,14 @@ class ShardMetrics(_Gauges):
 
     def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
         """Tell what a shard says of its process, see status.py, every second from now on."""
-        threading.Thread(target=self._tell, args=(figures,), name="holdall-metrics", daemon=True).start()
+        threading.Thread(target=self._follow, args=(figures,), name="holdall-metrics", daemon=True).start()
 
-    def _tell(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+    def _follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
         while True:
-            told = figures()
-            counters = ShardCounters.of(told["counters"])
+            found = figures()
+            counters = ShardCounters.of(found["counters"])
             values = {name: getattr(counters, name) for name in _SHARD if hasattr(counters, name)}
-            self.tell(**values, **{name: told[name] for name in _SHARD if name in told})
+            self.set(**values, **{name: found[name] for name in _SHARD if name in found})
             time.sleep(_PAUSE_S)
 
 

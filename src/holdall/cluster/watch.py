@@ -1,6 +1,6 @@
-"""The outlook of a memory over shards: what is wrong with it, and what will be.
+"""Watching memories over shards: what is wrong with them, and what will be.
 
-In:  what surveys saw, in order of time.  Out: verdicts, each with its evidence and a remedy.
+In:  what the shards report, in order of time.  Out: verdicts, each with its evidence and a remedy.
 Invariant: what a transition takes is measured on the shard itself: by how its process grew while it filled, or, before
 it has, by what it holds. What is left on a machine is shared by all the shards that are there.
 """
@@ -27,7 +27,7 @@ from holdall.tools.watch.watcher_process import RECORD_FORMAT
 from holdall.units import format_bytes
 
 _SILENT_S = 5.0
-"""A shard that has not answered for so long is told of."""
+"""A shard that has not answered for so long is reported."""
 _WAITS_BYTES = 8 * 2**20
 _GROWN_ROWS = 1_000
 """Transitions between two looks at a process, for its growth to say what one takes."""
@@ -219,7 +219,7 @@ class ClusterPass(WatchPass):
     rates: tuple[float, ...] = ()  # transitions a second that each of them is given
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what is new, as lines of a record: beside those of every turn, one for each shard."""
+        """Return what is new, as lines of a record: beside those of every pass, one for each shard."""
         shards = [
             {"kind": "shard", "time": self.reading.time, "memory": memory.name, **shard_words(shard)}
             for memory in self.memories
@@ -230,7 +230,7 @@ class ClusterPass(WatchPass):
 
 
 class ClusterWatch:
-    """Takes turns: looks at all memories of a cluster, remembers, and judges."""
+    """Looks at all memories of a cluster, again and again, remembers, and judges."""
 
     def __init__(self, monitor: ClusterMonitor, interval_s: float) -> None:
         self.monitor = monitor
@@ -266,7 +266,7 @@ class ClusterWatch:
         )
 
     def pause(self) -> None:
-        """Wait until the next turn is due."""
+        """Wait until the next pass is due."""
         time.sleep(self._interval_s)
 
     def header(self) -> dict[str, Any]:
@@ -307,9 +307,9 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
         "shard": shard.number, "state": shard.state, "silent_s": round(shard.silent_s, 1), "restarts": shard.restarts,
     }  # fmt: skip
     if shard.status is not None:
-        told = asdict(shard.status)
-        counters = told.pop("counters") or {}
-        words |= {name: value for name, value in (told | counters).items() if name not in {"number", "answers"}}
+        status = asdict(shard.status)
+        counters = status.pop("counters") or {}
+        words |= {name: value for name, value in (status | counters).items() if name not in {"number", "answers"}}
     return words
 
 
@@ -407,11 +407,11 @@ class ClusterMonitor:
         ray.shutdown()
 
     def _list(self, name: str, call: Any, until: float) -> bool:
-        """Take over which shards a memory has; a roster that was restarted lists none until it is told."""
-        told = _answer(call, until)
-        if told is None:
+        """Take over which shards a memory has; a roster that was restarted lists none until they are passed to it."""
+        found = _answer(call, until)
+        if found is None:
             return False
-        shards, known = told[1], self._memories[name]
+        shards, known = found[1], self._memories[name]
         for number, (handle, takes) in shards.items():
             asked = known.setdefault(number, _Asked(handle, takes, time.monotonic()))
             asked.takes = takes

@@ -295,7 +295,9 @@ class Writer:
             return
         self._looked_at = now
         version, shards = self._listed()
-        if shards is None or version < self._version:  # one that was restarted knows less, until it is told again
+        if (
+            shards is None or version < self._version
+        ):  # one that was restarted knows less, until they are passed to it again
             return
         self._version = version
         for number, (handle, _) in shards.items():
