@@ -181,7 +181,7 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     writer, before = durable.writer(), len(durable)
     numbered(writer, 20_000, 20_100)
     writer.flush()
-    kill(process_of(durable._roster))
+    kill(process_of(durable._fleet.roster))
     numbered(writer, 20_100, 20_600)
     writer.flush()
     assert len(durable) == before + 600

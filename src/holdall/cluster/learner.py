@@ -258,7 +258,7 @@ def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, 
     found: dict[int, Checkpoint] = {}
     for shard, call in calls.items():
         try:
-            found[shard] = received(call, None)
+            found[shard] = received(cluster.handle(shard).end_save.remote(received(call, None)), None)
         except LOSSES as error:
             cluster.lose(shard)
             raise CheckpointError(

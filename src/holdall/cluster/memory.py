@@ -339,7 +339,9 @@ class ReplayMemory:
             "generator": generator_state(self._drawing.generator),
             "sampler": {"kind": type(self._sampler).__name__},
         }
-        calls = {number: self._cluster.call(number, "save", shard_url(place, number)) for number in self._fleet.actors}
+        calls = {
+            number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
+        }
         ticks = self.capacity // self._lanes
         snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls))
         return self._savers.to(place).save(snapshot, int(keep), None, None)

@@ -16,7 +16,7 @@ import numpy as np
 import ray
 from numpy.typing import NDArray
 
-from holdall.checkpoint import Checkpoint, Restored, open_reader, restored
+from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
 from holdall.cluster.answer import Payload
 from holdall.cluster.journal import (
     Committer,
@@ -50,7 +50,7 @@ from holdall.sampling.prioritized import Prioritized
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import segment_needs
 
-GROUPS = {"insert": 32, "sample": 4, "control": 4}
+GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""
 _MOST_CREDITS = 4
 _CROWDED_BYTES = 32 * 2**20
@@ -95,6 +95,8 @@ class Shard:
         self._staged: Counter[bytes] = Counter()  # segments of every writer that are not durable yet
         self._is_closed = threading.Event()
         self._changes = 0
+        self._saves = 0
+        self._handles: dict[int, SaveHandle] = {}  # of checkpoints that were begun
         self._committer: Committer | None = None
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
@@ -295,12 +297,18 @@ class Shard:
         """Return the shards whose journals lie beside this one's, and hold something as far as is known."""
         return [] if self._url is None else journals_in_use(self._url)
 
-    @ray.method(concurrency_group="control")
-    def save(self, order: bytes, url: str) -> Checkpoint:
-        """Write a checkpoint of this moment to a place of this shard's own."""
+    @ray.method(concurrency_group="sample")
+    def begin_save(self, order: bytes, url: str) -> int:
+        """Begin a checkpoint of this moment at a place of this shard's own; return what `end_save` is called with."""
         with self._call_queue.taken(self._required(order)), self._lock:
-            handle = self._data.save(url)
-        return handle.result()
+            number = self._saves = self._saves + 1
+            self._handles[number] = self._data.save(url)
+            return number
+
+    @ray.method(concurrency_group="save")
+    def end_save(self, number: int) -> Checkpoint:
+        """Wait for a checkpoint."""
+        return self._handles.pop(number).result()
 
     @ray.method(concurrency_group="control")
     def end_saves(self) -> None:

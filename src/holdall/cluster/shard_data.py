@@ -30,7 +30,7 @@ from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices
+from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
 from holdall.storage.records import codec_words, dictionary_name
@@ -80,7 +80,6 @@ class ShardData:
         self._savers = Savers(self._kernels.coder)
         self._codecs: dict[Codec, Codec] = {}
         self._runs: deque[WriterRun] = deque()
-        self._fetch: Any = None  # of blocks in an object store, in the background
         self.store = self.begin_at(0)
 
     def begin_at(self, first_row: int) -> Store:
@@ -101,11 +100,15 @@ class ShardData:
         """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
         segment = unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
         for part in segment.parts:
-            if part.block.sealed is not None:
-                coded = part.block.sealed.coded
-                codec = self._codecs.setdefault(coded.codec, coded.codec)
-                part.block.sealed = CarriedSlices(replace(coded, codec=codec))
+            self._share_codec(part.block)
         return segment
+
+    def _share_codec(self, block: SliceBlock) -> None:
+        """Have a block in memory, with a codec that others have too."""
+        if block.sealed is not None:
+            coded = block.sealed.coded.in_memory()
+            codec = self._codecs.setdefault(coded.codec, coded.codec)
+            block.sealed = CarriedSlices(replace(coded, codec=codec))
 
     def take(self, writer: bytes, segment: SealedSegment) -> None:
         """Take a segment of a writer over."""
@@ -143,13 +146,18 @@ class ShardData:
         self.inserted = self.store.next_tick
 
     def load(self, checkpoint: Restored) -> None:
-        """Hold what was saved, and draw on from there."""
+        """Hold what was saved, all of it in memory, and draw on from there."""
+        content = checkpoint.content
+        for block in [] if content is None else [part.block for segment in content.segments for part in segment.parts]:
+            self._share_codec(block)
+            named = None if block.sealed is None else block.sealed.codec.dictionary
+            if named is not None:
+                self.dictionaries[dictionary_name(named)] = named
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
         if checkpoint.saved is not None:
             self._savers.to(checkpoint.url, checkpoint.saved)
-        self._fetch = checkpoint.fetch_the_rest()
         self._runs.extend(runs_of(state["runs"]))
         self.inserted = int(state["inserted"])
         self.generator = restored_generator(state["generator"])
@@ -157,11 +165,6 @@ class ShardData:
             self.sampler.restore(state["sampler"]["state"])
         if isinstance(self.sampler, Prioritized):
             self.sampler.resize(self.capacity, store.first_tick)
-        segments = [] if checkpoint.content is None else checkpoint.content.segments
-        for part in (part for segment in segments for part in segment.parts):
-            named = None if part.block.sealed is None else part.block.sealed.codec.dictionary
-            if named is not None:
-                self.dictionaries[dictionary_name(named)] = named
 
     def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
         """Write the segments of a checkpoint that a journal does not have yet.
