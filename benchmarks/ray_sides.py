@@ -119,7 +119,9 @@ class HoldallSide:
         sent = 0
         for shard in self.memory._cluster.numbers:
             share = BATCH // len(self.memory._cluster.numbers)
-            sent += len(ray.get(self.memory._cluster.call(shard, "sample", [share])))
+            answer = ray.get(self.memory._cluster.call(shard, "sample", [share]))
+            record, *arrays = (answer,) if isinstance(answer, bytes) else answer
+            sent += len(record) + sum(array.nbytes for array in arrays)
         return sent
 
     def rows(self, numbers: Any) -> dict[str, Any]:

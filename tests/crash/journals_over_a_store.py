@@ -19,7 +19,7 @@ import ray
 from gymnasium import spaces
 
 from holdall.cluster.journal import Journal, slots_at
-from holdall.cluster.protocol import Ack, Envelope
+from holdall.cluster.protocol import Ack, SegmentHeader
 from holdall.ray import ReplayMemory
 
 PATIENCE_S = 60.0
@@ -35,10 +35,10 @@ def held(memory: ReplayMemory) -> list[int]:
     memory.flush()
     found: list[int] = []
     until = time.monotonic() + PATIENCE_S
-    while len(standings := memory._cluster.refresh()) < memory.num_shards and time.monotonic() < until:
+    while len(counters_by_shard := memory._cluster.refresh()) < memory.num_shards and time.monotonic() < until:
         time.sleep(0.2)
-    for shard, standing in standings.items():
-        rows = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+    for shard, counters in counters_by_shard.items():
+        rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
     return sorted(found)
 
@@ -73,10 +73,10 @@ def main(url: str) -> None:
         zombie = memory._cluster.handle(1)
         pages = list(Journal(slots_at(url, "journal", "00001")).open())
         payload = pages[0].entries[0].payload
-        standing = memory._cluster.refresh()[1]
-        envelope = Envelope(b"z" * 16, standing.epoch, 0).packed()
+        counters = memory._cluster.refresh()[1]
+        header = SegmentHeader(b"z" * 16, counters.epoch, 0).packed()
         try:
-            told["zombie"] = f"accepted: {Ack.of(ray.get(zombie.insert.remote(envelope, payload), timeout=PATIENCE_S))}"
+            told["zombie"] = f"accepted: {Ack.of(ray.get(zombie.insert.remote(header, payload), timeout=PATIENCE_S))}"
         except ray.exceptions.RayTaskError as error:
             told["zombie"] = str(error.cause)
     with ReplayMemory(space, action, 40_000, **settings) as memory:

@@ -16,19 +16,27 @@ import numpy as np
 import psutil
 import pytest
 import ray
+from gymnasium import spaces
 
 from holdall import ArgumentError, ShardError
-from holdall.cluster import commit as loading
-from holdall.cluster.checkpoint import newest_manifest
+from holdall.checkpoint import open_reader, restored_state
+from holdall.cluster import shard_data as loading
 from holdall.cluster.shard import Shard
 from holdall.errors import CheckpointError
 from holdall.ray import ReplayMemory
 from holdall.sampling.draw import Uniform
 
+from . import test_losses
 from .processes import kill, process_of, wait_until
-from .test_losses import ACTION, SPACE, held, numbered
+from .test_losses import ACTION, held
 
 pytestmark = pytest.mark.usefixtures("cluster")
+SPACE = spaces.Box(-np.inf, np.inf, (80,), np.float32)
+"""Long enough that a shard moves it in the segments in which it came."""
+
+
+def numbered(memory: Any, first: int, end: int) -> None:
+    test_losses.numbered(memory, first, end, *SPACE.shape)
 
 
 def slots_of(folder: Path) -> list[Path]:
@@ -55,21 +63,23 @@ def checkpoint(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def loaded(place: Path, journal: Path) -> Shard:
     """Start a shard in this process, as its actor would."""
-    manifest = newest_manifest(str(place))
-    saved = (str(place), manifest["shards"]["0"])
-    return Shard(0, manifest["schema"], manifest["shard_rows"], Uniform(), None, "none", str(journal), saved)
+    reader = open_reader(place)
+    manifest = reader.manifest(reader.numbers()[0])
+    (shard,) = manifest.shards
+    saved, rows = (f"{reader.url}/{shard.folder}", shard.number), restored_state(manifest, reader)["shard_rows"]
+    return Shard(0, manifest.schema, rows, Uniform(), None, "none", str(journal), saved)
 
 
 def rewards(shard: Shard) -> list[int]:
-    shelf = shard._shelf
-    found = shelf.find(np.arange(shelf.first_row, shelf.next_row)).columns["reward"]
+    store = shard._data.store
+    found = store.rewards(np.arange(store.first_tick, store.next_tick))
     return [int(reward) for reward in found]
 
 
 def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_SLOT_BYTES", 20_000)
+    monkeypatch.setattr(loading, "SLOT_BYTES", 8_000)
     assert rewards(loaded(checkpoint, tmp_path / "whole")) == list(range(500, 1_500))
     whole = tmp_path / "whole" / "journal" / "00000"
     count = len(slots_of(whole))
@@ -87,7 +97,7 @@ def test_a_checkpoint_whose_loading_was_cut_short_is_loaded_to_its_end(
 def test_half_a_checkpoint_is_not_taken_for_a_journal_nor_for_another(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loading, "_SLOT_BYTES", 20_000)
+    monkeypatch.setattr(loading, "SLOT_BYTES", 8_000)
     loaded(checkpoint, tmp_path / "whole")
     half = tmp_path / "half"
     first_slots(tmp_path / "whole" / "journal" / "00000", 3, half / "journal" / "00000")
@@ -184,7 +194,7 @@ def test_a_shard_that_was_restarted_while_it_is_drained_stays_closed(tmp_path: P
         numbered(writer, 300, 1_300)
         writer.flush()  # what it does not take goes to the other
         assert held(memory) == list(range(1_300))
-        assert memory.shards()[1].standing.transitions > 1_000  # type: ignore[union-attr]  # it answers
+        assert memory.shards()[1].counters.transitions > 1_000  # type: ignore[union-attr]  # it answers
 
 
 @pytest.mark.nightly

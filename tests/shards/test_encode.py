@@ -1,4 +1,4 @@
-"""Encoding: trajectories and single ticks become the same blocks, byte for byte."""
+"""Encoding: trajectories and single ticks become the same segments, byte for byte."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
+
 from holdall.cluster import encode
-from holdall.cluster.block import pack_block
 from holdall.cluster.encode import Encoder
-from holdall.cluster.protocol import TravelLayout
 from holdall.native import chosen_kernels
 from holdall.schema import Schema
+from holdall.storage.sealed_segment import SealedSegment, pack_segment
 from holdall.storage.snapshot import Tick
 from holdall.testing import Stream
 from holdall.testing.strategies import streams
@@ -49,33 +49,37 @@ def together(ticks: list[Tick]) -> Tick:
     )
 
 
+def packed(segment: SealedSegment) -> bytes:
+    return pack_segment(segment, chosen_kernels().coder)
+
+
 @settings(max_examples=60)
 @given(
     stream=streams(),
     most=st.integers(1, 30),
-    block_bytes=st.sampled_from([1, 2_000, 4 * 2**20]),
+    segment_bytes=st.sampled_from([1, 2_000, 4 * 2**20]),
     lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4),
 )
-def test_a_trajectory_becomes_the_blocks_of_its_ticks(
-    stream: Stream, most: int, block_bytes: int, lengths: list[int]
+def test_a_trajectory_becomes_the_segments_of_its_ticks(
+    stream: Stream, most: int, segment_bytes: int, lengths: list[int]
 ) -> None:
     schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
-    one, other = (Encoder(TravelLayout.of(schema), stream.num_envs, most, chosen_kernels()) for _ in range(2))
+    one, other = (Encoder(schema, stream.num_envs, most, chosen_kernels()) for _ in range(2))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encode, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(encode, "_SEGMENT_BYTES", segment_bytes)
         for length in lengths:
             ticks = [flat(stream, schema) for _ in range(length)]
             expected, found = [], []
             for tick in ticks:
                 one.add(tick)
                 if one.is_full:
-                    expected.append(pack_block(one.close({})))
+                    expected.append(packed(one.close({})))
             steps, taken = together(ticks), 0
             while taken < length:
                 taken += other.extend(steps, taken)
                 if other.is_full:
-                    found.append(pack_block(other.close({})))
+                    found.append(packed(other.close({})))
             assert found == expected
             assert other.rows == one.rows
         if one.rows:
-            assert pack_block(other.close({})) == pack_block(one.close({}))
+            assert packed(other.close({})) == packed(one.close({}))

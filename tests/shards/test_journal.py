@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdall.cluster.journal import BlockMove, Entry, Journal, LocalSlots
+from holdall.cluster.journal import Entry, Journal, LocalSlots, SegmentMove
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage.codec import Dictionary
 
@@ -112,7 +112,7 @@ def test_what_a_zombie_removes_while_it_is_overtaken_is_not_missed(tmp_path: Pat
 
 def test_what_is_told_besides_is_found_again(tmp_path: Path) -> None:
     journal, _ = opened(tmp_path)
-    move = BlockMove("holdall-1", 3, ANN.hex(), 7, 128)
+    move = SegmentMove("holdall-1", 3, ANN.hex(), 7, 128)
     journal.close_to_writers("holdall-1")
     journal.hide(256, move)
     again, _ = opened(tmp_path)

@@ -111,8 +111,8 @@ def test_writers_and_learners_wait_for_each_other() -> None:
         while drawn < 3_600:  # after which all that is to be added is granted
             memory.sample(100)
             drawn += 100
-            standing = ray.get(memory._roster.limiter.remote())
-            assert standing["lowest"] <= standing["error"] <= standing["highest"]
+            counters = ray.get(memory._fleet.roster.limiter.remote())
+            assert counters["lowest"] <= counters["error"] <= counters["highest"]
             assert len(memory) * 2.0 - drawn <= limit.highest
         ray.get(fed, timeout=60)
         assert len(memory) == 2_048

@@ -23,9 +23,9 @@ SPACE = spaces.Box(-np.inf, np.inf, (3,), np.float32)
 ACTION = spaces.Discrete(2)
 
 
-def numbered(memory: Any, first: int, end: int) -> None:
+def numbered(memory: Any, first: int, end: int, width: int = 3) -> None:
     """Add transitions whose reward tells which one they are."""
-    row, action, no = np.zeros((1, 3), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
+    row, action, no = np.zeros((1, width), np.float32), np.zeros(1, np.int64), np.zeros(1, np.bool_)
     for number in range(first, end):
         memory.add(row, action, np.array([number], np.float64), row, no, no)
 
@@ -34,8 +34,8 @@ def held(memory: ReplayMemory) -> list[int]:
     """Return which transitions are held, from all shards."""
     memory.flush()
     found: list[int] = []
-    for shard, standing in memory._cluster.refresh().items():
-        rows = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+    for shard, counters in memory._cluster.refresh().items():
+        rows = np.arange(counters.first_row, counters.next_row) + (shard << 48)
         found += memory.gather(rows).reward.astype(int).tolist()
     return sorted(found)
 
@@ -129,8 +129,8 @@ def test_draws_over_shards_are_as_likely_as_they_should_be_also_after_join_and_l
 
         def tell() -> None:
             memory.flush()
-            for shard, standing in memory._cluster.refresh().items():
-                ids = np.arange(standing.first_row, standing.next_row) + (shard << 48)
+            for shard, counters in memory._cluster.refresh().items():
+                ids = np.arange(counters.first_row, counters.next_row) + (shard << 48)
                 if prioritized and len(ids):
                     memory.update_priorities(ids, priorities[memory.gather(ids).reward.astype(int)])
             memory.sample(transitions)  # so that every shard has said how it stands now
@@ -181,7 +181,7 @@ def test_adding_and_drawing_go_on_when_the_roster_is_killed(durable: ReplayMemor
     writer, before = durable.writer(), len(durable)
     numbered(writer, 20_000, 20_100)
     writer.flush()
-    kill(process_of(durable._roster))
+    kill(process_of(durable._fleet.roster))
     numbered(writer, 20_100, 20_600)
     writer.flush()
     assert len(durable) == before + 600

@@ -175,8 +175,8 @@ def test_writers_in_other_processes_feed_the_memory(four: ReplayMemory) -> None:
 def ends_of(memory: ReplayMemory) -> list[int]:
     """Return the next id of every shard."""
     memory.flush()
-    standings = memory._cluster.refresh()
-    return [(shard << 48) + standings[shard].next_row for shard in sorted(standings)]
+    counters_by_shard = memory._cluster.refresh()
+    return [(shard << 48) + counters_by_shard[shard].next_row for shard in sorted(counters_by_shard)]
 
 
 def test_a_writer_travels_only_when_nothing_waits_in_it(four: ReplayMemory) -> None:
@@ -206,7 +206,7 @@ def test_every_shard_says_where_it_runs_and_what_it_takes(four: ReplayMemory) ->
     assert [status.number for status in statuses] == [0, 1, 2, 3]
     assert len({status.pid for status in statuses}) == 4
     assert all(status.answers and status.node and status.uss_bytes > 2**20 for status in statuses)
-    assert sum(status.standing.transitions for status in statuses if status.standing is not None) == len(four)
+    assert sum(status.counters.transitions for status in statuses if status.counters is not None) == len(four)
 
 
 def test_a_closed_memory_says_so() -> None:
@@ -256,3 +256,88 @@ def test_a_loaded_memory_goes_on_where_it_was_saved(shards: int, tmp_path: Path)
         ReplayMemory.load(tmp_path)
     with pytest.raises(holdall.CheckpointError, match="no checkpoint"):
         ReplayMemory.load(tmp_path / "elsewhere")
+
+
+def marked(source: Stream, count: int) -> list[tuple[Any, ...]]:
+    """Return ticks whose transitions tell which ones they are."""
+    ticks = [arguments(source) for _ in range(count)]
+    for tick, step in enumerate(ticks):
+        step[-1]["log_prob"][:] = -np.arange(tick * 2, tick * 2 + 2, dtype=np.float32) - 1
+    return ticks
+
+
+def by_mark(batch: Any) -> list[tuple[bytes, ...]]:
+    """Return every transition as bytes, in the order of their marks; all but whether a lane was cut short."""
+    order = np.argsort(-batch.extras["log_prob"])
+    fields = (*batch.obs.values(), *batch.next_obs.values(), *batch.action, batch.reward, batch.terminated)
+    return [tuple(field[row].tobytes() for field in (*fields, batch.extras["log_prob"])) for row in order.tolist()]
+
+
+def test_what_was_saved_over_shards_loads_locally(tmp_path: Path) -> None:
+    ticks = marked(stream(lanes=2, ends=0.1), 700)
+    with ReplayMemory(OBSERVATION, ACTION, 6_000, 2, shards=3, extras=EXTRAS, seed=4) as memory:
+        for step in ticks:
+            memory.add(*step)
+        memory.save(tmp_path).result()
+        ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(memory)])
+        expected = memory.gather(ids)
+    with holdall.ReplayMemory.load(tmp_path) as local:
+        assert len(local) == 1_400
+        found = np.arange(local.first_id, local.next_id)
+        found = found[local.are_valid(found)]
+        assert by_mark(local.gather(found)) == by_mark(expected)
+        local.add(*ticks[0])
+        local.save(tmp_path / "again").result()
+    with holdall.ReplayMemory.load(tmp_path / "again") as again:
+        assert len(again) == 1_402
+
+
+def test_what_was_saved_locally_loads_over_shards(tmp_path: Path) -> None:
+    ticks = marked(stream(lanes=2, ends=0.1), 700)
+    with holdall.ReplayMemory(OBSERVATION, ACTION, 1_200, 2, extras=EXTRAS) as local:
+        for count, step in enumerate(ticks):
+            local.add(*(*step, None if count % 7 else np.array([True, count % 2 == 0])))
+        local.save(tmp_path).result()
+        ids = np.arange(local.first_id, local.next_id)
+        expected = local.gather(ids[local.are_valid(ids)])
+    with ReplayMemory.load(tmp_path, shards=2) as memory:
+        assert (memory.num_envs, memory.num_shards, len(memory)) == (2, 2, len(expected))
+        ids = np.concatenate([np.arange(end - counters, end) for end, counters in held_by(memory)])
+        found = memory.gather(ids[[is_held(memory, one) for one in ids.tolist()]])
+        assert by_mark(found) == by_mark(expected)
+        assert sorted(zip(found.extras["log_prob"], found.truncated, strict=True)) == sorted(
+            zip(expected.extras["log_prob"], expected.truncated, strict=True)
+        )
+        memory.add(*ticks[0])
+        assert len(memory) == len(expected) + 2
+
+
+def held_by(memory: ReplayMemory) -> list[tuple[int, int]]:
+    """Return the next id of every shard, and how many rows it holds."""
+    found = memory._cluster.refresh()
+    return [((shard << 48) + each.next_row, each.next_row - each.first_row) for shard, each in sorted(found.items())]
+
+
+def is_held(memory: ReplayMemory, transition: int) -> bool:
+    try:
+        memory.gather([transition])
+    except TransitionIdError:  # a lane that made no transition
+        return False
+    return True
+
+
+def test_saves_may_overlap(tmp_path: Path) -> None:
+    source = stream()
+    with ReplayMemory(OBSERVATION, ACTION, 2_000, shards=2, extras=EXTRAS, seed=4) as memory:
+        for _ in range(300):
+            memory.add(*arguments(source))
+        handles = []
+        for _ in range(4):
+            memory.add(*arguments(source))
+            handles.append(memory.save(tmp_path, keep=1))
+        assert [handle.result().number for handle in handles] == [1, 2, 3, 4]
+        with ReplayMemory.load(tmp_path) as again:
+            assert len(again) == 304
+            assert_same_bits(again.sample(64), memory.sample(64))
+    with holdall.ReplayMemory.load(tmp_path) as local:
+        assert len(local) == 304

@@ -65,11 +65,11 @@ def test_prometheus_sees_shards_learners_and_the_limiter_as_they_are() -> None:
         statuses = memory.shards()
         for status in statuses:
             shard = str(status.number)
-            assert status.standing is not None
+            assert status.counters is not None
             of_shard = {name: value for (name, number, call), value in seen.items() if number == shard and not call}
             exact = {
-                "transitions": status.standing.transitions, "inserted": status.standing.inserted,
-                "mass": status.standing.mass, "epoch": status.standing.epoch, "backlog": 0,
+                "transitions": status.counters.transitions, "inserted": status.counters.inserted,
+                "mass": status.counters.mass, "epoch": status.counters.epoch, "backlog": 0,
                 "held_bytes": status.held_bytes, "plain_bytes": status.plain_bytes,
             }  # fmt: skip
             assert of_shard.keys() == {f"ray_holdall_shard_{name}" for name in (*exact, "anonymous_bytes")}

@@ -11,7 +11,7 @@ import ray
 from gymnasium import spaces
 
 from holdall import ShardError
-from holdall.cluster.token import close_token_file, require_token
+from holdall.cluster.security import close_token_file, require_token
 from holdall.ray import ReplayMemory
 
 

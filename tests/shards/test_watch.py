@@ -23,10 +23,9 @@ from rich.console import Console
 from holdall import ArgumentError, ShardError
 from holdall.cli.watch_ray import cluster_view
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.security import require_head
-from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, State
-from holdall.cluster.token import use_token
-from holdall.cluster.watch import ClusterTurn, Outlook
+from holdall.cluster.security import require_head, use_token
+from holdall.cluster.status import ShardStatus
+from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard, ShardForecast, State
 from holdall.ray import RateLimit, ReplayMemory
 from holdall.tools.report import read_report
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory
@@ -162,10 +161,10 @@ def test_the_users_token_is_used_where_there_is_one(tmp_path: Path) -> None:
 
 
 def shard(number: int, rows: int, uss: int, *, state: State = "answers", backlog: int = 0, **more: Any) -> SeenShard:
-    standing = ShardCounters(3, 0, rows, rows, rows, 1, backlog, float(rows))
+    counters = ShardCounters(3, 0, rows, rows, rows, 1, backlog, float(rows))
     told: dict[str, Any] = {"node": "10.0.0.3", "limit": "control group", "limit_bytes": 4 * 2**30, "capacity": 100_000}
     told |= {"held_bytes": rows * 1_000, "plain_bytes": rows * 50_000, "limit_free_bytes": 64 * MIB, "is_durable": True}
-    status = ShardStatus(number, True, pid=40_000 + number, uss_bytes=uss, pss_bytes=uss, standing=standing, **told)
+    status = ShardStatus(number, True, pid=40_000 + number, uss_bytes=uss, pss_bytes=uss, counters=counters, **told)
     return SeenShard(number, state, status=status, **more)
 
 
@@ -174,7 +173,7 @@ def memory_of(*shards: SeenShard) -> list[SeenMemory]:
 
 
 def test_a_machine_that_runs_out_before_its_shards_are_full_is_told_with_when() -> None:
-    outlook = Outlook()
+    outlook = ShardForecast()
     # 1,000 bytes a transition as they are held: 40 MB to come on each of two, of 64 MiB that both have.
     (one,) = outlook.verdicts(memory_of(shard(0, 60_000, 60_000_000), shard(1, 60_000, 60_000_000)), 1_000.0)
     assert (one.name, one.severity, one.evidence["of"]) == ("running out", "error", "10.0.0.3")
@@ -186,8 +185,10 @@ def test_a_machine_that_runs_out_before_its_shards_are_full_is_told_with_when() 
     left = 64 * MIB / 140_000_000 * 70_000
     assert two.evidence["seconds"] == pytest.approx(left / 100)
     assert outlook.rate(memory_of(shard(0, 65_000, 1), shard(1, 65_000, 1))[0], 1_100.0) == 100
-    assert not Outlook().verdicts(memory_of(shard(0, 90_000, 90_000_000)), 0.0)  # 10 MB to come
-    assert not Outlook().verdicts(memory_of(shard(0, 100_000, 100_000_000), shard(1, 0, MIB)), 0.0)  # full, and empty
+    assert not ShardForecast().verdicts(memory_of(shard(0, 90_000, 90_000_000)), 0.0)  # 10 MB to come
+    assert not ShardForecast().verdicts(
+        memory_of(shard(0, 100_000, 100_000_000), shard(1, 0, MIB)), 0.0
+    )  # full, and empty
 
 
 def test_shards_that_are_away_restarted_or_slow_are_told() -> None:
@@ -200,12 +201,12 @@ def test_shards_that_are_away_restarted_or_slow_are_told() -> None:
         SeenShard(4, "starts", 30.0),
         shard(5, **full, restarts=2),
     ]
-    found = {one.name: one for one in Outlook().verdicts(memory_of(*seen), 0.0)}
+    found = {one.name: one for one in ShardForecast().verdicts(memory_of(*seen), 0.0)}
     assert set(found) == {"slow journal", "silent", "lost", "starts", "restarted"}
     assert found["silent"].evidence["shards"] == [1]
     assert "12 s" in found["silent"].text
     assert [one.severity for one in found.values()] == ["error", "error", "warning", "warning", "info"]
-    (roster,) = Outlook().verdicts([SeenMemory("holdall-0", False, (shard(0, **full),))], 0.0)
+    (roster,) = ShardForecast().verdicts([SeenMemory("holdall-0", False, (shard(0, **full),))], 0.0)
     assert roster.name == "roster"
 
 
@@ -214,7 +215,7 @@ def test_a_turn_fits_into_eighty_columns_and_has_more_to_say_in_a_hundred_and_tw
     reading = MemoryReading(0.0, 10**9, 10**9, ())
     history = ReadingHistory()
     history.add(reading)
-    turn = ClusterTurn(reading, [], [], address="192.168.100.100:63790", nodes=12, memories=tuple(seen), rates=(1e4,))
+    turn = ClusterPass(reading, [], [], address="192.168.100.100:63790", nodes=12, memories=tuple(seen), rates=(1e4,))
     shown = {}
     for width in (80, 120):
         console = Console(width=width, record=True, file=io.StringIO())

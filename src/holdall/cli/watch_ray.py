@@ -13,14 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.watch import OutputOptions, curve_of, verdict_line
-from holdall.cluster.token import use_token
+from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.watch import ReadingHistory
 from holdall.units import format_bytes
 
 if TYPE_CHECKING:
-    from holdall.cluster.status import SeenMemory, SeenShard
-    from holdall.cluster.watch import ClusterTurn
+    from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard
 
 
 _QUIET_RAY_SETTINGS = {
@@ -44,14 +43,13 @@ def watch_ray(target: list[str], interval: float, options: OutputOptions) -> Non
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
-        from holdall.cluster.status import Survey  # noqa: PLC0415  an extra
-        from holdall.cluster.watch import ClusterTurns  # noqa: PLC0415
+        from holdall.cluster.watch import ClusterMonitor, ClusterWatch  # noqa: PLC0415  an extra
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
-    survey = Survey(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
-    turns = ClusterTurns(survey, interval)
+    monitor = ClusterMonitor(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
+    turns = ClusterWatch(monitor, interval)
     outputs = options.open(turns.header(), lambda turn, width: cluster_view(turn, turns.history, width))
     try:
         while True:
@@ -66,10 +64,10 @@ def watch_ray(target: list[str], interval: float, options: OutputOptions) -> Non
     finally:
         for output in outputs:
             output.close()
-        survey.close()
+        monitor.close()
 
 
-def cluster_view(turn: ClusterTurn, history: ReadingHistory, width: int = 80) -> RenderableType:
+def cluster_view(turn: ClusterPass, history: ReadingHistory, width: int = 80) -> RenderableType:
     """Return a turn as it is shown."""
     lines: list[RenderableType] = [_headline(turn, history, width)]
     lines += [verdict_line(verdict) for verdict in turn.verdicts]  # first: a screen may end before the shards do
@@ -80,7 +78,7 @@ def cluster_view(turn: ClusterTurn, history: ReadingHistory, width: int = 80) ->
     return Group(*lines)
 
 
-def _headline(turn: ClusterTurn, history: ReadingHistory, width: int) -> Text:
+def _headline(turn: ClusterPass, history: ReadingHistory, width: int) -> Text:
     left = f"ray {turn.address}  {turn.nodes} {'node' if turn.nodes == 1 else 'nodes'}"
     middle = f"  {format_bytes(turn.reading.pss)} (peak {format_bytes(turn.reading.peak)})  "
     text = Text(no_wrap=True, overflow="crop").append(left, style="bold").append(middle)
@@ -90,7 +88,7 @@ def _headline(turn: ClusterTurn, history: ReadingHistory, width: int) -> Text:
 def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
     known = [shard.status for shard in memory.shards if shard.status is not None]
     answering = sum(shard.state in {"answers", "drains"} for shard in memory.shards)
-    transitions = sum(0 if status.standing is None else status.standing.transitions for status in known)
+    transitions = sum(0 if status.counters is None else status.counters.transitions for status in known)
     capacity = sum(status.capacity for status in known)
     held, plain = (sum(getattr(status, name) for status in known) for name in ("held_bytes", "plain_bytes"))
     first = Text(memory.name, style="bold", no_wrap=True, overflow="ellipsis")
@@ -138,17 +136,17 @@ def _table(memory: SeenMemory, width: int) -> Table:
 def _cells(shard: SeenShard) -> list[str]:
     """Return what a shard said last: number, node, pid, transitions, full, held, USS, PSS, of limit, unacked."""
     status = shard.status
-    if status is None or status.standing is None:
+    if status is None or status.counters is None:
         return [str(shard.number), *[""] * 9]
     return [
         str(shard.number),
         status.node,
         str(status.pid),
-        f"{status.standing.transitions:,}",
-        f"{100 * status.standing.transitions / max(1, status.capacity):.0f} %",
+        f"{status.counters.transitions:,}",
+        f"{100 * status.counters.transitions / max(1, status.capacity):.0f} %",
         format_bytes(status.held_bytes),
         format_bytes(status.uss_bytes),
         format_bytes(status.pss_bytes),
         f"{100 * status.uss_bytes / max(1, status.limit_bytes):.1f} %",
-        format_bytes(status.standing.backlog),
+        format_bytes(status.counters.backlog),
     ]

@@ -1,9 +1,10 @@
-"""Answers: drawn rows on their way from a shard to a learner, still compressed.
+"""Answers: drawn rows on their way from a shard to a learner.
 
-In:  what a shelf found.  Out: one checked record of bytes; and back, ready for the loops that decode.
-Invariant: every compressed unit is in an answer once, however many rows need it. An answer costs little beside its
-rows, since a batch takes one from every shard: its arrays stand in one part, in the order of the layout, and whatever
-is the same in every answer is read once.
+In:  rows that a shard's store found.  Out: one checked record of bytes; and back, ready for the loops that decode.
+Invariant: every compressed unit is in an answer once, however many rows need it. Where compressing spares little, the
+rows are decoded at the shard and sent as plain arrays beside the record, which Ray hands over without copying.
+An answer costs little beside its rows, since a batch takes one from every shard: its small arrays stand in one part,
+in the order of the schema, and whatever is the same in every answer is read once.
 """
 
 from __future__ import annotations
@@ -12,29 +13,31 @@ import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.block import MOST_BYTES, MOST_ROWS, open_record, read_part, whole
-from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.shelf import FoundField, FoundRows, SliceForm
-from holdall.delivery import Delivery, ObservationAssembler
+from holdall.cluster.encode import column_leaves
+from holdall.cluster.protocol import ShardCounters, whole
+from holdall.delivery.batches import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
-from holdall.schema import Array
+from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import Coded, KeptBlock
 from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
-from holdall.storage.records import Buffer, codec_of, pack, window_of
-from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Kernels, Places
+from holdall.storage.records import Buffer, codec_of, pack, records_in
+from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS
+from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, Log, Places
 from holdall.threads import ThreadPool
 
 ANSWER = "answer"
+_MOST_BYTES = 2**28
 _ALIGNMENT = 8
-_MOST_KNOWN_FORMS = 256
+MOST_KNOWN_FORMS = 256
 _IS_LITTLE = sys.byteorder == "little"
 _PADDING = [bytes(-n % _ALIGNMENT) for n in range(_ALIGNMENT)]
 _U1, _U4, _I4 = np.dtype(np.uint8), np.dtype(np.uint32), np.dtype(np.int32)
@@ -42,108 +45,160 @@ _I8, _F8 = np.dtype(np.int64), np.dtype(np.float64)
 _BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
 
 Ids = NDArray[np.int64]
-Learn = Callable[[str], Dictionary]
-"""Returns the dictionary of a name."""
+Payload = bytes | tuple[Any, ...]
+"""A record, or a record and the arrays of decoded slices that it names."""
+FindDictionary = Callable[[str], Dictionary]
+
+
+class SliceForm(NamedTuple):
+    """How the slices of some rows are cut, and their bytes: units that are all coded alike, or plain bytes."""
+
+    window: Window
+    slices: Coded | Bytes
+    words: str = ""  # the cut and the codec as they are sent; nothing for plain bytes
+
+
+@dataclass(frozen=True, slots=True)
+class FoundField:
+    """One sliced leaf of some rows: which slices make up its observations, and these."""
+
+    form: NDArray[np.int32]  # (rows,): which of `forms` a row's slices have
+    cursors: Cursors  # (rows,)
+    log: Log  # slice numbers, each among the slices of its row's form
+    forms: tuple[SliceForm, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Rows of one shard, and what is known of each."""
 
-    standing: ShardCounters
+    counters: ShardCounters
     rows: Ids  # row numbers of the shard
     scaled: NDArray[np.float64]  # what each was drawn in proportion to
-    found: FoundRows
+    columns: dict[str, Array]
+    fields: dict[int, FoundField]  # by observation leaf
 
     def part(self, first: int, end: int) -> Answer:
-        """Return some of the rows; they refer to the units of all."""
+        """Return some of the rows; they refer to the slices of all."""
         if (first, end) == (0, len(self.rows)):
             return self
-        rows, found = slice(first, end), self.found
-        columns = {name: column[rows] for name, column in found.columns.items()}
-        fields = tuple(replace(field, form=field.form[rows], cursors=field.cursors[rows]) for field in found.fields)
-        return Answer(self.standing, self.rows[rows], self.scaled[rows], FoundRows(columns, fields))
+        rows = slice(first, end)
+        columns = {name: column[rows] for name, column in self.columns.items()}
+        fields = {
+            i: replace(found, form=found.form[rows], cursors=found.cursors[rows]) for i, found in self.fields.items()
+        }
+        return Answer(self.counters, self.rows[rows], self.scaled[rows], columns, fields)
 
 
-def pack_answer(answer: Answer) -> bytes:
-    """Return an answer as a record."""
-    arrays = [answer.rows, answer.scaled, *answer.found.columns.values()]
+def pack_answer(answer: Answer) -> Payload:
+    """Return an answer as a record, and the arrays of decoded slices beside it."""
+    arrays = [answer.rows, answer.scaled, *(answer.columns[name] for name in sorted(answer.columns))]
+    beside: list[Bytes] = []
     fields = []
-    for field in answer.found.fields:
+    for i, field in answer.fields.items():
         arrays += [field.form, field.cursors, field.log]
-        told = []
-        for form, coded in field.forms:
-            data = np.asarray(coded.data)
-            arrays += [coded.palette, coded.offsets, data]
-            told.append([form.words, len(coded.offsets), coded.palette.size, data.size])
-        fields.append({"log": [field.log.itemsize, field.log.size], "forms": told})
-    reward = answer.found.columns["reward"].dtype
-    head = {"rows": len(answer.rows), "reward": dtype_name(reward), "fields": fields}
-    body = b"".join([answer.standing.packed(), *_aligned(arrays)])
-    return b"".join(pack(ANSWER, head, {"body": body}, frozenset()))
+        forms: list[list[Any]] = []
+        for form in field.forms:
+            slices = form.slices
+            if isinstance(slices, Coded):
+                data = np.asarray(slices.data)
+                arrays += [slices.palette, slices.offsets, data]
+                forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
+            else:
+                beside.append(slices)
+                forms.append([slices.size, f"{xxhash.xxh3_64_intdigest(slices.data):016x}"])
+        fields.append({"leaf": i, "log": [field.log.itemsize, field.log.size], "forms": forms})
+    reward = dtype_name(answer.columns["reward.0"].dtype)
+    head = {"rows": len(answer.rows), "reward": reward, "fields": fields}
+    body = b"".join([answer.counters.packed(), *_aligned(arrays)])
+    record = b"".join(pack(ANSWER, head, {"body": body}, frozenset()))
+    return (record, *beside) if beside else record
 
 
 class AnswerReader:
     """Reads the answers of all shards of a memory."""
 
-    def __init__(self, layout: TravelLayout) -> None:
-        self._layout = layout
-        self._leaves = layout.leaves
+    def __init__(self, schema: Schema) -> None:
+        self._schema = schema
         self._known: dict[tuple[int, str], tuple[Window, Codec]] = {}
+        self._known_columns: dict[tuple[Any, ...], list[tuple[str, Leaf]]] = {}
 
-    def read(self, payload: bytes, learn: Learn) -> Answer:
+    def read(self, payload: Payload, find: FindDictionary) -> Answer:
         """Read an answer that was received; DamageError if anything in it does not make sense.
 
-        Where its rows point to is not looked at here: the loops that decode hold every place against its bounds.
+        Where its rows point to is not checked here: the loops that decode hold every place against its bounds.
         """
-        record = open_record(payload, ANSWER)
-        head, body = record.head, _Body(read_part(record, payload, "body"))
+        content, *beside = (payload,) if isinstance(payload, bytes) else payload
         try:
-            count = whole(head["rows"], MOST_ROWS)
-            standing = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
+            (record,) = records_in(content)
+            if record.kind != ANSWER:
+                raise DamageError(f"a record of kind {record.kind!r} was received in place of an answer")
+            head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
+            count = whole(head["rows"], MOST_SEGMENT_ROWS)
+            counters = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
             rows, scaled = body.take(_I8, count), body.take(_F8, count)
-            columns = {
-                name: body.take(dtype, count, shape)
-                for name, (shape, dtype) in self._layout.with_reward(dtype_of(head["reward"])).items()
-                if name != "valid"
+            columns = self._columns(head, count, body)
+            fields = {
+                whole(each["leaf"], 2**16): self._field(each, count, body, beside, find) for each in head["fields"]
             }
-            if len(head["fields"]) != len(self._leaves):
-                raise DamageError(f"an answer has {len(head['fields'])} sliced fields, not {len(self._leaves)}")
-            fields = tuple(self._field(i, words, count, body, learn) for i, words in enumerate(head["fields"]))
             body.require_end()
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, IndexError) as error:
             raise DamageError(f"an answer makes no sense ({type(error).__name__}: {error})") from error
-        return Answer(standing, rows, scaled, FoundRows(columns, fields))
+        return Answer(counters, rows, scaled, columns, fields)
 
-    def _field(self, i: int, words: Any, count: int, body: _Body, learn: Learn) -> FoundField:
+    def _columns(self, head: dict[str, Any], count: int, body: _Body) -> dict[str, Array]:
+        key = (head["reward"], *(field["leaf"] for field in head["fields"]))
+        leaves = self._known_columns.get(key)
+        if leaves is None:
+            found = column_leaves(self._schema, key[1:]) | {"reward.0": Leaf("", (), dtype_of(head["reward"]))}
+            leaves = self._known_columns[key] = sorted(found.items())
+        return {name: body.take(leaf.dtype, count, leaf.shape) for name, leaf in leaves}
+
+    def _field(self, words: Any, count: int, body: _Body, beside: list[Any], find: FindDictionary) -> FoundField:
+        leaf = self._schema.observation.leaves[words["leaf"]]
         form, cursors = body.take(_I4, count), body.take(_U4, count)
         width, entries = words["log"]
-        log = body.take(_BY_WIDTH[width], whole(entries, MOST_BYTES))
+        log = body.take(_BY_WIDTH[width], whole(entries, _MOST_BYTES))
         forms = []
-        for text, offsets, palette_bytes, data_bytes in words["forms"]:
-            window, codec = self._form(i, text, learn)
-            palette = body.take(_U1, whole(palette_bytes, MOST_BYTES))
-            begins = body.take(_U4, whole(offsets, MOST_BYTES))
-            data = body.take(_U1, whole(data_bytes, MOST_BYTES))
+        for described in words["forms"]:
+            if len(described) == 2:
+                forms.append(SliceForm(Window.whole(leaf), _plain(beside.pop(0), *described)))
+                continue
+            text, offsets, palette_bytes, data_bytes = described
+            window, codec = self._form(words["leaf"], text, find)
+            palette = body.take(_U1, whole(palette_bytes, _MOST_BYTES))
+            begins = body.take(_U4, whole(offsets, _MOST_BYTES))
+            data = body.take(_U1, whole(data_bytes, _MOST_BYTES))
             slices = (len(begins) - 1) * codec.group
-            forms.append((SliceForm(window, codec, palette, text), Coded(codec, slices, begins, palette, data)))
+            forms.append(SliceForm(window, Coded(codec, slices, begins, palette, data), text))
         if count and not 0 <= int(form.min()) <= int(form.max()) < len(forms):
             raise DamageError("an answer has rows of no form; nothing of it is used")
         return FoundField(form, cursors, log, tuple(forms))
 
-    def _form(self, i: int, text: str, learn: Learn) -> tuple[Window, Codec]:
+    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[Window, Codec]:
         """Return how slices are cut and coded; answers say it in the same words over and over."""
-        known = self._known.get((i, text))
+        known = self._known.get((leaf, text))
         if known is None:
             words = json.loads(text)
-            window, named = window_of(words["window"], self._leaves[i]), words["codec"]["dictionary"]
-            codec = codec_of(words["codec"], {} if named is None else {named: learn(named)})
-            if codec.transform.slice_bytes != window.slice_bytes:
+            outer, run_bytes, count, shift = (whole(number, _MOST_BYTES) for number in words["cut"])
+            window, named = Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
+            codec = codec_of(words["codec"], {} if named is None else {named: find(named)})
+            fits = codec.transform.slice_bytes == window.slice_bytes and 1 <= shift <= count
+            if not fits or count * window.slice_bytes != self._schema.observation.leaves[leaf].nbytes:
                 raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
-            if len(self._known) >= _MOST_KNOWN_FORMS:
+            if len(self._known) >= MOST_KNOWN_FORMS:
                 self._known.clear()
-            known = self._known[i, text] = window, codec
+            known = self._known[leaf, text] = window, codec
         return known
+
+
+def _plain(array: Any, nbytes: int, digest: str) -> Bytes:
+    """Check decoded slices that were received."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.shape != (nbytes,):
+        raise DamageError("an answer lacks slices that it names; nothing of it is used")
+    if f"{xxhash.xxh3_64_intdigest(array.data):016x}" != digest:
+        raise DamageError("the slices beside an answer are damaged; nothing of it is used")
+    return array
 
 
 class _Body:
@@ -185,12 +240,12 @@ def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
 class Deliverer:
     """Decodes and assembles."""
 
-    def __init__(self, layout: TravelLayout, kernels: Kernels, device: str | None) -> None:
-        self._layout = layout
+    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
+        self._schema = schema
         self._kernels = kernels
-        self._pool = ThreadPool()
-        self._assembler = ObservationAssembler(kernels, self._pool, 1 << 62)
-        self._delivery = Delivery(device, layout.schema.leaves)
+        self._threads = ThreadPool()
+        self._assembler = ObservationAssembler(kernels, self._threads, 1 << 62)
+        self._delivery = Delivery(device, schema.leaves)
 
     @property
     def staging_bytes(self) -> int:
@@ -198,7 +253,7 @@ class Deliverer:
         return self._assembler.staging.nbytes
 
     def keep(self, batches: int) -> None:
-        """See to it that so many batches can be in use without new memory for each."""
+        """Have memory for so many batches in use at the same time."""
         self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
 
     def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
@@ -207,16 +262,16 @@ class Deliverer:
         Args:
             where: For every answer, the positions of its rows in the batch.
         """
-        schema, hand_over = self._layout.schema, self._delivery.hand_over
+        schema, hand_over = self._schema, self._delivery.hand_over
         count = len(ids)
 
         def column(name: str) -> Array:
             if len(answers) == 1:
-                return _own(answers[0].found.columns[name])
-            first = answers[0].found.columns[name]
+                return _own(answers[0].columns[name])
+            first = answers[0].columns[name]
             merged = np.empty((count, *first.shape[1:]), first.dtype)
             for answer, rows in zip(answers, where, strict=True):
-                merged[rows] = answer.found.columns[name]
+                merged[rows] = answer.columns[name]
             return merged
 
         pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
@@ -225,10 +280,10 @@ class Deliverer:
         return Batch(
             obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
             action=schema.action.build([hand_over(array) for array in actions]),
-            reward=hand_over(column("reward")),
+            reward=hand_over(column("reward.0")),
             next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
-            terminated=hand_over(column("terminated")),
-            truncated=hand_over(column("truncated")),
+            terminated=hand_over(column("terminated.0")),
+            truncated=hand_over(column("truncated.0")),
             extras=schema.extras.build([hand_over(array) for array in extras]),
             ids=ids,
             weights=hand_over(_own(weights)),
@@ -236,27 +291,26 @@ class Deliverer:
 
     def dismiss(self) -> None:
         """End the threads."""
-        self._pool.dismiss()
+        self._threads.dismiss()
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
     ) -> tuple[Array, Array]:
-        if leaf not in self._layout.sliced:
+        if leaf not in answers[0].fields:
             return column(f"obs.{leaf}"), column(f"next.{leaf}")
-        field = self._layout.sliced.index(leaf)
-        found = [answer.found.fields[field] for answer in answers]
-        return self._assembler.assemble(self._places(found, where, count), 0, self._layout.leaves[field])
+        found = [answer.fields[leaf] for answer in answers]
+        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
 
     def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
         """Describe where the slices lie, to the loops that decode them."""
         segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
         parts: list[ClosedPart] = []
-        for field, rows in zip(found, where, strict=True):
-            segment[rows], cursors[rows] = field.form + np.int32(len(parts)), field.cursors
-            log = field.log.reshape(-1, 1)
-            for form, coded in field.forms:
-                block = KeptBlock(form.window.slice_bytes, coded.count, self._kernels.coder.adopt(coded))
-                parts.append(ClosedPart(form.window, log, len(log), block, coded.count, len(rows), coded.count))
+        for each, rows in zip(found, where, strict=True):
+            segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
+            log = each.log.reshape(-1, 1)
+            for form in each.forms:
+                block = self._block(form)
+                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
         records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
         return Places(
             records=[records],
@@ -266,6 +320,12 @@ class Deliverer:
             lanes=1,
             held=(tuple(part.held for part in parts),),
         )
+
+    def _block(self, form: SliceForm) -> KeptBlock:
+        slice_bytes, slices = form.window.slice_bytes, form.slices
+        if isinstance(slices, Coded):
+            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
+        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
 
 
 def _own(array: Array) -> Array:

@@ -69,7 +69,7 @@ class Player:
             if self._failure is not None:
                 raise ShardError(
                     f"actor {self._number} failed ({type(self._failure).__name__}: {self._failure}); correct that, and "
-                    "collect anew"
+                    "collect again"
                 )
             return CollectProgress(self._progress.steps, self._progress.episodes, list(self._returns))
 

@@ -1,7 +1,7 @@
-"""Encoding: a writer's ticks, cut into unique slices and compressed, a block at a time.
+"""Encoding: a writer's ticks, cut into unique slices and compressed, one small segment at a time.
 
-In:  checked ticks, in order.  Out: blocks.
-Invariant: a block holds bit for bit the ticks that were added since the last one, and refers to no other.
+In:  checked ticks, in order.  Out: sealed segments.
+Invariant: a segment holds bit for bit the ticks that were added since the last one, and refers to no other.
 """
 
 from __future__ import annotations
@@ -9,34 +9,35 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import ray
 
-from holdall.cluster.block import Block, SlicedField, open_record, read_part
-from holdall.cluster.protocol import TravelLayout
-from holdall.schema import Array, Bytes, Leaf
-from holdall.storage.blocks import Coded, Coder, reserve
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coded, Coder, KeptBlock, reserve
 from holdall.storage.codec import COST_CAPS, Codec, Dictionary, Method, Transform, choose
 from holdall.storage.layout import Window, WindowSearches
-from holdall.storage.records import Buffer, codec_of, codec_words, pack, window_words
-from holdall.storage.slices import Cursors, Kernels, OpenPart
-from holdall.storage.snapshot import Tick
+from holdall.storage.records import Buffer, codec_of, codec_words, pack, records_in, window_words
+from holdall.storage.sealed_segment import SealedSegment
+from holdall.storage.slices import ClosedPart, Cursors, Kernels, OpenPart
+from holdall.storage.snapshot import RowChunk, Tick
 
+ROW_BYTES = 256
+"""Observation leaves up to this size are sent as rows, obs and next_obs: cutting them into slices saves nothing."""
 _SEARCH_AGAIN = 64
-"""Blocks after which a field in which no window was found is looked at again."""
-_BLOCK_BYTES = 4 * 2**20
-"""Unique slices, raw, after which a block is full."""
+"""Segments after which a field without a window is searched again."""
+_SEGMENT_BYTES = 4 * 2**20
+"""Unique slices, raw, after which a segment is full."""
 
 
 class _OpenField:
-    """One sliced leaf of the block that is being filled."""
+    """One sliced leaf of the segment that is being filled."""
 
     def __init__(self, kernels: Kernels, leaf: Leaf, window: Window, lanes: int, ticks: int) -> None:
         self.leaf = leaf
         self.window = window
-        self.lanes = lanes
         arena_bytes = (ticks + 1) * 2 * lanes * leaf.nbytes
         slices = kernels.new_block(window.slice_bytes, reserve(arena_bytes))
         self.part: OpenPart = kernels.new_part(window, lanes, slices, arena_bytes)
@@ -48,71 +49,77 @@ class _OpenField:
         block = self.part.block
         return np.empty((0, self.window.slice_bytes), np.uint8) if block is None else block.raw
 
-    def filled(self, group: int) -> Bytes:
-        """Return the unique slices, the last one again and again behind them until they are whole groups."""
+    def padded(self, group: int) -> Bytes:
+        """Return the unique slices, and the last one again until they are whole groups."""
         raw, block = self.raw, self.part.block
         used, whole = len(raw), -(-len(raw) // group) * group
         if block is None or whole > block.capacity:
-            return np.concatenate([raw, np.broadcast_to(raw[-1:], (whole - used, raw.shape[1]))])
+            return raw[np.minimum(np.arange(whole), used - 1)]
         rows = block.arena[: whole * block.slice_bytes].reshape(whole, -1)
         rows[used:] = raw[-1]
         return rows
 
 
 class Encoder:
-    """Fills one block after another.
+    """Fills one segment after another.
 
     Args:
-        ticks: Most ticks of a block.
+        ticks: Most ticks of a segment.
     """
 
-    def __init__(self, layout: TravelLayout, lanes: int, ticks: int, kernels: Kernels) -> None:
-        self._layout = layout
+    def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
         self._lanes = lanes
         self._ticks = ticks
         self._kernels = kernels
         self._coder = kernels.coder.keeping()
-        self._columns = {name: np.empty((ticks, lanes, *shape), dtype) for name, (shape, dtype) in _rows(layout)}
-        self._reward: Array | None = None
+        observed = schema.observation.leaves
+        self._sliced = sliced_leaves(schema)
+        self._columns = {
+            name: np.empty((ticks, lanes, *leaf.shape), leaf.dtype)
+            for name, leaf in column_leaves(schema, self._sliced).items()
+        }
+        self._invalid: Array | None = None
         self._searches = WindowSearches(lanes)
-        self._blocks_since_search: dict[int, int] = {}
+        self._segments_since_search: dict[int, int] = {}
         self._used = 0
+        self._next_tick = 0  # counted from this writer's first one
+        self.leaves = [observed[i] for i in self._sliced]
         self.fields: list[_OpenField] = []
-        for i, leaf in enumerate(layout.leaves):
-            self.fields.append(self._new_field(leaf, Window.whole(leaf)))
+        for i, leaf in enumerate(self.leaves):
+            self.fields.append(_OpenField(kernels, leaf, Window.whole(leaf), lanes, ticks))
             self._searches.begin(i, leaf)
         self._changed_windows: dict[int, Window] = {}
-        self._tick_bytes = 2 * lanes * sum(leaf.nbytes for leaf in layout.leaves)
+        self._tick_bytes = 2 * lanes * sum(leaf.nbytes for leaf in self.leaves)
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
-        """What the first add said."""
-        return None if self._reward is None else self._reward.dtype
+        """The dtype of the first add."""
+        return self._columns["reward.0"].dtype if "reward.0" in self._columns else None
 
     @property
     def rows(self) -> int:
-        """Rows in the block so far."""
+        """Rows in the segment so far."""
         return self._used * self._lanes
 
     @property
     def is_full(self) -> bool:
-        """Whether the block has to be closed before the next tick."""
+        """Whether the segment must be closed before the next tick."""
         if self._used >= self._ticks or self._changed_windows:
             return True
-        if self._used * self._tick_bytes < _BLOCK_BYTES:  # even if nothing was known
+        if self._used * self._tick_bytes < _SEGMENT_BYTES:  # even if nothing was known
             return False
-        return sum(field.part.added_bytes for field in self.fields) >= _BLOCK_BYTES
+        return sum(field.part.added_bytes for field in self.fields) >= _SEGMENT_BYTES
 
     def add(self, tick: Tick) -> None:
-        """Write one tick to the block, which is not full."""
+        """Write one tick to the segment, which is not full."""
         self._put(tick, self._used)
-        self._append([tick.obs[i] for i in self._layout.sliced], [tick.next_obs[i] for i in self._layout.sliced])
+        self._append([tick.obs[i] for i in self._sliced], [tick.next_obs[i] for i in self._sliced])
 
     def extend(self, steps: Tick, start: int) -> int:
-        """Write ticks, which have a time axis, from `start` on until the block is full; return how many it took."""
+        """Write ticks, which have a time axis, from `start` on until the segment is full; return how many it took."""
         first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
         self._put(steps.cut(slice(start, start + count)), slice(first, first + count))
-        obs, next_obs = ([arrays[i] for i in self._layout.sliced] for arrays in (steps.obs, steps.next_obs))
+        obs, next_obs = ([arrays[i] for i in self._sliced] for arrays in (steps.obs, steps.next_obs))
         t, end = start, start + count
         while t < end:
             until = min(end, t + self._ticks_before_full())
@@ -123,14 +130,14 @@ class Encoder:
         return self._used - first
 
     def _ticks_before_full(self) -> int:
-        """Count the ticks, at least one, after which the block may be full, and not before."""
-        if self._searches.under_way:  # a window that was found begins with the next block
+        """Count the ticks, at least one, after which the segment may be full, and not before."""
+        if self._searches.under_way:  # a window that was found begins with the next segment
             return 1
-        room = _BLOCK_BYTES - sum(field.part.added_bytes for field in self.fields)
+        room = _SEGMENT_BYTES - sum(field.part.added_bytes for field in self.fields)
         return max(1, -(-room // self._tick_bytes)) if self.fields else self._ticks
 
     def _append_run(self, obs: list[Array], next_obs: list[Array], ticks: int) -> None:
-        """Write the observations of some ticks that are cut into slices; of one alone while windows are looked for."""
+        """Write the sliced observations of some ticks; of one alone while windows are searched."""
         if ticks == 1:
             self._append([array[0] for array in obs], [array[0] for array in next_obs])
             return
@@ -140,90 +147,87 @@ class Encoder:
         self._used = end
 
     def _append(self, obs: list[Array], next_obs: list[Array]) -> None:
-        """Write the observations of one tick that are cut into slices."""
+        """Write the sliced observations of one tick."""
         now = self._used
         for field, array, next_array in zip(self.fields, obs, next_obs, strict=True):
             field.part.append(array, next_array, field.cursors[now])
         self._used = now + 1
         if self._searches.under_way:
-            self._look(obs, next_obs)
+            for i in self._searches.look(obs, next_obs):
+                window = self._searches.end(i) or Window.whole(self.leaves[i])
+                if window != self.fields[i].window:
+                    self._changed_windows[i] = window
 
     def _put(self, tick: Tick, where: int | slice) -> None:
-        """Write all else of one tick, or of several."""
-        if self._reward is None:
-            self._reward = np.empty((self._ticks, self._lanes), tick.reward.dtype)
-        self._reward[where] = tick.reward
+        """Write all other fields of one tick, or of several."""
         columns = self._columns
+        if "reward.0" not in columns:
+            columns["reward.0"] = np.empty((self._ticks, self._lanes), tick.reward.dtype)
+        columns["reward.0"][where] = tick.reward
         for name, values in (("action", tick.action), ("extras", tick.extras)):
             for i, value in enumerate(values):
                 columns[f"{name}.{i}"][where] = value
         for i in range(len(tick.obs)):
-            if i not in self._layout.sliced:
+            if i not in self._sliced:
                 columns[f"obs.{i}"][where], columns[f"next.{i}"][where] = tick.obs[i], tick.next_obs[i]
-        columns["terminated"][where], columns["truncated"][where] = tick.terminated, tick.truncated
-        columns["valid"][where] = True if tick.valid is None else tick.valid
+        columns["terminated.0"][where], columns["truncated.0"][where] = tick.terminated, tick.truncated
+        if tick.valid is not None and self._invalid is None:
+            self._invalid = np.zeros((self._ticks, self._lanes), np.bool_)
+        if self._invalid is not None:
+            self._invalid[where] = False if tick.valid is None else ~tick.valid
 
-    def close(self, codecs: Mapping[int, Codec]) -> Block:
-        """Return the block, its slices coded as `codecs` says for their fields, and begin the next one."""
-        used, rows = self._used, self.rows
-        if self._reward is None:
-            raise ValueError("the block is empty")
-        columns = {
-            name: column[:used].reshape(rows, *column.shape[2:]).copy()
-            for name, column in (self._columns | {"reward": self._reward}).items()
-        }
-        fields = tuple(self._close_field(i, field, codecs.get(i)) for i, field in enumerate(self.fields))
+    def close(self, codecs: Mapping[int, Codec]) -> SealedSegment:
+        """Return the segment, its slices coded as `codecs` says for their fields, and begin the next one."""
+        used = self._used
+        if not used:
+            raise ValueError("the segment is empty")
+        columns = {name: column[:used].copy() for name, column in self._columns.items()}
+        if self._invalid is not None and self._invalid[:used].any():
+            columns["invalid.0"] = self._invalid[:used].copy()
+        columns |= {f"cursors.{i}": f.cursors[:used].copy() for i, f in zip(self._sliced, self.fields, strict=True)}
+        parts = tuple(self._close_field(i, field, codecs.get(i)) for i, field in enumerate(self.fields))
         self._used = 0
         for i, field in enumerate(self.fields):
             window = self._changed_windows.get(i)
             if window is not None:
-                self.fields[i] = self._new_field(field.leaf, window)
+                self.fields[i] = _OpenField(self._kernels, field.leaf, window, self._lanes, self._ticks)
             else:
                 field.part.clear()
         self._changed_windows = {}
-        return Block(self._lanes, rows, columns, fields)
+        first, self._next_tick = self._next_tick, self._next_tick + used
+        return SealedSegment(RowChunk(first, used, columns, {}), parts)
 
-    def _close_field(self, i: int, field: _OpenField, codec: Codec | None) -> SlicedField:
+    def _close_field(self, i: int, field: _OpenField, codec: Codec | None) -> ClosedPart:
         closed = field.part.closed()
         if closed.log is None:
-            raise ValueError("a block's slices are always numbered")
+            raise ValueError("the slices of a segment that travels are always numbered")
         if field.window.count == 1 or field.part.broken_steps * 2 >= field.part.steps:
             self._consider_search(i, field.leaf)
-        # Behind the end of a short lane's log stand numbers of older blocks, which nothing points to.
-        log = np.minimum(closed.log.T, np.uint32(len(field.raw) - 1), dtype=np.uint32)
-        cursors = field.cursors[: self._used].reshape(-1).copy()
-        return SlicedField(field.window, cursors, log, self._coded(field, codec))
+        # Behind the end of a short lane's log stand numbers of older segments, which nothing points to.
+        log = np.minimum(closed.log, closed.log.dtype.type(len(field.raw) - 1))
+        coded = self._coded(field, codec)
+        block = KeptBlock(field.window.slice_bytes, coded.count, CarriedSlices(coded))
+        return replace(closed, log=log, block=block, slice_count=coded.count)
 
     def _coded(self, field: _OpenField, codec: Codec | None) -> Coded:
-        """Compress the slices, filled up to whole units."""
+        """Compress the slices, padded to whole units: a shard sends units of many segments as one block."""
         chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
         raw = field.raw
         for attempt in (chosen, plain_codec(field.window)):
             if attempt is not None:
-                sealed = self._coder.seal(field.filled(attempt.group), attempt)
+                sealed = self._coder.seal(field.padded(attempt.group), attempt)
                 if sealed is not None:
                     return sealed.coded
         stored = Codec(Method.STORED, 0, Transform(field.window.slice_bytes))
         offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
         return Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
 
-    def _look(self, obs: list[Array], next_obs: list[Array]) -> None:
-        """Look for windows; one that was found begins with the next block."""
-        done = self._searches.look(obs, next_obs)
-        for i in done:
-            window = self._searches.end(i) or Window.whole(self.fields[i].leaf)
-            if window != self.fields[i].window:
-                self._changed_windows[i] = window
-
     def _consider_search(self, i: int, leaf: Leaf) -> None:
-        """Look at a field again from time to time: a wrapper may change its mind."""
-        waited = self._blocks_since_search[i] = self._blocks_since_search.get(i, 0) + 1
+        """Search a field again from time to time: a wrapper may change its mind."""
+        waited = self._segments_since_search[i] = self._segments_since_search.get(i, 0) + 1
         if waited >= _SEARCH_AGAIN:
-            self._blocks_since_search[i] = 0
+            self._segments_since_search[i] = 0
             self._searches.begin(i, leaf)
-
-    def _new_field(self, leaf: Leaf, window: Window) -> _OpenField:
-        return _OpenField(self._kernels, leaf, window, self._lanes, self._ticks)
 
 
 def plain_codec(window: Window) -> Codec:
@@ -232,8 +236,20 @@ def plain_codec(window: Window) -> Codec:
     return Codec(Method.ZSTD, 1, Transform(window.slice_bytes), None, together)
 
 
-def _rows(layout: TravelLayout) -> list[tuple[str, tuple[tuple[int, ...], np.dtype[Any]]]]:
-    return list(layout.columns.items())
+def sliced_leaves(schema: Schema) -> list[int]:
+    """Return the observation leaves that are cut into slices."""
+    return [i for i, leaf in enumerate(schema.observation.leaves) if leaf.nbytes > ROW_BYTES]
+
+
+def column_leaves(schema: Schema, sliced: Sequence[int]) -> dict[str, Leaf]:
+    """Return the leaf of every column but the reward, whose dtype the first add decides."""
+    flag = Leaf("", (), np.dtype(np.bool_))
+    leaves = {f"action.{i}": leaf for i, leaf in enumerate(schema.action.leaves)}
+    leaves |= {f"extras.{i}": leaf for i, leaf in enumerate(schema.extras.leaves)}
+    leaves |= {"terminated.0": flag, "truncated.0": flag}
+    for i, leaf in enumerate(schema.observation.leaves):
+        leaves |= {} if i in sliced else {f"obs.{i}": leaf, f"next.{i}": leaf}
+    return leaves
 
 
 CODEC = "codec"
@@ -241,14 +257,14 @@ _ENOUGH = 512
 """Slices that a choice is made on."""
 _HARDLY_MORE = 1.03
 _ASK_AGAIN = 16
-"""Blocks between two questions to the roster."""
+"""Segments between two questions to the roster."""
 
 
 class SharedCodecs:
     """The codecs that one writer uses.
 
     Args:
-        prefer: How dear sampling may be, see `holdall.ReplayMemory`.
+        prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
     """
 
     def __init__(self, roster: Any, coder: Coder, leaves: Sequence[Leaf], lanes: int, prefer: str) -> None:
@@ -268,7 +284,7 @@ class SharedCodecs:
         return {field: codec for field, (window, codec) in self._codecs.items() if window == windows[field]}
 
     def look(self, field: int, window: Window, slices: Bytes) -> None:
-        """Look at the slices of a block that is about to be closed, if there is something to choose."""
+        """Look at the slices of a segment that is about to be closed, if there is something to choose."""
         known = self._codecs.get(field)
         if field in self._choosing or (known is not None and known[0] == window):
             return
@@ -295,12 +311,12 @@ class SharedCodecs:
             return
         del self._questions[field]
         try:
-            answer, told = ray.get(question)
-        except ray.exceptions.RayError:  # blocks go on as they are
+            answer, chosen = ray.get(question)
+        except ray.exceptions.RayError:  # segments go on as they are
             self._asked[field] = _ASK_AGAIN
             return
         if answer == "chosen":
-            self._codecs[field] = window, unpack_codec(told)
+            self._codecs[field] = window, unpack_codec(chosen)
             self._samples.pop(field, None)
         elif answer == "choose":
             slices = np.concatenate(self._samples[field])
@@ -336,11 +352,11 @@ def pack_codec(codec: Codec) -> bytes:
 
 def unpack_codec(payload: bytes) -> Codec:
     """Read a codec that was received."""
-    record = open_record(payload, CODEC)
+    (record,) = records_in(payload)
     words = record.head["codec"]
     named = words["dictionary"]
-    known = {} if named is None else {named: Dictionary(read_part(record, payload, "dictionary"))}
-    return codec_of(words, known)
+    content = None if named is None else record.part("dictionary", lambda start, n: payload[start : start + n])
+    return codec_of(words, {} if content is None else {named: Dictionary(content)})
 
 
 def _key(field: int, window: Window) -> str:

@@ -1,63 +1,38 @@
-"""Slots: numbered files at a place, each created once and by one writer alone.
+"""Journals: the segments that a shard accepted, in numbered files that are each created once and by one shard alone.
 
-In:  a number and bytes.  Out: whether they stand there now; the bytes of a number.
-Invariant: a number that was created is never written again. Of several that create the same number at once, on a
-disk or in an object store, one succeeds, and the bytes are durable when it is told so.
+In:  segments in the order in which they were accepted.  Out: files, called slots; and the segments again after a crash.
+Invariant: a number that was created is never written again. Of several that create the same number at once, on a disk
+or in an object store, one succeeds, so that a shard that was taken for dead writes nothing more. A segment can be
+drawn, and its writer hears of it, only after it was written. A disk that fails is tried again until it does not;
+writers wait meanwhile, and nothing is lost.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import secrets
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from holdall.checkpoint import FileSystem, Objects, is_remote
-from holdall.cluster.block import (
-    DICTIONARY,
-    MOST_BYTES,
-    pack_dictionary,
-    read_part,
-    records_in,
-    unpack_dictionary,
-    whole,
-)
-from holdall.errors import CheckpointError, DamageError, FencedError
+from holdall.cluster.protocol import dictionary_of, packed_dictionary, whole
+from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
 from holdall.storage.codec import Dictionary
-from holdall.storage.records import Record, dictionary_name, pack
+from holdall.storage.records import DICTIONARY, Record, dictionary_name, pack, records_in
+from holdall.storage.sealed_segment import SealedSegment
 
 _NAME = re.compile(r"[0-9a-f]{16}\.slot")
 MOST_SLOT_BYTES = 2**30
 
 
-class Slots(Protocol):
-    """Numbered files."""
-
-    url: str
-    lingers_s: float
-    """How long to gather more before the next one is created: a request to a store costs time and money."""
-
-    def require_fencing(self) -> None:
-        """Refuse a place where a number could be created twice."""
-
-    def numbers(self) -> list[int]:
-        """Return the numbers that are there, in order."""
-
-    def create(self, number: int, content: bytes) -> bool:
-        """Create a slot; False if another stands there."""
-
-    def read(self, number: int) -> bytes | None:
-        """Return the bytes of a slot; None if it is not there: who removes slots may do so at any time."""
-
-    def delete(self, numbers: list[int]) -> None:
-        """Remove slots."""
-
-
-def slots_at(url: str | os.PathLike[str], *folders: str) -> Slots:
+def slots_at(url: str | os.PathLike[str], *folders: str) -> LocalSlots | RemoteSlots:
     """Return the slots in a folder below a url or path."""
     if is_remote(url):
         return RemoteSlots("/".join((os.fspath(url).rstrip("/"), *folders)))
@@ -73,9 +48,10 @@ def folders_at(url: str | os.PathLike[str], folder: str) -> list[str]:
 
 
 class LocalSlots:
-    """Slots in a directory."""
+    """Numbered files in a directory."""
 
-    lingers_s = 0.0
+    batching_s = 0.0
+    """How long to wait for more segments before the next one is created: a request to a store costs time and money."""
 
     def __init__(self, root: Path, disk: FileSystem | None = None) -> None:
         self.url = str(root)
@@ -89,14 +65,14 @@ class LocalSlots:
             raise CheckpointError(f"{root} cannot be made ({error}); check the path and its permissions") from error
 
     def require_fencing(self) -> None:
-        """See `Slots`; a link is made once on every file system that has them."""
+        """Refuse a place where a number could be created twice; every file system makes a link once."""
 
     def numbers(self) -> list[int]:
-        """See `Slots`."""
+        """Return the numbers that are there, in order."""
         return sorted(int(name[:16], 16) for name in self._disk.names(self._root) if _NAME.fullmatch(name))
 
     def create(self, number: int, content: bytes) -> bool:
-        """See `Slots`."""
+        """Create a slot; False if another stands there."""
         temporary = self._root / f"{secrets.token_hex(8)}.tmp"
         try:
             file = self._disk.create(temporary)
@@ -117,7 +93,7 @@ class LocalSlots:
         return True
 
     def read(self, number: int) -> bytes | None:
-        """See `Slots`."""
+        """Return the bytes of a slot; None if it is not there: whoever removes slots may do so at any time."""
         try:
             return (self._root / _name(number)).read_bytes()
         except FileNotFoundError:
@@ -126,22 +102,22 @@ class LocalSlots:
             raise CheckpointError(f"{self.url}/{_name(number)} cannot be read ({error})") from error
 
     def delete(self, numbers: list[int]) -> None:
-        """See `Slots`."""
+        """Remove slots."""
         for number in numbers:
             (self._root / _name(number)).unlink(missing_ok=True)
 
 
 class RemoteSlots:
-    """Slots in an object store."""
+    """The same in an object store."""
 
-    lingers_s = 0.2
+    batching_s = 0.2
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._objects = Objects(url)
 
     def require_fencing(self) -> None:
-        """See `Slots`; some stores take conditions, and do not keep to them."""
+        """See `LocalSlots`; some stores take conditions, and do not keep to them."""
         if not self._objects.honours_conditions():
             raise CheckpointError(
                 f"{self.url} ignores conditions, so a shard that was taken for dead could not be told from its "
@@ -149,19 +125,19 @@ class RemoteSlots:
             )
 
     def numbers(self) -> list[int]:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         return sorted(int(name[:16], 16) for name in self._objects.sizes("") if _NAME.fullmatch(name))
 
     def create(self, number: int, content: bytes) -> bool:
-        """See `Slots`; whether a put succeeded whose answer was lost is found out by reading it back."""
+        """See `LocalSlots`; whether a put succeeded whose answer was lost is found out by reading it back."""
         return self._objects.create(_name(number), content) or self.read(number) == content
 
     def read(self, number: int) -> bytes | None:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         return self._objects.get(_name(number), MOST_SLOT_BYTES)
 
     def delete(self, numbers: list[int]) -> None:
-        """See `Slots`."""
+        """See `LocalSlots`."""
         self._objects.delete([_name(number) for number in numbers])
 
 
@@ -170,7 +146,7 @@ def _name(number: int) -> str:
 
 
 SLOT, ENTRY, FOLDER = "slot", "entry", "journal"
-_TELL_ALL = 32
+_FULL_EVERY = 32
 """Slots between two that say what is expected of every writer; what is older than the last of them may be removed."""
 
 
@@ -193,7 +169,7 @@ class Page:
 
 
 @dataclass(frozen=True, slots=True)
-class BlockMove:
+class SegmentMove:
     """A block that is hidden here, and on its way to another shard."""
 
     memory: str  # by whose doing
@@ -210,12 +186,11 @@ class _RemovedError(Exception):
 class Journal:
     """The journal that one shard keeps, from its opening on."""
 
-    def __init__(self, slots: Slots) -> None:
+    def __init__(self, slots: LocalSlots | RemoteSlots) -> None:
         self._slots = slots
-        self._next = 0
-        self._since_told = 0
+        self._next = self._since_full = 0
         self._first_rows: dict[int, int] = {}  # of slots with entries: the number of their first row
-        self._told_at = -1  # the last slot that says what is expected of every writer
+        self._full_at = -1  # the last slot that says what is expected of every writer
         self._known: set[str] = set()  # dictionaries that lie in the journal
         self.epoch = -1
         self.expected: dict[bytes, int] = {}
@@ -223,15 +198,10 @@ class Journal:
         self.hidden_before = 0
         self.loading = ""  # the checkpoint of which blocks were written, if not all were yet
         self.closed_by = ""  # the memory that closed the shard to writers
-        self.move: BlockMove | None = None
+        self.move: SegmentMove | None = None
         self._drained = False  # all its rows are elsewhere, for good
         self.fenced = False
-        self.lingers_s = slots.lingers_s
-
-    @property
-    def url(self) -> str:
-        """Where it lies."""
-        return self._slots.url
+        self.url, self.batching_s = slots.url, slots.batching_s
 
     def open(self) -> Iterator[Page]:
         """Return everything that was accepted, and take the journal over."""
@@ -250,7 +220,7 @@ class Journal:
             yield from self._replay(number)
         self._next = kept[-1] + 1 if kept else 0
         self._drained = False
-        while not self._create([], tells_all=True):  # the last owner was at it until now
+        while not self._create([], is_full=True):  # the last owner was at it until now
             yield from self._replay(self._next)
             self._next += 1
         self.epoch = self._next - 1
@@ -260,15 +230,15 @@ class Journal:
 
         After any other error the same call has to be made again: the slot may stand there already.
         """
-        parts = [pack_dictionary(each) for each in dictionaries if dictionary_name(each) not in self._known]
+        parts = [packed_dictionary(each) for each in dictionaries if dictionary_name(each) not in self._known]
         for entry in entries:
             head = {"writer": entry.writer.hex(), "sequence": entry.sequence}
-            parts.append(b"".join(pack(ENTRY, head, {"block": entry.payload}, frozenset())))
+            parts.append(b"".join(pack(ENTRY, head, {"segment": entry.payload}, frozenset())))
         number = self._next
-        if self.fenced or not self._create(parts, self._since_told >= _TELL_ALL, first_row):
+        if self.fenced or not self._create(parts, self._since_full >= _FULL_EVERY, first_row):
             self.fenced = True
             raise FencedError(
-                f"{self._slots.url}: another shard has opened this journal, so nothing more is accepted here; it has "
+                f"{self.url}: another shard has opened this journal, so nothing more is accepted here; it has "
                 "all that was acknowledged"
             )
         self.expected |= {entry.writer: entry.sequence + 1 for entry in entries}
@@ -276,57 +246,53 @@ class Journal:
         self._known |= {dictionary_name(each) for each in dictionaries}
         self.dictionaries |= {dictionary_name(each): each for each in dictionaries}
 
-    def hide(self, row: int, move: BlockMove | None) -> None:
+    def hide(self, row: int, move: SegmentMove | None) -> None:
         """Say that the rows before a number are not to be read again, and where the last of them are going."""
         self.hidden_before, self.move = row, move
-        self._tell("it has what was not moved yet")
+        self._write_state("it has what was not moved yet")
 
     def close_to_writers(self, memory: str) -> None:
         """Say that nothing more is taken, for as long as this memory is there."""
         self.closed_by = memory
-        self._tell("it goes on taking blocks")
+        self._write_state("it goes on taking blocks")
 
     def end_drain(self) -> None:
         """Say that nothing is held here any more, and that all of it has arrived elsewhere."""
         self.move, self._drained = None, True
-        self._tell("it has what was not moved yet")
+        self._write_state("it has what was not moved yet")
 
     def end_loading(self, hidden_before: int) -> None:
         """Say that all blocks of a checkpoint were written, and which of their rows had left."""
         self.loading, self.hidden_before = "", hidden_before
-        self._tell("it loads the checkpoint")
+        self._write_state("it loads the checkpoint")
 
-    def _tell(self, otherwise: str) -> None:
-        if self.fenced or not self._create([], tells_all=True):
+    def _write_state(self, otherwise: str) -> None:
+        if self.fenced or not self._create([], is_full=True):
             self.fenced = True
-            raise FencedError(f"{self._slots.url}: another shard has opened this journal; {otherwise}")
+            raise FencedError(f"{self.url}: another shard has opened this journal; {otherwise}")
 
     def trim(self, first_row: int) -> None:
         """Remove slots all of whose rows lie before `first_row`."""
-        numbers = sorted(self._first_rows)
-        gone = [
-            number
-            for number, following in pairwise(numbers)
-            if self._first_rows[following] <= first_row and number < self._told_at
-        ]
+        rows = self._first_rows
+        gone = [n for n, after in pairwise(sorted(rows)) if rows[after] <= first_row and n < self._full_at]
         if gone:
             self._slots.delete(gone)
             for number in gone:
                 del self._first_rows[number]
 
-    def _create(self, parts: list[bytes], tells_all: bool, first_row: int = 0) -> bool:
+    def _create(self, parts: list[bytes], is_full: bool, first_row: int = 0) -> bool:
         head: dict[str, object] = {"number": self._next, "first_row": first_row, "hidden_before": self.hidden_before}
         head |= {"loading": self.loading, "closed_by": self.closed_by, "drained": self._drained}
         head["move"] = None if self.move is None else asdict(self.move)
-        if tells_all:
+        if is_full:
             head["expected"] = {writer.hex(): number for writer, number in self.expected.items()}
             # What is removed later must not take dictionaries with it that are still in use.
-            parts = [pack_dictionary(each) for each in self.dictionaries.values()] + parts
+            parts = [packed_dictionary(each) for each in self.dictionaries.values()] + parts
         start = b"".join(pack(SLOT, head, {}, frozenset()))
         if not self._slots.create(self._next, b"".join([start, *parts])):
             return False
-        self._since_told = 0 if tells_all else self._since_told + 1
-        self._told_at = self._next if tells_all else self._told_at
+        self._since_full = 0 if is_full else self._since_full + 1
+        self._full_at = self._next if is_full else self._full_at
         self._next += 1
         return True
 
@@ -337,27 +303,26 @@ class Journal:
         records = list(records_in(content))
         try:
             if not records or records[0].kind != SLOT or records[0].head["number"] != number:
-                raise DamageError(f"slot {number} of {self._slots.url} is none; it is not used")
+                raise DamageError(f"slot {number} of {self.url} is none; it is not used")
             head = records[0].head
             for writer, expected in head.get("expected", {}).items():
                 name = bytes.fromhex(writer)
                 self.expected[name] = max(self.expected.get(name, 0), whole(expected, 2**53))
-            self._told_at = number if "expected" in head else self._told_at
+            self._full_at = number if "expected" in head else self._full_at
             self.hidden_before = whole(head["hidden_before"], 2**62)
             self.loading, self.closed_by = str(head.get("loading", "")), str(head.get("closed_by", ""))
             self.move = None if head.get("move") is None else _move_of(head["move"])
             entries = []
             for record in records[1:]:
-                raw = content[record.start : record.start + record.nbytes]
                 if record.kind == DICTIONARY:
-                    dictionary = unpack_dictionary(raw)
+                    dictionary = dictionary_of(content[record.start : record.start + record.nbytes])
                     self.dictionaries.setdefault(dictionary_name(dictionary), dictionary)
                     self._known.add(dictionary_name(dictionary))
                 elif record.kind == ENTRY:
                     entries.append(_entry_of(record, content))
             page = Page(whole(head["first_row"], 2**53), entries, not self._first_rows)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise DamageError(f"slot {number} of {self._slots.url} makes no sense ({error})") from error
+            raise DamageError(f"slot {number} of {self.url} makes no sense ({error})") from error
         for entry in entries:
             self.expected[entry.writer] = max(self.expected.get(entry.writer, 0), entry.sequence + 1)
         if entries:
@@ -383,16 +348,133 @@ def _is_drained(url: str, name: str) -> bool:
     return last is None or last.head.get("drained") is True
 
 
-def _move_of(words: dict[str, Any]) -> BlockMove:
+def _move_of(words: dict[str, Any]) -> SegmentMove:
     if len(bytes.fromhex(words["writer"])) != 16:
         raise ValueError("a writer's name has 16 bytes")
     numbers = (whole(words["shard"], 2**16), whole(words["sequence"], 2**53), whole(words["first_row"], 2**53))
-    return BlockMove(str(words["memory"]), numbers[0], str(words["writer"]), *numbers[1:])
+    return SegmentMove(str(words["memory"]), numbers[0], str(words["writer"]), *numbers[1:])
 
 
 def _entry_of(record: Record, content: bytes) -> Entry:
     writer = bytes.fromhex(record.head["writer"])
-    payload = read_part(record, content, "block")
-    if len(writer) != 16 or len(payload) > MOST_BYTES:
+    payload = record.part("segment", lambda start, nbytes: content[start : start + nbytes])
+    if len(writer) != 16:
         raise DamageError("an entry of a journal is none of holdall's; it is not used")
     return Entry(writer, whole(record.head["sequence"], 2**53), payload)
+
+
+SLOT_BYTES = 16 * 2**20
+_TRY_AGAIN_S = 0.5
+_LOOK_AGAIN_S = 0.01
+_TRIM_EVERY = 64
+
+_LOG = logging.getLogger("holdall")
+
+
+@dataclass(slots=True)
+class Staged:
+    """A segment on its way to the journal."""
+
+    entry: Entry
+    segment: SealedSegment
+    done: threading.Event = field(default_factory=threading.Event)
+    error: HoldallError | None = None
+
+    def wait(self) -> None:
+        """Return when the segment can be drawn; raise if it never will be."""
+        self.done.wait()
+        if self.error is not None:
+            raise self.error
+
+
+class Committer:
+    """Writes what is staged, in a thread of its own.
+
+    Args:
+        apply: Shows segments that are durable, and returns the number of the first row that is still needed.
+    """
+
+    def __init__(self, journal: Journal, next_row: int, apply: Callable[[list[Staged]], int]) -> None:
+        self.journal = journal
+        self._apply = apply
+        self._next_row = next_row
+        self._staged: list[Staged] = []
+        self._changed = threading.Condition()
+        self._commits = 0
+        self.backlog = 0  # bytes
+        threading.Thread(target=self._run, name="holdall-journal", daemon=True).start()
+
+    def stage(self, staged: Staged) -> None:
+        """Have a segment written; the shard's lock keeps them in order."""
+        with self._changed:
+            self._staged.append(staged)
+            self.backlog += len(staged.entry.payload)
+            self._changed.notify_all()
+
+    def drain(self) -> None:
+        """Wait until everything that is staged is durable."""
+        while self.backlog:
+            time.sleep(_LOOK_AGAIN_S)
+
+    def record(self, write: Callable[[Journal], None]) -> None:
+        """Have something else written to the journal; nothing may be staged."""
+        _write_until_taken(lambda: write(self.journal))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._staged)
+            if self.journal.batching_s:
+                time.sleep(self.journal.batching_s)
+            batch = self._taken()
+            try:
+                self._write(batch)
+            except HoldallError as error:  # fenced: nothing of this shard is ever acknowledged again
+                _LOG.warning("%s", error)
+                for each in batch:
+                    each.error = error
+                    each.done.set()
+            finally:
+                with self._changed:
+                    self.backlog -= sum(len(each.entry.payload) for each in batch)
+
+    def _taken(self) -> list[Staged]:
+        with self._changed:
+            taken, nbytes = 0, 0
+            while taken < len(self._staged) and (taken == 0 or nbytes < SLOT_BYTES):
+                nbytes += len(self._staged[taken].entry.payload)
+                taken += 1
+            batch, self._staged = self._staged[:taken], self._staged[taken:]
+            return batch
+
+    def _write(self, batch: list[Staged]) -> None:
+        dictionaries: dict[str, Dictionary] = {}
+        for each in batch:
+            dictionaries |= {dictionary_name(named): named for named in dictionaries_of(each.segment)}
+        entries = [each.entry for each in batch]
+        _write_until_taken(lambda: self.journal.append(entries, self._next_row, list(dictionaries.values())))
+        self._next_row += sum(each.segment.rows.ticks * each.segment.lanes for each in batch)
+        needed = self._apply(batch)
+        self._commits += 1
+        if self._commits % _TRIM_EVERY == 0:
+            self.journal.trim(needed)
+
+
+def _write_until_taken(write: Callable[[], None]) -> None:
+    """Write until the disk takes it; FencedError if somebody else has the journal."""
+    while True:
+        try:
+            write()
+        except FencedError:
+            raise
+        except CheckpointError as error:
+            _LOG.warning("%s; trying again", error)
+            time.sleep(_TRY_AGAIN_S)
+        else:
+            return
+
+
+def dictionaries_of(segment: SealedSegment) -> list[Dictionary]:
+    """Return the dictionaries that a segment needs."""
+    found = [part.block.sealed.codec.dictionary for part in segment.parts if part.block.sealed is not None]
+    return [dictionary for dictionary in found if dictionary is not None]

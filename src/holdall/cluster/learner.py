@@ -1,4 +1,4 @@
-"""Routing: which shard each row of a batch is drawn from, and what a draw was worth.
+"""The learner: which shard each row of a batch is drawn from, and what a draw was worth.
 
 In:  what shards say of themselves with every answer.  Out: a shard for every row; importance weights.
 Invariant: a shard is drawn from in proportion to its mass as it is known here. Weights are made of the probability that
@@ -20,14 +20,14 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer
-from holdall.cluster.block import unpack_dictionary
-from holdall.cluster.members import LOSSES, Cluster
-from holdall.cluster.protocol import ShardCounters, TravelLayout, ids_of, rows_of, shards_of
-from holdall.errors import ArgumentError, HoldallError, ShardError, TransitionIdError
-from holdall.sampling.draw import Sampler
+from holdall.checkpoint import Checkpoint
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
+from holdall.cluster.fleet import LOSSES, Cluster
+from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
+from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
+from holdall.sampling import Sampler
 from holdall.sampling.prioritized import Prioritized
-from holdall.schema import Array, as_array, as_ids
+from holdall.schema import Array, Schema, as_array, as_ids
 from holdall.storage.codec import Dictionary
 
 Ids = NDArray[np.int64]
@@ -58,7 +58,7 @@ def weights_of(
     chance = np.empty(count, np.float64)
     for answer, rows, mass in zip(answers, where, masses, strict=True):
         # Of one shard alone its mass says nothing; of several, what was believed over what was true.
-        belief = 1.0 if len(answers) == 1 else mass / answer.standing.mass
+        belief = 1.0 if len(answers) == 1 else mass / answer.counters.mass
         chance[rows] = belief * answer.scaled
     shares = (chance.min(initial=np.inf) / chance).astype(np.float32)
     return np.asarray(shares ** np.float32(beta), np.float32)
@@ -107,7 +107,7 @@ class Drawing:
     def __init__(
         self,
         cluster: Cluster,
-        layout: TravelLayout,
+        schema: Schema,
         deliverer: Deliverer,
         sampler: Sampler,
         generator: np.random.Generator,
@@ -115,7 +115,7 @@ class Drawing:
         patience_s: float,
     ) -> None:
         self._cluster = cluster
-        self._reader = AnswerReader(layout)
+        self._reader = AnswerReader(schema)
         self._deliverer = deliverer
         self._sampler = sampler
         self.generator = generator
@@ -132,7 +132,7 @@ class Drawing:
         return requests
 
     def finish(self, request: Request) -> Batch:
-        """Wait for the rows, draw those anew whose shard was lost, and make the batch."""
+        """Wait for the rows, draw those again whose shard was lost, and make the batch."""
         answers: list[Answer] = []
         asked: list[Asked] = []
         ids = np.empty(request.count, np.int64)
@@ -151,17 +151,17 @@ class Drawing:
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
         return self._deliverer.batch(answers, where, ids, weights)
 
-    def answer(self, shard: int, payload: bytes) -> Answer:
+    def answer(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
         answer = self._reader.read(payload, lambda name: self.learn(shard, name))
-        self._cluster.note(shard, answer.standing)
+        self._cluster.note(shard, answer.counters)
         return answer
 
     def learn(self, shard: int, name: str) -> Dictionary:
-        """Return a dictionary that a shard's blocks name."""
+        """Return a dictionary that a shard's segments name."""
         if name not in self._dictionaries:
             record = received(self._cluster.handle(shard).dictionary.remote(name), self._patience_s)
-            self._dictionaries[name] = unpack_dictionary(record)
+            self._dictionaries[name] = dictionary_of(record)
         return self._dictionaries[name]
 
     def _heard(self, asked: Asked) -> Answer | None:
@@ -175,7 +175,7 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if len(payload) == ShardCounters.NBYTES:
+            if isinstance(payload, bytes) and len(payload) == ShardCounters.NBYTES:
                 self._cluster.note(shard, ShardCounters.of(payload))
                 return None
             return self.answer(shard, payload)
@@ -189,16 +189,18 @@ class Drawing:
                 ) from error
             return None
 
-    def _payload(self, shard: int, call: Call) -> bytes:
+    def _payload(self, shard: int, call: Call) -> Payload:
         """Wait for what a shard says, but not for one that is known to be away: Ray fails its calls seconds later."""
         until = time.monotonic() + self._patience_s
         while True:
             left = until - time.monotonic()
             try:
-                return received(call.reference, min(_LOOK_S, max(0.0, left)))
+                payload: Payload = received(call.reference, min(_LOOK_S, max(0.0, left)))
             except ray.exceptions.GetTimeoutError:
                 if left <= 0 or self._cluster.is_away(shard):
                     raise
+            else:
+                return payload
 
     def _ask(self, wanted: Sequence[tuple[Request, Ids]], masses: Mapping[int, float]) -> None:
         """Ask shards for some rows of batches, each batch's drawn for itself."""
@@ -240,16 +242,30 @@ class Drawing:
         return self._cluster.masses()
 
 
-def received(call: Any, patience_s: float) -> bytes:
+def received(call: Any, patience_s: float | None) -> Any:
     """Wait for a call's result; an error of holdall's own is raised as it was there."""
     try:
-        result: bytes = ray.get(call, timeout=patience_s)
+        return ray.get(call, timeout=patience_s)
     except ray.exceptions.RayTaskError as error:
         cause = getattr(error, "cause", None)
         if isinstance(cause, HoldallError):
             raise cause from None
         raise
-    return result
+
+
+def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
+    """Wait for the checkpoints of all shards."""
+    found: dict[int, Checkpoint] = {}
+    for shard, call in calls.items():
+        try:
+            found[shard] = received(cluster.handle(shard).end_save.remote(received(call, None)), None)
+        except LOSSES as error:
+            cluster.lose(shard)
+            raise CheckpointError(
+                f"the checkpoint at {url} is not complete (shard {shard}: {type(error).__name__}); the one before is; "
+                "save again"
+            ) from error
+    return found
 
 
 def gathered(
@@ -332,7 +348,7 @@ _MOST_UNDER_WAY = 16
 
 
 class Priorities:
-    """Tells shards what a learner found out about their rows."""
+    """Sends shards the priorities of their rows."""
 
     def __init__(self, cluster: Cluster, patience_s: float) -> None:
         self._cluster = cluster
@@ -340,14 +356,14 @@ class Priorities:
         self._under_way: deque[tuple[int, Any]] = deque()
         self._lock = threading.Lock()
 
-    def tell(self, wanted: Ids, told: Array) -> None:
+    def send(self, wanted: Ids, priorities: Array) -> None:
         """Send priorities on their way; rows of shards that do not answer are passed over."""
         shards = shards_of(wanted)
         reachable = set(self._cluster.numbers) - set(self._cluster.lost)
         for shard in np.unique(shards).tolist():
             if shard in reachable:
                 rows = np.flatnonzero(shards == shard)
-                sent = (rows_of(wanted[rows]).tobytes(), told[rows].tobytes(), told.dtype.str)
+                sent = (rows_of(wanted[rows]).tobytes(), priorities[rows].tobytes(), priorities.dtype.str)
                 with self._lock:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         self.hear()
@@ -372,13 +388,13 @@ class Priorities:
 
 def checked(ids: Any, priorities: Any) -> tuple[Ids, Array]:
     """Return ids and priorities as arrays of one length, or say why they are none."""
-    told = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
+    found = as_array(priorities.detach().cpu() if hasattr(priorities, "detach") else priorities, "priorities")
     wanted = as_ids(ids)
-    if told.shape != wanted.shape or told.dtype.kind not in "iuf":
+    if found.shape != wanted.shape or found.dtype.kind not in "iuf":
         raise ArgumentError(
-            f"priorities has shape {told.shape} and dtype {told.dtype} for ids of shape {wanted.shape}; pass one "
+            f"priorities has shape {found.shape} and dtype {found.dtype} for ids of shape {wanted.shape}; pass one "
             "number for every row drawn"
         )
-    if told.size and not (np.isfinite(told).all() and told.min() >= 0):
-        raise ArgumentError(f"priorities holds {told.min()}; pass finite numbers of at least 0")
-    return wanted, told
+    if found.size and not (np.isfinite(found).all() and found.min() >= 0):
+        raise ArgumentError(f"priorities holds {found.min()}; pass finite numbers of at least 0")
+    return wanted, found

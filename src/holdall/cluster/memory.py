@@ -2,8 +2,8 @@
 
 The flow, one stage a file:
 
-    add    -> writer -> encode -> block -> stream -> shard -> shelf
-    sample -> router -> shard -> shelf -> answer -> deliver (decode) -> batch
+    add    -> writer -> encode (a sealed segment) -> protocol (a stream of segments) -> shard -> its store
+    sample -> learner (which shards) -> shard -> its store -> answer -> learner (decode) -> batch
 
 Invariant: what comes back is bit for bit what was added, whichever shard held it. A memory of one shard gives the
 batches of a local memory with the same seed.
@@ -15,36 +15,37 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from dataclasses import replace
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
 import ray
 from gymnasium import spaces
-from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.checkpoint import SaveHandle, normalized_url
-from holdall.cluster.answer import Deliverer
-from holdall.cluster.checkpoint import newest_manifest, save
-from holdall.cluster.fleet import ClusterSettings, Fleet, single
-from holdall.cluster.learner import (
-    BatchesAhead,
-    Drawing,
-    Priorities,
-    Request,
-    checked,
-    gathered,
-    together,
+from holdall.checkpoint import (
+    CheckpointReader,
+    Manifest,
+    SaveHandle,
+    Savers,
+    ShardsSnapshot,
+    newest,
+    normalized_url,
+    open_reader,
+    restored_state,
+    shard_url,
 )
-from holdall.cluster.members import Cluster, added_up
-from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.roster import LearnerMetrics, RateLimit
+from holdall.cluster.answer import Deliverer
+from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
+from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.status import ShardStatus, status_of
-from holdall.cluster.writer import Address, Writer
-from holdall.delivery import Loader
+from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
+from holdall.cluster.writer import Address, Writer, copy_transitions
+from holdall.delivery.loader import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import (
     generator_of,
@@ -55,16 +56,14 @@ from holdall.json_state import (
 )
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Sampler
+from holdall.sampling import Sampler
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema, as_ids
 from holdall.units import require_count
 
 _ASK_AGAIN_S = 0.005
-_MOST_TOLD = 16
-"""Updates of priorities under way, before one is waited for."""
-
-Ids = NDArray[np.int64]
+_SPARE_ROWS = 1024
+"""Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
 
 class ReplayMemory:
@@ -114,57 +113,52 @@ class ReplayMemory:
         require_count("num_envs", num_envs, 1)
         require_count("shards", shards, 1)
         require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        self._sampler = single(sampler)
         schema = Schema.of(observation_space, action_space, extras, num_envs)
         rows = capacity // num_envs // shards * num_envs
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self._set_up(schema, rows, settings, seed, generator_of(seed), range(shards))
+        self._set_up(schema, rows, settings, single(sampler), seed, generator_of(seed), dict.fromkeys(range(shards)))
 
     def _set_up(
         self,
         schema: Schema,
         shard_rows: int,
         settings: ClusterSettings,
+        sampler: Sampler,
         seed: int | None,
         generator: np.random.Generator,
-        shards: Iterable[int],
-        saved: tuple[str, Mapping[str, Any]] | None = None,
+        shards: Mapping[int, tuple[str, int] | None],
     ) -> None:
+        """Start the shards, each with the place and number of the checkpoint that it begins with, if any."""
         require_safe_cluster()
+        self._sampler = sampler
+        self._schema = schema
         self._lanes = schema.num_envs
-        self._layout = TravelLayout.of(schema)
-        self._deliverer = Deliverer(self._layout, chosen_kernels(), settings.device)
+        kernels = chosen_kernels()
+        self._deliverer = Deliverer(schema, kernels, settings.device)
+        self._savers = Savers(kernels.coder)
         self._words = schema_words(schema)
         self._lock = threading.RLock()
         self._own_writer: Writer | None = None
-        self._closed = False
+        self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
         url = None if settings.url is None else normalized_url(settings.url)
-        self._fleet = Fleet(self._name, self._words, shard_rows, self._sampler, seed, url, settings)
-        self._roster = self._fleet.roster
+        self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
         patience = settings.patience_s
         self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
         self._cluster = Cluster(self._address)
-        self._drawing = Drawing(
-            self._cluster,
-            self._layout,
-            self._deliverer,
-            self._sampler,
-            generator,
-            settings.on_shard_loss,
-            patience,
-        )
+        policy = settings.on_shard_loss
+        self._drawing = Drawing(self._cluster, schema, self._deliverer, sampler, generator, policy, patience)
         self._priorities = Priorities(self._cluster, patience)
-        for number in shards:
-            self._fleet.start(number, None if saved is None else (saved[0], saved[1][str(number)]))
+        for number, saved in shards.items():
+            self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
 
     def add_shard(self) -> int:
-        """Start one more shard and return its number; new blocks go there, too."""
+        """Start one more shard and return its number; new segments go there, too."""
         self._open()
         return self._fleet.start()
 
@@ -176,7 +170,7 @@ class ReplayMemory:
         """
         self.flush()
         with self._lock:
-            self._fleet.drain(number, self._own(), self._drawing, self._cluster)
+            self._fleet.drain(number, self._own(), self._cluster)
 
     def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
         """Return a handle that feeds the memory from any process; it can be pickled.
@@ -232,8 +226,8 @@ class ReplayMemory:
             self._open()
             if self._own_writer is not None:
                 self._own_writer.flush()
-                for shard, standing in self._own_writer.standings.items():
-                    self._cluster.note(shard, standing)
+                for shard, counters in self._own_writer.counters_by_shard.items():
+                    self._cluster.note(shard, counters)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
@@ -261,7 +255,7 @@ class ReplayMemory:
         return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
-        """Tell how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
+        """Set how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
 
         It does not wait for the shards, which have it before they draw again. What a shard refuses is raised by a later
         call.
@@ -272,14 +266,14 @@ class ReplayMemory:
                 f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
                 "priorities; construct the memory with sampler=Prioritized(...)"
             )
-        told = checked(ids, priorities)
+        update = checked(ids, priorities)
         self.flush()
-        self._priorities.tell(*told)
+        self._priorities.send(*update)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()
-        return sum(standing.transitions for standing in self._cluster.refresh().values())
+        return sum(counters.transitions for counters in self._cluster.refresh().values())
 
     @property
     def capacity(self) -> int:
@@ -298,23 +292,23 @@ class ReplayMemory:
 
     @property
     def sampler(self) -> Sampler:
-        """How `sample` draws; its beta may be set anew."""
+        """How `sample` draws; its beta may be changed."""
         return self._sampler
 
     @property
     def schema(self) -> Schema:
         """What a transition consists of."""
-        return self._layout.schema
+        return self._schema
 
     @property
     def first_id(self) -> int:
         """Lowest transition id that is still held; of a memory of one shard."""
-        return self._only_standing().first_row
+        return self._only_counters().first_row
 
     @property
     def next_id(self) -> int:
         """Id of the next transition; of a memory of one shard."""
-        return self._only_standing().next_row
+        return self._only_counters().next_row
 
     def shards(self) -> list[ShardStatus]:
         """Say of every shard where it runs and what it holds; `holdall watch PID` there shows more of one."""
@@ -324,27 +318,33 @@ class ReplayMemory:
     def report(self) -> MemoryReport:
         """Account for the bytes that all shards hold, field by field."""
         self.flush()
-        standings = self._cluster.refresh()
-        reports = ray.get(
-            [self._cluster.handle(shard).report.remote() for shard in standings], timeout=self._address.patience_s
-        )
-        transitions = sum(standing.transitions for standing in standings.values())
-        return MemoryReport(transitions, added_up(reports), self._deliverer.staging_bytes, len(standings))
+        known = self._cluster.refresh()
+        asked = [self._cluster.handle(shard).report.remote() for shard in known]
+        fields = added_up(ray.get(asked, timeout=self._address.patience_s))
+        transitions = sum(counters.transitions for counters in known.values())
+        return MemoryReport(transitions, fields, self._deliverer.staging_bytes, len(known))
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
 
-        Every shard writes what is new of its own, as it stands when its turn comes.
+        Every shard writes what is new of its own, and one manifest names them all. `holdall.ReplayMemory.load`
+        reads it, too.
         """
         require_count("keep", keep, 1)
         self.flush()
-        words = {
-            "schema": self._words,
+        self._cluster.refresh()
+        place, self._has_saved = normalized_url(url), True
+        state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
-            "sampler": type(self._sampler).__name__,
+            "sampler": {"kind": type(self._sampler).__name__},
         }
-        return save(normalized_url(url), self._fleet.actors, words, int(keep))
+        calls = {
+            number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
+        }
+        ticks = self.capacity // self._lanes
+        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls))
+        return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
     def load(
@@ -359,34 +359,55 @@ class ReplayMemory:
         prefer: str = "balanced",
         limit: RateLimit | None = None,
         patience_s: float = 10.0,
+        shards: int = 8,
     ) -> Self:
-        """Load the newest checkpoint, on as many shards as it was saved from; draws go on where they were.
+        """Load the newest checkpoint that is whole; draws go on where they were.
+
+        A memory over shards is loaded on as many shards as it was saved from. Of a local memory, every transition is
+        added again, under a new id, and samplers start again.
 
         Args:
             sampler: One with the settings of the saved memory's; None: `Uniform()`.
+            shards: Actors for a local memory's transitions.
             journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
                 already go before the checkpoint's.
         """
-        place = normalized_url(url)
-        manifest = newest_manifest(place)
-        memory = cls.__new__(cls)
-        memory._sampler = single(sampler)
-        if sampler is None and manifest["sampler"] != "Uniform":
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {manifest['sampler']}; pass "
-                f"sampler={manifest['sampler']}(...) with its settings, or another one to start anew"
-            )
+        require_count("shards", shards, 1)
         settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
-        numbers = sorted(int(number) for number in manifest["shards"])
-        memory._set_up(
-            schema_of(manifest["schema"]),
-            int(manifest["shard_rows"]),
-            settings,
-            None,
-            restored_generator(manifest["generator"]),
-            numbers,
-            (place, manifest["shards"]),
-        )
+        reader = open_reader(url)
+        return newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
+
+    @classmethod
+    def _loaded(
+        cls,
+        manifest: Manifest,
+        reader: CheckpointReader,
+        settings: ClusterSettings,
+        sampler: Sampler | None,
+        shards: int,
+    ) -> Self:
+        state, schema = restored_state(manifest, reader), schema_of(manifest.schema)
+        kind = state["sampler"]["kind"]
+        if sampler is None and kind != "Uniform":
+            raise ArgumentError(
+                f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+                "settings, or another one to start again"
+            )
+        memory = cls.__new__(cls)
+        chosen, generator = single(sampler), restored_generator(state["generator"])
+        if manifest.shards:
+            saved = {
+                int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
+            }
+            memory._set_up(schema, int(state["shard_rows"]), settings, chosen, None, generator, saved)
+            return memory
+        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
+        memory._set_up(schema, rows, settings, chosen, None, generator, dict.fromkeys(range(shards)))
+        try:
+            copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+        except BaseException:
+            memory.close()
+            raise
         return memory
 
     def close(self) -> None:
@@ -395,7 +416,8 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
-            self._fleet.end()
+            self._savers.close()
+            self._fleet.end(has_saved=self._has_saved)
             self._deliverer.dismiss()
 
     def __enter__(self) -> Self:
@@ -416,28 +438,28 @@ class ReplayMemory:
         if self._closed:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
 
-    def _only_standing(self) -> ShardCounters:
+    def _only_counters(self) -> ShardCounters:
         self.flush()
-        standings = self._cluster.refresh()
-        if list(standings) != [0]:
+        known = self._cluster.refresh()
+        if list(known) != [0]:
             raise ArgumentError(
                 "first_id and next_id are asked of a memory of several shards, each of which counts for itself; use "
                 "the ids of a batch"
             )
-        return standings[0]
+        return known[0]
 
     def _start(self, count: int, batches: int = 1) -> list[Request]:
-        """Ask for some batches, once what this process added and told has reached the shards."""
+        """Ask for some batches, once what this process added and updated has reached the shards."""
         self.flush()
         self._priorities.hear()
         self._wait_for_grant(count)
         if self._metrics.is_due:
-            self._tell_metrics()
+            self._set_metrics()
         return self._drawing.start(count, batches)
 
-    def _tell_metrics(self) -> None:
+    def _set_metrics(self) -> None:
         writer, shards = self._own_writer, max(1, self.num_shards)
-        self._metrics.tell(
+        self._metrics.set(
             coverage=1 - len(self._cluster.lost) / shards,
             losses=self._cluster.losses,
             unacknowledged_bytes=0 if writer is None else writer.unacknowledged_bytes,

@@ -1,28 +1,35 @@
-"""Transition ids over shards: the shard, and the number of the row there.
+"""What writers, shards and learners send each other: ids, counters, the order of calls, and streams of segments.
+
+A transition id over shards is the shard, and the number of the row there:
 
     bits 48 to 62: shard    bits 36 to 47: life, for shards that start empty after a loss    bits 0 to 35: row
 
 Invariant: an id is never used again, not even by a shard that lost what it held. Those of shard 0 in its first life are
-those of a local memory.
+those of a local memory. A segment is kept until the shard acknowledged it. Calls that change a shard are never
+retried by Ray, which would reorder them: after a failure the shard is asked which segment it expects, and the rest is
+sent again.
 """
 
 from __future__ import annotations
 
+import logging
 import struct
 import threading
 import time
-from collections import OrderedDict
-from collections.abc import Iterator
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import ray
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, ShardError
-from holdall.schema import Leaf, Schema
+from holdall.storage.codec import Dictionary
+from holdall.storage.records import DICTIONARY, dictionary_name, pack_dictionary, records_in
 
 Ids = NDArray[np.int64]
 
@@ -58,53 +65,35 @@ def rows_of(ids: Ids) -> Ids:
     return ids & _ROW_MASK
 
 
-ROW_BYTES = 256
-"""Observation leaves up to this size travel as rows, obs and next_obs: cutting them into slices spares nothing."""
-
-Column = tuple[tuple[int, ...], np.dtype[Any]]
-_FLAG: Column = ((), np.dtype(np.bool_))
-
-
-@dataclass(frozen=True, slots=True)
-class TravelLayout:
-    """The fields of a transition, by how they travel."""
-
-    schema: Schema
-    sliced: tuple[int, ...]  # observation leaves that are cut into slices, in the order of their fields
-    columns: dict[str, Column]  # all else but the reward, whose dtype the first add says
-
-    @classmethod
-    def of(cls, schema: Schema) -> TravelLayout:
-        """Lay out the transitions of a schema."""
-        leaves = schema.observation.leaves
-        sliced = tuple(i for i, leaf in enumerate(leaves) if leaf.nbytes > ROW_BYTES)
-        columns: dict[str, Column] = {}
-        for i, leaf in enumerate(leaves):
-            if i not in sliced:
-                columns[f"obs.{i}"] = columns[f"next.{i}"] = (leaf.shape, leaf.dtype)
-        columns |= {f"action.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(schema.action.leaves)}
-        columns |= {f"extras.{i}": (leaf.shape, leaf.dtype) for i, leaf in enumerate(schema.extras.leaves)}
-        columns |= dict.fromkeys(("terminated", "truncated", "valid"), _FLAG)
-        return cls(schema, sliced, columns)
-
-    @property
-    def leaves(self) -> list[Leaf]:
-        """The leaves that are cut into slices."""
-        return [self.schema.observation.leaves[i] for i in self.sliced]
-
-    def with_reward(self, dtype: np.dtype[Any]) -> dict[str, Column]:
-        """Return all columns, the reward's among them."""
-        return self.columns | {"reward": ((), dtype)}
+def whole(value: Any, most: int) -> int:
+    """Return a whole number that was received, if it is one within bounds."""
+    if type(value) is not int or not 0 <= value <= most:
+        raise ValueError(f"{value!r} is no count up to {most}")
+    return value
 
 
-_FORM = struct.Struct("<qqqqqqqd")
+def packed_dictionary(dictionary: Dictionary) -> bytes:
+    """Return a dictionary as the bytes of a record."""
+    return b"".join(pack_dictionary(dictionary))
+
+
+def dictionary_of(payload: bytes) -> Dictionary:
+    """Read a dictionary that was received."""
+    (record,) = records_in(payload)
+    dictionary = Dictionary(record.part("content", lambda start, nbytes: payload[start : start + nbytes]))
+    if record.kind != DICTIONARY or dictionary_name(dictionary) != record.head.get("name"):
+        raise DamageError("a dictionary was received that is not what its name says; it is not used")
+    return dictionary
+
+
+_COUNTERS = struct.Struct("<qqqqqqqd")
 
 
 @dataclass(frozen=True, slots=True)
 class ShardCounters:
     """One shard at one moment."""
 
-    NBYTES: ClassVar[int] = _FORM.size
+    NBYTES: ClassVar[int] = _COUNTERS.size
 
     epoch: int  # another one after every restart
     first_row: int
@@ -117,21 +106,21 @@ class ShardCounters:
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return _FORM.pack(*(getattr(self, name) for name in self.__slots__))  # a third of astuple's time
+        return _COUNTERS.pack(*(getattr(self, name) for name in self.__slots__))  # a third of astuple's time
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
-        if len(raw) != _FORM.size:
-            raise DamageError(f"{len(raw)} bytes are no shard's standing; nothing of them is used")
-        return cls(*_FORM.unpack(raw))
+        if len(raw) != _COUNTERS.size:
+            raise DamageError(f"{len(raw)} bytes are no shard's counters; nothing of them is used")
+        return cls(*_COUNTERS.unpack(raw))
 
 
 _MOST_CLIENTS = 4096
-_TURN = struct.Struct("<16sqq")
+_CALL_ORDER = struct.Struct("<16sqq")
 
 
-class OutOfTurnError(ShardError):
+class CallOrderError(ShardError):
     """A call that came before this one by its number is missing."""
 
 
@@ -145,14 +134,14 @@ class CallOrder:
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return _TURN.pack(self.client, self.epoch, self.number)
+        return _CALL_ORDER.pack(self.client, self.epoch, self.number)
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
-        if len(raw) != _TURN.size:
-            raise DamageError(f"{len(raw)} bytes are no call's turn; nothing is done")
-        return cls(*_TURN.unpack(raw))
+        if len(raw) != _CALL_ORDER.size:
+            raise DamageError(f"{len(raw)} bytes are no call's order; nothing is done")
+        return cls(*_CALL_ORDER.unpack(raw))
 
 
 class CallQueue:
@@ -164,9 +153,9 @@ class CallQueue:
         self._patience_s = patience_s
 
     @contextmanager
-    def taken(self, turn: CallOrder) -> Iterator[None]:
-        """Wait for a turn, and end it."""
-        client, number = turn.client, turn.number
+    def taken(self, order: CallOrder) -> Iterator[None]:
+        """Wait for the calls before this one, and let the next one through."""
+        client, number = order.client, order.number
         with self._changed:
             self._next.setdefault(client, 0)
             self._next.move_to_end(client)
@@ -176,7 +165,7 @@ class CallQueue:
             while self._next.get(client, number) < number:
                 left = until - time.monotonic()
                 if left <= 0:
-                    raise OutOfTurnError(f"call {number} came, but {self._next.get(client)} of the same client did not")
+                    raise CallOrderError(f"call {number} came, but {self._next.get(client)} of the same client did not")
                 self._changed.wait(left)
         try:
             yield
@@ -186,12 +175,12 @@ class CallQueue:
                 self._changed.notify_all()
 
 
-_ENVELOPE = struct.Struct("<16sqq")
+_SEGMENT_HEADER = struct.Struct("<16sqq")
 _ACK = struct.Struct("<qqq64s")
 
 
 class AckKind(IntEnum):
-    """What a shard did with a block."""
+    """What a shard did with a segment."""
 
     ACCEPTED = 0
     EXPECTED_ANOTHER = 1  # out of order, or there already
@@ -201,8 +190,8 @@ class AckKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Envelope:
-    """Who sends which block to whom."""
+class SegmentHeader:
+    """Who sends which segment to whom."""
 
     writer: bytes  # 16
     epoch: int
@@ -210,39 +199,250 @@ class Envelope:
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return _ENVELOPE.pack(self.writer, self.epoch, self.sequence)
+        return _SEGMENT_HEADER.pack(self.writer, self.epoch, self.sequence)
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
-        if len(raw) != _ENVELOPE.size:
-            raise DamageError(f"{len(raw)} bytes are no envelope; the block is not used")
-        return cls(*_ENVELOPE.unpack(raw))
+        if len(raw) != _SEGMENT_HEADER.size:
+            raise DamageError(f"{len(raw)} bytes are no header; the segment is not used")
+        return cls(*_SEGMENT_HEADER.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)
 class Ack:
-    """A shard's answer to a block."""
+    """A shard's answer to a segment."""
 
-    verdict: AckKind
-    expected: int  # the number of the writer's next block
-    credits: int  # blocks that the writer may have under way
-    standing: ShardCounters
+    kind: AckKind
+    expected: int  # the number of the writer's next segment
+    credits: int  # segments that the writer may have under way
+    counters: ShardCounters
     reason: str = ""
 
     def packed(self) -> bytes:
         """Return it as bytes."""
-        return _ACK.pack(self.verdict, self.expected, self.credits, self.standing.packed()) + self.reason.encode()
+        return _ACK.pack(self.kind, self.expected, self.credits, self.counters.packed()) + self.reason.encode()
 
     @classmethod
     def of(cls, raw: bytes) -> Self:
         """Read it back."""
         if len(raw) < _ACK.size:
-            raise DamageError(f"{len(raw)} bytes are no answer to a block; nothing of them is used")
-        verdict, expected, credit, standing = _ACK.unpack(raw[: _ACK.size])
-        return cls(AckKind(verdict), expected, credit, ShardCounters.of(standing), raw[_ACK.size :].decode())
+            raise DamageError(f"{len(raw)} bytes are no answer to a segment; nothing of them is used")
+        kind, expected, credit, counters = _ACK.unpack(raw[: _ACK.size])
+        return cls(AckKind(kind), expected, credit, ShardCounters.of(counters), raw[_ACK.size :].decode())
 
 
-def is_newer(told: ShardCounters, known: ShardCounters | None) -> bool:
+def is_newer(counters: ShardCounters, known: ShardCounters | None) -> bool:
     """Whether a shard said this after what is known; calls may overtake each other."""
-    return known is None or (told.epoch, told.changes) >= (known.epoch, known.changes)
+    return known is None or (counters.epoch, counters.changes) >= (known.epoch, known.changes)
+
+
+class GoneError(ShardError):
+    """A shard that will not come back."""
+
+
+class ShardClosedError(GoneError):
+    """A shard that takes nothing more; what it has not accepted is safe to send elsewhere."""
+
+
+_LOG = logging.getLogger("holdall")
+_PAUSE_S = 0.05
+
+Describe = Callable[[bytes], Iterable[bytes]]
+"""Returns the dictionaries that a segment needs, as records."""
+
+
+@dataclass(slots=True)
+class _SentSegment:
+    sequence: int
+    payload: bytes
+    rows: int
+    call: Any
+    lease: int = -1
+    roster: Any = None
+
+
+class SegmentStream:
+    """Blocks of one writer to one shard.
+
+    Args:
+        dictionaries: Finds the dictionaries that a segment names.
+        survives: Whether the shard holds after a restart what it acknowledged.
+        patience_s: How long a shard may be away before the caller gets an error.
+    """
+
+    def __init__(
+        self, shard: Any, number: int, writer: bytes, dictionaries: Describe, survives: bool, patience_s: float
+    ) -> None:
+        self._shard = shard
+        self.number = number
+        self._writer = writer
+        self._dictionaries = dictionaries
+        self._survives = survives
+        self._patience_s = patience_s
+        self._under_way: deque[_SentSegment] = deque()
+        self._sequence = 0
+        self._epoch = -1
+        self._credits = 1
+        self.counters: ShardCounters | None = None  # when the shard last said so
+        self._failing_since: float | None = None
+        self.waited_s = 0.0  # for room
+        self.resent = 0
+
+    @property
+    def inserted(self) -> int:
+        """Transitions that the shard ever took, as far as is known, with those under way."""
+        taken = 0 if self.counters is None else self.counters.inserted
+        return taken + sum(segment.rows for segment in self._under_way)
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the next segment."""
+        return self._sequence
+
+    @property
+    def unacknowledged_bytes(self) -> int:
+        """Bytes of the segments under way."""
+        return sum(len(segment.payload) for segment in self._under_way)
+
+    def send(self, payload: bytes, rows: int) -> None:
+        """Send a segment; wait while as many are under way as the shard allows. If that fails, the segment is kept."""
+        segment = _SentSegment(self._sequence, payload, rows, None)
+        self._sequence += 1
+        self._under_way.append(segment)
+        self.hear()
+        start = time.monotonic()
+        while segment.call is None and len(self._under_way) > self._credits:
+            self.hear(wait=True)
+        self.waited_s += time.monotonic() - start
+        self._begin()
+
+    def grant(self, lease: int, roster: Any) -> None:
+        """Report to a limiter when the segment that was sent last has arrived."""
+        if self._under_way:
+            self._under_way[-1].lease, self._under_way[-1].roster = lease, roster
+
+    def flush(self) -> None:
+        """Wait until every segment is acknowledged."""
+        while self._under_way:
+            self.hear(wait=True)
+
+    def take_back(self) -> list[tuple[bytes, int]]:
+        """Give up the segments that were not acknowledged, of a shard that is gone with all that it held."""
+        left = [(segment.payload, segment.rows) for segment in self._under_way]
+        self._under_way.clear()
+        return left
+
+    def _begin(self) -> None:
+        """Send the segments that were never sent: one that is new, and those that waited when patience was lost."""
+        if self._epoch < 0:
+            self._meet()
+        for segment in self._under_way:
+            if segment.call is None:
+                self._call(segment)
+
+    def _call(self, segment: _SentSegment) -> None:
+        header = SegmentHeader(self._writer, self._epoch, segment.sequence).packed()
+        segment.call = self._shard.insert.remote(header, segment.payload)
+
+    def hear(self, wait: bool = False) -> None:
+        """Look at the acknowledgements that came, in order; wait for the oldest if asked to."""
+        while self._under_way:
+            oldest = self._under_way[0]
+            if oldest.call is None:
+                self._begin()
+                return
+            ready, _ = ray.wait([oldest.call], timeout=self._patience_s if wait else 0)
+            if not ready:
+                if wait:
+                    raise ShardError(
+                        f"shard {self.number} has not acknowledged a segment for {self._patience_s:g} s; the "
+                        f"{len(self._under_way)} segments under way are kept: call flush() to try again"
+                    )
+                return
+            try:
+                ack = Ack.of(ray.get(oldest.call))
+            except ray.exceptions.RayError as error:
+                _LOG.info("shard %d did not answer (%s); asking it what it expects", self.number, type(error).__name__)
+                self._endure(error)
+                self._meet()
+                return
+            self._credits = max(1, ack.credits)
+            self.counters = ack.counters
+            if ack.kind is not AckKind.ACCEPTED:
+                self._settle(ack, oldest)
+                return
+            self._under_way.popleft()
+            if oldest.roster is not None:
+                oldest.roster.end_insert.remote(oldest.lease, self.number, ack.counters.packed())
+            self._failing_since = None
+            wait = False
+
+    def _endure(self, error: Exception) -> None:
+        """Pause before the next try; raise an error if none has succeeded for long."""
+        now = time.monotonic()
+        self._failing_since = now if self._failing_since is None else self._failing_since
+        if now - self._failing_since > self._patience_s:
+            self._failing_since = None
+            raise ShardError(
+                f"shard {self.number} accepts nothing ({error}); the {len(self._under_way)} segments under way are "
+                "kept: call flush() to try again"
+            ) from error
+        time.sleep(_PAUSE_S)
+
+    def _settle(self, ack: Ack, oldest: _SentSegment) -> None:
+        """Go on after a segment that was not accepted."""
+        if ack.kind is AckKind.REFUSED:
+            self._under_way.popleft()
+            self._sequence = oldest.sequence
+            for later in self._under_way:
+                later.sequence, self._sequence = self._sequence, self._sequence + 1
+            raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
+        if ack.kind is AckKind.CLOSED:
+            self._forget_accepted()
+            raise ShardClosedError(f"shard {self.number} takes nothing more")
+        if ack.kind is AckKind.NEEDS_DICTIONARY:
+            ray.get([self._shard.learn.remote(record) for record in self._dictionaries(oldest.payload)])
+        self._meet()
+
+    def _meet(self) -> None:
+        """Ask the shard what it expects, and send from there on again; wait while it restarts."""
+        calls = [segment.call for segment in self._under_way if segment.call is not None]
+        if calls:  # one that still runs could be accepted after it was sent again; it would be refused then
+            ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
+        ack = self._asked()
+        lost_all = self._epoch >= 0 and ack.counters.epoch != self._epoch and not self._survives
+        self._epoch, self._credits = ack.counters.epoch, max(1, ack.credits)
+        self.counters = ack.counters
+        if lost_all:
+            self._sequence = ack.expected
+            for segment in self._under_way:
+                segment.sequence, self._sequence = self._sequence, self._sequence + 1
+        while self._under_way and self._under_way[0].sequence < ack.expected:
+            self._under_way.popleft()  # accepted; its acknowledgement was lost
+        self.resent += sum(segment.call is not None for segment in self._under_way)
+        for segment in self._under_way:
+            self._call(segment)
+
+    def _forget_accepted(self) -> None:
+        """Keep the segments that a shard did not accept before it was closed."""
+        calls = [segment.call for segment in self._under_way if segment.call is not None]
+        ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
+        expected = self._asked().expected
+        while self._under_way and self._under_way[0].sequence < expected:
+            self._under_way.popleft()
+
+    def _asked(self) -> Ack:
+        until = time.monotonic() + self._patience_s
+        while True:
+            try:
+                return Ack.of(ray.get(self._shard.expect.remote(self._writer), timeout=self._patience_s))
+            except ray.exceptions.ActorDiedError as error:
+                raise GoneError(f"shard {self.number} is gone for good ({error})") from error
+            except ray.exceptions.RayError as error:
+                if time.monotonic() > until:
+                    raise ShardError(
+                        f"shard {self.number} does not answer ({type(error).__name__}); the {len(self._under_way)} "
+                        "segments under way are kept: call flush() to try again"
+                    ) from error
+                time.sleep(_PAUSE_S)

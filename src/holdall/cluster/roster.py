@@ -1,4 +1,6 @@
-"""The rate limiter: samples per insert, kept within bounds over all writers and learners.
+"""The roster and the rate limiter: what the processes of a memory agree on.
+
+Which shards there are, which codec a field gets, and how many samples an insert may have.
 
 In:  what the shards took, and leases that writers and learners ask for.  Out: grants, or not yet.
 Invariant: error = inserts * samples_per_insert - samples never leaves its bounds, whatever is granted at the same time
@@ -12,15 +14,13 @@ import secrets
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
-from ray.util import metrics
 
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters
+from holdall.cluster.status import LimiterMetrics
 from holdall.errors import ArgumentError
 from holdall.units import require_count, require_number
 
@@ -30,12 +30,12 @@ _LEASE_S = 30.0
 
 @dataclass(frozen=True, slots=True)
 class RateLimit:
-    """How often a transition is to be drawn before it is replaced, about.
+    """About how often a transition is drawn before it is replaced.
 
     Args:
         samples_per_insert: Rows drawn for every transition added, in the long run.
         min_size: Transitions added before anything is drawn.
-        tolerance: How many rows too many or too few may be drawn; at least a few batches, and a few blocks of 128
+        tolerance: How many rows too many or too few may be drawn; at least a few batches, and a few segments of 128
             transitions times samples_per_insert.
     """
 
@@ -114,122 +114,10 @@ class Limiter:
         return True
 
     def recentre(self, inserted: int) -> None:
-        """Begin anew with shards that hold something already: as if as much had been drawn as should be."""
+        """Begin again with shards that hold something already: as if as much had been drawn as should be."""
         self.inserted = inserted
         behind = max(0, inserted - self.limit.min_size)
         self.sampled = int(behind * self.limit.samples_per_insert)
-
-
-_SHARD = {
-    "transitions": "Transitions that can be drawn",
-    "inserted": "Transitions ever accepted",
-    "mass": "What draws are in proportion to",
-    "backlog": "Bytes that wait to be made durable",
-    "epoch": "Another one after every restart",
-    "held_bytes": "Bytes of transitions, as they are held",
-    "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
-    "anonymous_bytes": "Memory of the shard's process that no file backs",
-}
-_LEARNER = {
-    "coverage": "Share of the shards that answer",
-    "losses": "How often a shard did not answer",
-    "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
-    "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
-}
-_LIMITER = {
-    "error": "Rows that samples are behind inserts",
-    "lowest": "Lower bound of the error",
-    "highest": "Upper bound of the error",
-    "inserted": "Transitions that the shards took, as the limiter counts them",
-    "sampled": "Rows that were granted to be drawn",
-}
-_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
-_PAUSE_S = 1.0
-
-
-class _Gauges:
-    """Gauges of one kind."""
-
-    def __init__(self, prefix: str, described: dict[str, str], tags: dict[str, str]) -> None:
-        self._gauges: dict[str, Any] = {}
-        for name, text in described.items():
-            gauge = metrics.Gauge(f"holdall_{prefix}_{name}", description=text, tag_keys=tuple(tags))
-            gauge.set_default_tags(tags)
-            self._gauges[name] = gauge
-
-    def tell(self, **values: float) -> None:
-        """Set gauges."""
-        for name, value in values.items():
-            self._gauges[name].set(float(value))
-
-
-class _AskedFor(_Gauges):
-    """Gauges that are told once a second at most, by whoever is called anyway."""
-
-    def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
-        super().__init__(prefix, described, {"memory": memory})
-        self._told_at = -_PAUSE_S
-        self._lock = threading.Lock()
-
-    @property
-    def is_due(self) -> bool:
-        """Whether it is time to tell again; who is told so has to."""
-        with self._lock:
-            now = time.monotonic()
-            if now - self._told_at < _PAUSE_S:
-                return False
-            self._told_at = now
-            return True
-
-
-class LearnerMetrics(_AskedFor):
-    """What one learner tells."""
-
-    def __init__(self, memory: str) -> None:
-        super().__init__("learner", _LEARNER, memory)
-
-
-class LimiterMetrics(_AskedFor):
-    """What the limiter of a memory tells."""
-
-    def __init__(self, memory: str) -> None:
-        super().__init__("limiter", _LIMITER, memory)
-
-
-class ShardMetrics(_Gauges):
-    """What one shard tells."""
-
-    def __init__(self, memory: str, shard: int) -> None:
-        tags = {"memory": memory, "shard": str(shard)}
-        super().__init__("shard", _SHARD, tags)
-        self._seconds: Any = metrics.Histogram(
-            "holdall_shard_call_seconds",
-            description="How long calls took",
-            boundaries=_BOUNDARIES,
-            tag_keys=("memory", "shard", "call"),
-        )
-        self._seconds.set_default_tags(tags)
-
-    @contextmanager
-    def timed(self, call: str) -> Iterator[None]:
-        """Time a call."""
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self._seconds.observe(time.perf_counter() - began, tags={"call": call})
-
-    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        """Tell what a shard says of its process, see status.py, every second from now on."""
-        threading.Thread(target=self._tell, args=(figures,), name="holdall-metrics", daemon=True).start()
-
-    def _tell(self, figures: Callable[[], Mapping[str, Any]]) -> None:
-        while True:
-            told = figures()
-            standing = ShardCounters.of(told["standing"])
-            values = {name: getattr(standing, name) for name in _SHARD if hasattr(standing, name)}
-            self.tell(**values, **{name: told[name] for name in _SHARD if name in told})
-            time.sleep(_PAUSE_S)
 
 
 NAMESPACE = "holdall"
@@ -253,7 +141,7 @@ class Roster:
         # A roster that was restarted does not know which lives there were; it begins where there were none yet.
         self._first_life = 1 + secrets.randbelow(MOST_LIVES - 1) if _is_restarted() else 0
         self._recentres = _is_restarted()
-        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new blocks
+        self._shards: dict[int, tuple[Any, bool]] = {}  # handle, and whether it takes new segments
         self._lives: dict[int, int] = {}
         self._codecs: dict[str, bytes] = {}
         self._choosing: dict[str, float] = {}
@@ -265,14 +153,14 @@ class Roster:
             return life
 
     def admit(self, handles: dict[int, Any]) -> int:
-        """Add shards to the list; it is told all there are, since it may have been restarted and know none."""
+        """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""
         with self._lock:
             self._shards = {shard: (handle, True) for shard, handle in handles.items()} | self._shards
             self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
             return self._version
 
     def retire(self, shard: int) -> int:
-        """Have no new blocks sent to a shard."""
+        """Have no new segments sent to a shard."""
         with self._lock:
             handle, _ = self._shards[shard]
             self._shards[shard] = (handle, False)
@@ -313,11 +201,11 @@ class Roster:
         with self._lock:
             return -1 if self._limiter is None else self._limiter.lease_insert(rows, time.monotonic())
 
-    def end_insert(self, lease: int, shard: int, standing: bytes) -> None:
+    def end_insert(self, lease: int, shard: int, counters: bytes) -> None:
         """Hear that rows that were granted have arrived."""
         with self._lock:
             if self._limiter is not None:
-                self._note(shard, ShardCounters.of(standing))
+                self._note(shard, ShardCounters.of(counters))
                 self._limiter.end_insert(lease)
 
     def take_samples(self, rows: int) -> bool:
@@ -341,25 +229,25 @@ class Roster:
             if self._limiter is None or now - self._looked_at < _LOOK_AGAIN_S:
                 return
             self._looked_at = now
-            asked = {shard: handle.standing.remote() for shard, (handle, _) in self._shards.items()}
+            asked = {shard: handle.counters.remote() for shard, (handle, _) in self._shards.items()}
         ready, _ = ray.wait(list(asked.values()), num_returns=len(asked), timeout=1.0) if asked else ([], [])
         for shard, call in asked.items():
             if call in ready:
                 try:
-                    told = ShardCounters.of(ray.get(call))
+                    found = ShardCounters.of(ray.get(call))
                 except ray.exceptions.RayError:  # it counts with what it took before
                     continue
                 with self._lock:
-                    self._note(shard, told)
+                    self._note(shard, found)
         if self._metrics is not None and self._metrics.is_due:
             with self._lock:
                 words = self._limiter.words()
-            self._metrics.tell(**words)
+            self._metrics.set(**words)
 
-    def _note(self, shard: int, standing: ShardCounters) -> None:
-        """Add up what was ever taken; a shard that began anew counts from 0 again."""
-        life = 0 if self._survives else standing.epoch
-        self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), standing.inserted)
+    def _note(self, shard: int, counters: ShardCounters) -> None:
+        """Add up what was ever taken; a shard that began again counts from 0 again."""
+        life = 0 if self._survives else counters.epoch
+        self._inserted[shard, life] = max(self._inserted.get((shard, life), 0), counters.inserted)
         if self._limiter is None:
             return
         total = sum(self._inserted.values())

@@ -1,24 +1,26 @@
-"""How each shard is: where it runs, what it holds, and what its process takes.
+"""What shards, learners and the limiter report: where they run, what they hold and take; as numbers, and as metrics.
 
-In:  an actor.  Out: a few numbers; also of one that does not answer.
+In:  an actor, or a process's own counters.  Out: a few numbers; also of a shard that does not answer.
 Invariant: reading what a process takes costs it a fiftieth of a core at most, however large it is and whoever asks.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self
 
 import ray
+from ray.util import metrics
 
-from holdall.cluster.members import whereabouts
 from holdall.cluster.protocol import ShardCounters
-from holdall.cluster.roster import NAMESPACE
-from holdall.cluster.security import join_cluster, require_head
 from holdall.machine import LINUX, HeldMemory, held_bytes, memory_limits
+from holdall.report import FieldReport
 
 _SHARE_OF_A_CORE = 0.02
 
@@ -32,7 +34,7 @@ class ShardStatus:
     node: str = ""
     pid: int = 0
     uss_bytes: int = 0  # memory that its process has to itself
-    standing: ShardCounters | None = None
+    counters: ShardCounters | None = None
     pss_bytes: int = 0  # the same, and its share of what it has in common with others
     held_bytes: int = 0  # of transitions, as they are held
     plain_bytes: int = 0  # what the same transitions take as plain arrays of obs and next_obs
@@ -43,9 +45,9 @@ class ShardStatus:
     limit_free_bytes: int = 0
 
     @classmethod
-    def of(cls, number: int, told: dict[str, Any]) -> Self:
-        """Read what a shard told."""
-        return cls(number, True, **told | {"standing": ShardCounters.of(told["standing"])})
+    def of(cls, number: int, figures: dict[str, Any]) -> Self:
+        """Read what a shard reported."""
+        return cls(number, True, **figures | {"counters": ShardCounters.of(figures["counters"])})
 
 
 class Process:
@@ -90,145 +92,153 @@ def status_of(number: int, actor: Any, patience_s: float) -> ShardStatus:
         return ShardStatus(number, answers=False)
 
 
-State = Literal["answers", "drains", "starts", "restarts", "silent", "lost"]
+_SHARD = {
+    "transitions": "Transitions that can be drawn",
+    "inserted": "Transitions ever accepted",
+    "mass": "What draws are in proportion to",
+    "backlog": "Bytes that wait to be made durable",
+    "epoch": "Another one after every restart",
+    "held_bytes": "Bytes of transitions, as they are held",
+    "plain_bytes": "Bytes of the same transitions as plain arrays of obs and next_obs",
+    "anonymous_bytes": "Memory of the shard's process that no file backs",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class SeenShard:
-    """One shard, as far as it is known."""
-
-    number: int
-    state: State
-    silent_s: float = 0.0  # since its last answer, or since it was asked first
-    restarts: int = 0  # since the survey began
-    status: ShardStatus | None = None  # what it said last
+_LEARNER = {
+    "coverage": "Share of the shards that answer",
+    "losses": "How often a shard did not answer",
+    "unacknowledged_bytes": "Bytes that this process sent and that no shard has acknowledged",
+    "credit_wait_seconds": "Seconds that adding waited for shards, all in all",
+}
 
 
-@dataclass(frozen=True, slots=True)
-class SeenMemory:
-    """One memory."""
-
-    name: str
-    roster_answers: bool
-    shards: tuple[SeenShard, ...]
-    limiter: dict[str, float] = field(default_factory=dict)  # see `Roster.limiter`; nothing where there is none
-
-
-@dataclass(slots=True)
-class _Asked:
-    """A shard, and the question that it was asked."""
-
-    handle: Any
-    takes: bool
-    heard_at: float
-    call: Any = None
-    status: ShardStatus | None = None
-    restarts: int = 0
-    is_gone: bool = False
-    was_down: bool = False  # Ray said so since its last answer
-
-    def seen(self, number: int, now: float) -> SeenShard:
-        return SeenShard(number, self._state(), self._silent_s(now), self.restarts, self.status)
-
-    def _silent_s(self, now: float) -> float:
-        return 0.0 if self.call is None and not self.is_gone else now - self.heard_at
-
-    def _state(self) -> State:
-        if self.is_gone:
-            return "lost"
-        if self.call is None:
-            return "answers" if self.takes else "drains"
-        where = whereabouts(self.handle)
-        if where == "gone":
-            return "lost"
-        self.was_down |= where != "up"
-        if not self.was_down:
-            return "silent"
-        return "starts" if self.status is None else "restarts"
+_LIMITER = {
+    "error": "Rows that samples are behind inserts",
+    "lowest": "Lower bound of the error",
+    "highest": "Upper bound of the error",
+    "inserted": "Transitions that the shards took, as the limiter counts them",
+    "sampled": "Rows that were granted to be drawn",
+}
 
 
-class Survey:
-    """Looks at all memories of a cluster, again and again."""
+_BOUNDARIES = [0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0]
 
-    def __init__(self, address: str | None = None, patience_s: float = 2.0) -> None:
-        self.address = join_cluster(address, NAMESPACE)
-        self._patience_s = patience_s
-        self._memories: dict[str, dict[int, _Asked]] = {}
+
+_PAUSE_S = 1.0
+
+
+class _Gauges:
+    """Gauges of one kind."""
+
+    def __init__(self, prefix: str, described: dict[str, str], tags: dict[str, str]) -> None:
+        self._gauges: dict[str, Any] = {}
+        for name, text in described.items():
+            gauge = metrics.Gauge(f"holdall_{prefix}_{name}", description=text, tag_keys=tuple(tags))
+            gauge.set_default_tags(tags)
+            self._gauges[name] = gauge
+
+    def set(self, **values: float) -> None:
+        """Set gauges."""
+        for name, value in values.items():
+            self._gauges[name].set(float(value))
+
+
+class _AskedFor(_Gauges):
+    """Gauges that are set once a second at most, by whoever is called anyway."""
+
+    def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
+        super().__init__(prefix, described, {"memory": memory})
+        self._told_at = -_PAUSE_S
+        self._lock = threading.Lock()
 
     @property
-    def nodes(self) -> int:
-        """Machines that are alive, as Ray counts them."""
-        nodes: Any = ray.nodes
-        return sum(bool(node["Alive"]) for node in nodes())
-
-    def take(self) -> list[SeenMemory]:
-        """Ask everybody how they are; ShardError if the cluster has ended."""
-        require_head(self.address)
-        until = time.monotonic() + self._patience_s
-        rosters = {name: ray.get_actor(name, NAMESPACE) for name in sorted(ray.util.list_named_actors())}
-        self._memories = {name: self._memories.get(name, {}) for name in rosters}
-        lists: dict[str, Any] = {name: roster.shards.remote(-1) for name, roster in rosters.items()}
-        limiters: dict[str, Any] = {name: roster.limiter.remote() for name, roster in rosters.items()}
-        answered = {name for name, call in lists.items() if self._list(name, call, until)}
-        self._ask(until)
-        found = []
-        for name, shards in self._memories.items():
+    def is_due(self) -> bool:
+        """Whether it is time to set them again; the caller does so then."""
+        with self._lock:
             now = time.monotonic()
-            seen = tuple(asked.seen(number, now) for number, asked in sorted(shards.items()))
-            limiter = _answer(limiters[name], until) if name in answered else None
-            found.append(SeenMemory(name, name in answered, seen, limiter or {}))
-        return found
-
-    def close(self) -> None:
-        """Leave the cluster."""
-        ray.shutdown()
-
-    def _list(self, name: str, call: Any, until: float) -> bool:
-        """Take over which shards a memory has; a roster that was restarted lists none until it is told."""
-        told = _answer(call, until)
-        if told is None:
-            return False
-        shards, known = told[1], self._memories[name]
-        for number, (handle, takes) in shards.items():
-            asked = known.setdefault(number, _Asked(handle, takes, time.monotonic()))
-            asked.takes = takes
-        for number in set(known) - set(shards) if shards else ():
-            del known[number]
-        return True
-
-    def _ask(self, until: float) -> None:
-        all_asked = [(number, asked) for shards in self._memories.values() for number, asked in shards.items()]
-        for _, asked in all_asked:
-            if asked.call is None and not asked.is_gone:
-                asked.call = asked.handle.process.remote()
-        calls = [asked.call for _, asked in all_asked if asked.call is not None]
-        if calls:
-            ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
-        for number, asked in all_asked:
-            if asked.call is not None:
-                _hear(number, asked)
+            if now - self._told_at < _PAUSE_S:
+                return False
+            self._told_at = now
+            return True
 
 
-def _hear(number: int, asked: _Asked) -> None:
-    """Take over an answer, if one came."""
-    try:
-        status = ShardStatus.of(number, ray.get(asked.call, timeout=0))
-    except ray.exceptions.GetTimeoutError:
-        return
-    except ray.exceptions.ActorDiedError:
-        asked.is_gone = True
-        return
-    except ray.exceptions.RayError:  # it was lost while it was asked; the next question waits until it is back
-        asked.call = asked.handle.process.remote()
-        return
-    before = asked.status
-    if before is not None and before.standing is not None and status.standing is not None:
-        asked.restarts += status.standing.epoch != before.standing.epoch
-    asked.call, asked.status, asked.heard_at, asked.was_down = None, status, time.monotonic(), False
+class LearnerMetrics(_AskedFor):
+    """What one learner reports."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("learner", _LEARNER, memory)
 
 
-def _answer(call: Any, until: float) -> Any:
-    try:
-        return ray.get(call, timeout=max(0.0, until - time.monotonic()))
-    except ray.exceptions.RayError:
-        return None
+class LimiterMetrics(_AskedFor):
+    """What the limiter of a memory reports."""
+
+    def __init__(self, memory: str) -> None:
+        super().__init__("limiter", _LIMITER, memory)
+
+
+class ShardMetrics(_Gauges):
+    """What one shard reports."""
+
+    def __init__(self, memory: str, shard: int) -> None:
+        tags = {"memory": memory, "shard": str(shard)}
+        super().__init__("shard", _SHARD, tags)
+        self._seconds: Any = metrics.Histogram(
+            "holdall_shard_call_seconds",
+            description="How long calls took",
+            boundaries=_BOUNDARIES,
+            tag_keys=("memory", "shard", "call"),
+        )
+        self._seconds.set_default_tags(tags)
+
+    @contextmanager
+    def timed(self, call: str) -> Iterator[None]:
+        """Time a call."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds.observe(time.perf_counter() - began, tags={"call": call})
+
+    def follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        """Tell what a shard says of its process, see status.py, every second from now on."""
+        threading.Thread(target=self._follow, args=(figures,), name="holdall-metrics", daemon=True).start()
+
+    def _follow(self, figures: Callable[[], Mapping[str, Any]]) -> None:
+        while True:
+            found = figures()
+            counters = ShardCounters.of(found["counters"])
+            values = {name: getattr(counters, name) for name in _SHARD if hasattr(counters, name)}
+            self.set(**values, **{name: found[name] for name in _SHARD if name in found})
+            time.sleep(_PAUSE_S)
+
+
+ActorState = Literal["up", "starting", "restarting", "gone"]
+
+
+_STATES: dict[Any, ActorState] = {0: "starting", 1: "starting", 3: "restarting", 4: "gone"}
+"""By the numbers of Ray's ActorTableData; 2 is an actor that runs."""
+
+
+def actor_state(handle: Any) -> ActorState:
+    """Return where the actor of a handle is."""
+    return _STATES.get(getattr(handle, "_get_local_state", lambda: None)(), "up")
+
+
+def added_up(reports: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[FieldReport, ...]:
+    """Add up the fields of the same name; a shard that is still empty may not know of all."""
+    fields = [[FieldReport(**field) for field in of_shard] for of_shard in reports]
+    longest = max(fields, key=len, default=[])
+    return tuple(_sum_of([field for one in fields for field in one if field.name == f.name]) for f in longest)
+
+
+def _sum_of(fields: list[FieldReport]) -> FieldReport:
+    return FieldReport(
+        fields[0].name,
+        sum(field.slice_bytes for field in fields),
+        sum(field.log_bytes for field in fields),
+        sum(field.row_bytes for field in fields),
+        sum(field.plain_bytes for field in fields),
+        fields[0].finding,
+        sum(field.sealed_bytes for field in fields),
+        sum(field.disk_bytes for field in fields),
+    )

@@ -1,6 +1,6 @@
-"""The outlook of a memory over shards: what is wrong with it, and what will be.
+"""Watching memories over shards: what is wrong with them, and what will be.
 
-In:  what surveys saw, in order of time.  Out: verdicts, each with its evidence and a remedy.
+In:  what the shards report, in order of time.  Out: verdicts, each with its evidence and a remedy.
 Invariant: what a transition takes is measured on the shard itself: by how its process grew while it filled, or, before
 it has, by what it holds. What is left on a machine is shared by all the shards that are there.
 """
@@ -13,9 +13,13 @@ import socket
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
 
-from holdall.cluster.status import SeenMemory, SeenShard, ShardStatus, Survey
+import ray
+
+from holdall.cluster.roster import NAMESPACE
+from holdall.cluster.security import join_cluster, require_head
+from holdall.cluster.status import ShardStatus, actor_state
 from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, format_time_span
@@ -23,7 +27,7 @@ from holdall.tools.watch.watcher_process import RECORD_FORMAT
 from holdall.units import format_bytes
 
 _SILENT_S = 5.0
-"""A shard that has not answered for so long is told of."""
+"""A shard that has not answered for so long is reported."""
 _WAITS_BYTES = 8 * 2**20
 _GROWN_ROWS = 1_000
 """Transitions between two looks at a process, for its growth to say what one takes."""
@@ -41,7 +45,7 @@ class _Grown:
 
 
 @dataclass(slots=True)
-class Outlook:
+class ShardForecast:
     """Remembers how shards began, and judges how they go on."""
 
     _begun: dict[tuple[str, int], _Grown] = field(default_factory=dict)
@@ -62,19 +66,19 @@ class Outlook:
 
     def _rate(self, name: str, status: ShardStatus, moment: float) -> float:
         begun = self._begun[name, status.number]
-        inserted = begun.inserted if status.standing is None else status.standing.inserted
+        inserted = begun.inserted if status.counters is None else status.counters.inserted
         return (inserted - begun.inserted) / (moment - begun.time) if moment > begun.time else 0.0
 
     def _remember(self, memory: SeenMemory, moment: float) -> None:
         for shard in memory.shards:
             status = shard.status
-            if status is None or status.standing is None:
+            if status is None or status.counters is None:
                 continue
             before = self._begun.get((memory.name, shard.number))
-            standing = status.standing
-            if before is None or before.epoch != standing.epoch:
+            counters = status.counters
+            if before is None or before.epoch != counters.epoch:
                 self._begun[memory.name, shard.number] = _Grown(
-                    standing.epoch, standing.inserted, standing.transitions, status.uss_bytes, moment
+                    counters.epoch, counters.inserted, counters.transitions, status.uss_bytes, moment
                 )
 
     def _running_out(self, memories: Sequence[SeenMemory], moment: float) -> list[WatchVerdict]:
@@ -116,14 +120,14 @@ class Outlook:
 
     def _to_come(self, name: str, status: ShardStatus) -> float:
         """Return the bytes that a shard will still take until it is full."""
-        standing = status.standing
-        if standing is None or standing.transitions == 0:
+        counters = status.counters
+        if counters is None or counters.transitions == 0:
             return 0.0
         begun = self._begun[name, status.number]
-        each = status.held_bytes / standing.transitions
-        if standing.transitions - begun.transitions >= _GROWN_ROWS:
-            each = (status.uss_bytes - begun.uss_bytes) / (standing.transitions - begun.transitions)
-        return max(0.0, each) * max(0, status.capacity - standing.transitions)
+        each = status.held_bytes / counters.transitions
+        if counters.transitions - begun.transitions >= _GROWN_ROWS:
+            each = (status.uss_bytes - begun.uss_bytes) / (counters.transitions - begun.transitions)
+        return max(0.0, each) * max(0, status.capacity - counters.transitions)
 
 
 def _away(memory: SeenMemory) -> list[WatchVerdict]:
@@ -173,9 +177,9 @@ def _restarted(memory: SeenMemory) -> list[WatchVerdict]:
 
 def _waiting(memory: SeenMemory) -> list[WatchVerdict]:
     behind = {
-        shard.number: shard.status.standing.backlog
+        shard.number: shard.status.counters.backlog
         for shard in memory.shards
-        if shard.status is not None and shard.status.standing is not None and _answers(shard)
+        if shard.status is not None and shard.status.counters is not None and _answers(shard)
     }
     slow = [number for number, nbytes in behind.items() if nbytes >= _WAITS_BYTES]
     if not slow:
@@ -197,7 +201,7 @@ def _answers(shard: SeenShard) -> bool:
 
 
 def _fill(shards: Sequence[ShardStatus]) -> float:
-    held = sum(0 if status.standing is None else status.standing.transitions for status in shards)
+    held = sum(0 if status.counters is None else status.counters.transitions for status in shards)
     return held / max(1, sum(status.capacity for status in shards))
 
 
@@ -206,7 +210,7 @@ def _named(numbers: Sequence[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterTurn(WatchPass):
+class ClusterPass(WatchPass):
     """What a watch over a cluster knows now."""
 
     address: str = ""
@@ -215,7 +219,7 @@ class ClusterTurn(WatchPass):
     rates: tuple[float, ...] = ()  # transitions a second that each of them is given
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return what is new, as lines of a record: beside those of every turn, one for each shard."""
+        """Return what is new, as lines of a record: beside those of every pass, one for each shard."""
         shards = [
             {"kind": "shard", "time": self.reading.time, "memory": memory.name, **shard_words(shard)}
             for memory in self.memories
@@ -225,44 +229,44 @@ class ClusterTurn(WatchPass):
         return [first, *shards, *rest]
 
 
-class ClusterTurns:
-    """Takes turns: looks at all memories of a cluster, remembers, and judges."""
+class ClusterWatch:
+    """Looks at all memories of a cluster, again and again, remembers, and judges."""
 
-    def __init__(self, survey: Survey, interval_s: float) -> None:
-        self.survey = survey
+    def __init__(self, monitor: ClusterMonitor, interval_s: float) -> None:
+        self.monitor = monitor
         self.history = ReadingHistory()
-        self._outlook = Outlook()
+        self._forecast = ShardForecast()
         self._news = AlertThrottle()
         self._interval_s = interval_s
         self._peak = 0
         self._names: set[str] | None = None
 
-    def take(self) -> ClusterTurn:
+    def take(self) -> ClusterPass:
         """Look and judge."""
-        memories = self.survey.take()
+        memories = self.monitor.take()
         moment = time.time()
         reading = self._reading(memories, moment)
         self.history.add(reading)
-        verdicts = [*self._outlook.verdicts(memories, moment), *filling_verdicts(self.history)]
+        verdicts = [*self._forecast.verdicts(memories, moment), *filling_verdicts(self.history)]
         names = {memory.name for memory in memories}
         events = [] if self._names is None else [
             *((moment, f"{name} was made") for name in sorted(names - self._names)),
             *((moment, f"{name} was closed") for name in sorted(self._names - names)),
         ]  # fmt: skip
         self._names = names
-        return ClusterTurn(
+        return ClusterPass(
             reading,
             verdicts,
             self._news.of(verdicts, moment),
             events=events,
-            address=self.survey.address,
-            nodes=self.survey.nodes,
+            address=self.monitor.address,
+            nodes=self.monitor.nodes,
             memories=tuple(memories),
-            rates=tuple(self._outlook.rate(memory, moment) for memory in memories),
+            rates=tuple(self._forecast.rate(memory, moment) for memory in memories),
         )
 
     def pause(self) -> None:
-        """Wait until the next turn is due."""
+        """Wait until the next pass is due."""
         time.sleep(self._interval_s)
 
     def header(self) -> dict[str, Any]:
@@ -271,7 +275,7 @@ class ClusterTurns:
             "kind": "header",
             "format": RECORD_FORMAT,
             "pid": os.getpid(),
-            "command": ["ray", self.survey.address],
+            "command": ["ray", self.monitor.address],
             "host": socket.gethostname(),
             "started": time.time(),
             "interval": self._interval_s,
@@ -285,9 +289,9 @@ class ClusterTurns:
         for memory in memories:
             for shard in memory.shards:
                 status = shard.status
-                if status is None or status.standing is None or shard.state not in {"answers", "drains"}:
+                if status is None or status.counters is None or shard.state not in {"answers", "drains"}:
                     continue
-                fill = status.standing.transitions / max(1, status.capacity)
+                fill = status.counters.transitions / max(1, status.capacity)
                 name = f"{memory.name}.{shard.number}"
                 parts.append(AttributedPart("buffers", name, status.pss_bytes, status.pss_bytes, round(fill, 4)))
                 place = f"{status.node}: {status.limit}"
@@ -303,7 +307,151 @@ def shard_words(shard: SeenShard) -> dict[str, Any]:
         "shard": shard.number, "state": shard.state, "silent_s": round(shard.silent_s, 1), "restarts": shard.restarts,
     }  # fmt: skip
     if shard.status is not None:
-        told = asdict(shard.status)
-        standing = told.pop("standing") or {}
-        words |= {name: value for name, value in (told | standing).items() if name not in {"number", "answers"}}
+        status = asdict(shard.status)
+        counters = status.pop("counters") or {}
+        words |= {name: value for name, value in (status | counters).items() if name not in {"number", "answers"}}
     return words
+
+
+State = Literal["answers", "drains", "starts", "restarts", "silent", "lost"]
+
+
+@dataclass(frozen=True, slots=True)
+class SeenShard:
+    """One shard, as far as it is known."""
+
+    number: int
+    state: State
+    silent_s: float = 0.0  # since its last answer, or since it was asked first
+    restarts: int = 0  # since the monitor began
+    status: ShardStatus | None = None  # what it said last
+
+
+@dataclass(frozen=True, slots=True)
+class SeenMemory:
+    """One memory."""
+
+    name: str
+    roster_answers: bool
+    shards: tuple[SeenShard, ...]
+    limiter: dict[str, float] = field(default_factory=dict)  # see `Roster.limiter`; nothing where there is none
+
+
+@dataclass(slots=True)
+class _Asked:
+    """A shard, and the question that it was asked."""
+
+    handle: Any
+    takes: bool
+    heard_at: float
+    call: Any = None
+    status: ShardStatus | None = None
+    restarts: int = 0
+    is_gone: bool = False
+    was_down: bool = False  # Ray said so since its last answer
+
+    def seen(self, number: int, now: float) -> SeenShard:
+        return SeenShard(number, self._state(), self._silent_s(now), self.restarts, self.status)
+
+    def _silent_s(self, now: float) -> float:
+        return 0.0 if self.call is None and not self.is_gone else now - self.heard_at
+
+    def _state(self) -> State:
+        if self.is_gone:
+            return "lost"
+        if self.call is None:
+            return "answers" if self.takes else "drains"
+        where = actor_state(self.handle)
+        if where == "gone":
+            return "lost"
+        self.was_down |= where != "up"
+        if not self.was_down:
+            return "silent"
+        return "starts" if self.status is None else "restarts"
+
+
+class ClusterMonitor:
+    """Looks at all memories of a cluster, again and again."""
+
+    def __init__(self, address: str | None = None, patience_s: float = 2.0) -> None:
+        self.address = join_cluster(address, NAMESPACE)
+        self._patience_s = patience_s
+        self._memories: dict[str, dict[int, _Asked]] = {}
+
+    @property
+    def nodes(self) -> int:
+        """Machines that are alive, as Ray counts them."""
+        nodes: Any = ray.nodes
+        return sum(bool(node["Alive"]) for node in nodes())
+
+    def take(self) -> list[SeenMemory]:
+        """Ask everybody how they are; ShardError if the cluster has ended."""
+        require_head(self.address)
+        until = time.monotonic() + self._patience_s
+        rosters = {name: ray.get_actor(name, NAMESPACE) for name in sorted(ray.util.list_named_actors())}
+        self._memories = {name: self._memories.get(name, {}) for name in rosters}
+        lists: dict[str, Any] = {name: roster.shards.remote(-1) for name, roster in rosters.items()}
+        limiters: dict[str, Any] = {name: roster.limiter.remote() for name, roster in rosters.items()}
+        answered = {name for name, call in lists.items() if self._list(name, call, until)}
+        self._ask(until)
+        found = []
+        for name, shards in self._memories.items():
+            now = time.monotonic()
+            seen = tuple(asked.seen(number, now) for number, asked in sorted(shards.items()))
+            limiter = _answer(limiters[name], until) if name in answered else None
+            found.append(SeenMemory(name, name in answered, seen, limiter or {}))
+        return found
+
+    def close(self) -> None:
+        """Leave the cluster."""
+        ray.shutdown()
+
+    def _list(self, name: str, call: Any, until: float) -> bool:
+        """Take over which shards a memory has; a roster that was restarted lists none until they are passed to it."""
+        found = _answer(call, until)
+        if found is None:
+            return False
+        shards, known = found[1], self._memories[name]
+        for number, (handle, takes) in shards.items():
+            asked = known.setdefault(number, _Asked(handle, takes, time.monotonic()))
+            asked.takes = takes
+        for number in set(known) - set(shards) if shards else ():
+            del known[number]
+        return True
+
+    def _ask(self, until: float) -> None:
+        all_asked = [(number, asked) for shards in self._memories.values() for number, asked in shards.items()]
+        for _, asked in all_asked:
+            if asked.call is None and not asked.is_gone:
+                asked.call = asked.handle.process.remote()
+        calls = [asked.call for _, asked in all_asked if asked.call is not None]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=max(0.0, until - time.monotonic()))
+        for number, asked in all_asked:
+            if asked.call is not None:
+                _hear(number, asked)
+
+
+def _hear(number: int, asked: _Asked) -> None:
+    """Take over an answer, if one came."""
+    try:
+        status = ShardStatus.of(number, ray.get(asked.call, timeout=0))
+    except ray.exceptions.GetTimeoutError:
+        return
+    except ray.exceptions.ActorDiedError:
+        asked.is_gone = True
+        return
+    except ray.exceptions.RayError:  # it was lost while it was asked; the next question waits until it is back
+        asked.call = asked.handle.process.remote()
+        return
+    before = asked.status
+    if before is not None and before.counters is not None and status.counters is not None:
+        asked.restarts += status.counters.epoch != before.counters.epoch
+    asked.call, asked.status, asked.heard_at, asked.was_down = None, status, time.monotonic(), False
+
+
+def _answer(call: Any, until: float) -> Any:
+    try:
+        return ray.get(call, timeout=max(0.0, until - time.monotonic()))
+    except ray.exceptions.RayError:
+        return None

@@ -1,36 +1,38 @@
 """Writers: handles that actors feed a memory with, from any process.
 
-In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded blocks on the shards.
+In:  steps of an environment, as `ReplayMemory.add` takes them.  Out: encoded segments on the shards.
 Invariant: what `flush` returned for was acknowledged by the shards. The bytes that wait are bounded: `add` waits when
-the shards do. A block goes to the less filled of two shards; it needs none of the blocks before it, wherever they are.
+the shards do. A segment goes to the less filled of two shards; it needs none of those before it, wherever they are.
 """
 
 from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import ray
 
-from holdall.cluster.block import dictionaries_of, pack_block, pack_dictionary
 from holdall.cluster.encode import Encoder, SharedCodecs
-from holdall.cluster.protocol import ShardCounters, TravelLayout
+from holdall.cluster.protocol import GoneError, SegmentStream, ShardClosedError, ShardCounters, packed_dictionary
 from holdall.cluster.roster import NAMESPACE, RateLimit
-from holdall.cluster.stream import BlockStream, GoneError, ShardClosedError
 from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
-from holdall.schema import Schema
+from holdall.replay import ReplayMemory as LocalReplayMemory
+from holdall.sampling.draw import Uniform
+from holdall.schema import Schema, Tree
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import dictionary_name
+from holdall.storage.sealed_segment import pack_segment, segment_needs
 from holdall.storage.snapshot import Tick
 
-_ROWS_OF_A_BLOCK = 128
+_SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01
+_BYTES_AT_ONCE = 4 * 2**20
 _LOOK_AGAIN_S = 2.0
 """How often the roster is asked for new shards."""
 
@@ -71,19 +73,18 @@ class Writer:
     def _begin(self) -> None:
         schema = schema_of(self._address.words)
         self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
-        self._layout = TravelLayout.of(self._schema)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
         self._kernels = chosen_kernels()
-        ticks = max(1, _ROWS_OF_A_BLOCK // self._lanes)
-        self._encoder = Encoder(self._layout, self._lanes, ticks, self._kernels)
-        self._habits = SharedCodecs(
-            self._roster, self._kernels.coder, self._layout.leaves, self._lanes, self._address.prefer
+        ticks = max(1, _SEGMENT_ROWS // self._lanes)
+        self._encoder = Encoder(self._schema, self._lanes, ticks, self._kernels)
+        self._codecs = SharedCodecs(
+            self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
         )
         self._dictionaries: dict[str, Dictionary] = {}
         self._generator = np.random.default_rng()
-        self._streams: dict[int, BlockStream] = {}
-        self._open_to: list[int] = []  # shards that take new blocks
+        self._streams: dict[int, SegmentStream] = {}
+        self._open_to: list[int] = []  # shards that take new segments
         self._version = -1
         self._looked_at = 0.0
         self._grants: list[int] = []
@@ -115,9 +116,9 @@ class Writer:
         return sum(stream.unacknowledged_bytes for stream in self._streams.values())
 
     @property
-    def standings(self) -> dict[int, ShardCounters]:
+    def counters_by_shard(self) -> dict[int, ShardCounters]:
         """What shards said of themselves last."""
-        return {n: stream.standing for n, stream in self._streams.items() if stream.standing is not None}
+        return {n: stream.counters for n, stream in self._streams.items() if stream.counters is not None}
 
     @property
     def waited_s(self) -> float:
@@ -192,17 +193,18 @@ class Writer:
         return Tick.fitted(self._schema, leading, self._encoder.reward_dtype, *arguments)
 
     def _send(self) -> None:
-        """Close the block and send it on its way; what could fail before that comes first, so that none is lost."""
+        """Close the segment and send it on its way; what could fail before that comes first, so that none is lost."""
         self._wait_for_grant(self._encoder.rows)
         stream = self._stream()
         for i, field in enumerate(self._encoder.fields):
-            self._habits.look(i, field.window, field.raw)
-        codecs = self._habits.codecs([field.window for field in self._encoder.fields])
+            self._codecs.look(i, field.window, field.raw)
+        codecs = self._codecs.codecs([field.window for field in self._encoder.fields])
         for codec in codecs.values():
             if codec.dictionary is not None and codec.dictionary not in self._dictionaries.values():
                 self._dictionaries[dictionary_name(codec.dictionary)] = codec.dictionary
-        block = self._encoder.close(codecs)
-        self._through(stream, pack_block(block), block.rows)
+        rows = self._encoder.rows
+        payload = pack_segment(self._encoder.close(codecs), self._kernels.coder)
+        self._through(stream, payload, rows)
 
     def _wait_for_grant(self, rows: int) -> None:
         """Wait until the memory's limiter grants an insert, if there is one."""
@@ -228,8 +230,8 @@ class Writer:
             return None
         return lease
 
-    def _through(self, stream: BlockStream, payload: bytes | None, rows: int = 0) -> None:
-        """Send a block, or wait for all; if the shard is gone with all that it held, send elsewhere what it had not."""
+    def _through(self, stream: SegmentStream, payload: bytes | None, rows: int = 0) -> None:
+        """Send a segment, or wait for all; if the shard is gone with all that it held, send the rest elsewhere."""
         try:
             if payload is None:
                 stream.flush()
@@ -244,19 +246,19 @@ class Writer:
                 left.append((payload, rows))
             self._streams.pop(stream.number, None)
             self._version = -1
-            for block in left:
-                self._through(self._stream(excluded=stream.number), *block)
+            for segment in left:
+                self._through(self._stream(excluded=stream.number), *segment)
             if payload is None:
                 self.flush()
 
     def next_of_others(self) -> tuple[int, bytes, int]:
-        """Say to which shard `pass_on` will send a block, under which writer's name, and as which of its blocks."""
+        """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
         self.flush()
         stream = self._stream()
         return stream.number, self._name, stream.next_sequence
 
     def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
-        """Send a block that another shard held; it is acknowledged when this returns."""
+        """Send a segment that another shard held; it is acknowledged when this returns."""
         self._dictionaries |= dictionaries
         self._through(self._streams[to], payload, rows)
         self.flush()
@@ -266,14 +268,14 @@ class Writer:
         _, shards = ray.get(self._roster.shards.remote(-1), timeout=self._address.patience_s)
         return shards is None or shard in shards
 
-    def _end_grants(self, stream: BlockStream) -> None:
+    def _end_grants(self, stream: SegmentStream) -> None:
         """Say that what was granted is under way; it counts as inserted as soon as a shard says so."""
         for lease in self._grants:
             stream.grant(lease, self._roster)
         self._grants.clear()
 
-    def _stream(self, excluded: int = -1) -> BlockStream:
-        """Return where the next block goes: to the less filled of two, so that nobody has to know them all."""
+    def _stream(self, excluded: int = -1) -> SegmentStream:
+        """Return where the next segment goes: to the less filled of two, so that nobody has to know them all."""
         self._look_around()
         choices = [number for number in self._open_to if number != excluded]
         if not choices:
@@ -293,12 +295,14 @@ class Writer:
             return
         self._looked_at = now
         version, shards = self._listed()
-        if shards is None or version < self._version:  # one that was restarted knows less, until it is told again
+        if (
+            shards is None or version < self._version
+        ):  # one that was restarted knows less, until they are passed to it again
             return
         self._version = version
         for number, (handle, _) in shards.items():
             if number not in self._streams:
-                self._streams[number] = BlockStream(
+                self._streams[number] = SegmentStream(
                     handle, number, self._name, self._needed, self._address.survives, self._address.patience_s
                 )
         taking = sorted(number for number, (_, takes) in shards.items() if takes)
@@ -327,4 +331,41 @@ class Writer:
             time.sleep(_ASK_AGAIN_S)
 
     def _needed(self, payload: bytes) -> list[bytes]:
-        return [pack_dictionary(self._dictionaries[name]) for name in dictionaries_of(payload)]
+        return [packed_dictionary(self._dictionaries[name]) for name in segment_needs(payload)[1]]
+
+
+def copy_transitions(url: str, writer: Writer) -> None:
+    """Send all transitions of a local memory's newest checkpoint, and return when the shards have them."""
+    with LocalReplayMemory.load(url, sampler=Uniform()) as memory:
+        for steps in _trajectories_of(memory):
+            writer.extend(*steps)
+    writer.close()
+
+
+def _trajectories_of(memory: LocalReplayMemory) -> Iterator[tuple[Any, ...]]:
+    """Yield the arguments of `extend` with which a writer sends all transitions of a memory, bit for bit."""
+    lanes, schema = memory.num_envs, memory.schema
+    row_bytes = sum(leaf.nbytes for leaf in schema.leaves)
+    at_once = max(1, _BYTES_AT_ONCE // (2 * lanes * row_bytes))
+    for start in range(memory.first_id // lanes, memory.next_id // lanes, at_once):
+        ids = np.arange(start * lanes, min(memory.next_id, (start + at_once) * lanes))
+        valid = memory.are_valid(ids)
+        if not valid.any():
+            continue
+        ids[~valid] = ids[valid][0]  # a lane that made no transition gets any row, and is marked
+        batch, shape = memory.gather(ids), (len(ids) // lanes, lanes)
+
+        def laid_out(tree: Tree, value: Any, count: int = len(ids), shape: tuple[int, int] = shape) -> Any:
+            leaves = tree.flatten(value, (count,), "a batch")
+            return tree.build([leaf.reshape(*shape, *leaf.shape[1:]) for leaf in leaves])
+
+        yield (
+            laid_out(schema.observation, batch.obs),
+            laid_out(schema.action, batch.action),
+            batch.reward.reshape(shape),
+            laid_out(schema.observation, batch.next_obs),
+            batch.terminated.reshape(shape),
+            batch.truncated.reshape(shape),
+            laid_out(schema.extras, batch.extras),
+            None if valid.all() else valid.reshape(shape),
+        )

@@ -65,9 +65,9 @@ class ReplayBuffer(LocalReplayBuffer):
         return PrioritizedSamples(**samples._asdict(), weights=weights, ids=batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
-        """Tell the priorities of a batch, such as the sizes of its TD errors."""
-        told = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
-        self.memory.update_priorities(ids, told.reshape(-1))
+        """Set the priorities of a batch, such as the sizes of its TD errors."""
+        numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
+        self.memory.update_priorities(ids, numbers.reshape(-1))
 
     def size(self) -> int:
         """Count the transitions that all actors have added and that are held."""

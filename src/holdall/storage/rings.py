@@ -166,7 +166,7 @@ class ObservationRing:
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         ticks = np.arange(first_tick, next_tick)
         ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
-        next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(-1, *self.leaf.shape)
+        next_obs = self._rows[(ticks + 1) % self._ring_ticks].reshape(ids.size, *self.leaf.shape)
         self._apart.replace(next_obs, ids.reshape(-1))
         paired[ticks % self._ring_ticks] = next_obs.reshape(len(ticks), *self._rows.shape[1:])
         self._paired = paired

@@ -17,11 +17,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch
-from holdall.cluster.block import unpack_block
 from holdall.cluster.journal import Journal, slots_at
-from holdall.cluster.protocol import TravelLayout, ids_of
+from holdall.cluster.protocol import ids_of
+from holdall.native import chosen_kernels
 from holdall.ray import ReplayMemory, Writer
 from holdall.schema import Schema
+from holdall.storage.sealed_segment import unpack_segment
 
 Numbers = NDArray[np.int64]
 
@@ -80,8 +81,8 @@ def acknowledged(ledger: Path) -> dict[int, int]:
 def held(memory: ReplayMemory) -> dict[int, Numbers]:
     """Read everything that the shards hold, check its bits, and return the numbers, shard by shard."""
     found = {}
-    for shard, standing in memory._cluster.refresh().items():
-        rows = np.arange(standing.first_row, standing.next_row)
+    for shard, counters in memory._cluster.refresh().items():
+        rows = np.arange(counters.first_row, counters.next_row)
         parts = [memory.gather(ids_of(shard, some)) for some in np.array_split(rows, max(1, len(rows) // 2_000))]
         found[shard] = np.concatenate([checked(part) for part in parts])
     return found
@@ -90,10 +91,10 @@ def held(memory: ReplayMemory) -> dict[int, Numbers]:
 def written(url: Path, shard: int) -> Numbers:
     """Return the numbers of everything in a shard's journal, in its order; whoever had the journal has it no more."""
     journal = Journal(slots_at(url, "journal", f"{shard:05d}"))
-    layout = TravelLayout.of(Schema.of(OBSERVATION, ACTION, EXTRAS, 1))
+    schema, coder = Schema.of(OBSERVATION, ACTION, EXTRAS, 1), chosen_kernels().coder
     numbers = [np.empty(0, np.int64)]
     numbers += [
-        unpack_block(entry.payload, layout, journal.dictionaries).columns["extras.0"]
+        unpack_segment(entry.payload, schema, journal.dictionaries, coder).rows.columns["extras.0"].reshape(-1)
         for page in journal.open()
         for entry in page.entries
     ]

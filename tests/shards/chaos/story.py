@@ -136,7 +136,7 @@ def _until_drawn(memory: ReplayMemory, shards: set[int]) -> float:
 
 def _victim(memory: ReplayMemory, nodes: Nodes) -> tuple[Node, set[int]]:
     """Return a worker that has shards and not what the whole memory hangs on, and those shards."""
-    roster = _root(memory._roster)
+    roster = _root(memory._fleet.roster)
     for _ in range(10):
         where = {number: _root(memory._cluster.handle(number)) for number in memory._cluster.numbers}
         for node in nodes.workers:

@@ -1,10 +1,12 @@
 """A million draws over four shards, by the parts that draw them, without Ray: as likely as they should be.
 
-Shards are made of what a shard is made of: a shelf, a sampler, a generator of its own. Rows are given to them by the
+Shards are made of what a shard is made of: a store, a sampler, a generator of its own. Rows are given to them by the
 router, and weighed by it. A shard joins, and one is lost: the same must hold of what is there.
 """
 
 from __future__ import annotations
+
+import threading
 
 import numpy as np
 import pytest
@@ -14,8 +16,9 @@ from numpy.typing import NDArray
 from holdall.cluster.answer import Answer
 from holdall.cluster.encode import Encoder
 from holdall.cluster.learner import assigned, weights_of
-from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.shelf import FoundRows, ShardStore
+from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.shard_data import ShardData
+from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
@@ -27,48 +30,48 @@ from .chi_square import chi_square_p
 Ids = NDArray[np.int64]
 DRAWS = 1_000_000
 SCHEMA = Schema.of(spaces.Box(-1, 1, (2,), np.float32), spaces.Discrete(2), None, 1)
-LAYOUT = TravelLayout.of(SCHEMA)
 
 
 class BareShard:
     """What is drawn from in a shard, in this process."""
 
     def __init__(self, number: int, rows: int, prioritized: bool) -> None:
-        self.shelf = ShardStore(LAYOUT, capacity=4_096, first_row=number << 36)  # as after some losses
         self.sampler = Prioritized(alpha=0.7, beta=1.0) if prioritized else Uniform()
         self.generator = np.random.default_rng([7, number])
+        self.data = ShardData(schema_words(SCHEMA), 4_096, self.sampler, self.generator, threading.Lock())
+        self.data.begin_at(number << 36)  # as after some losses
         self.fill(rows)
         if isinstance(self.sampler, Prioritized):
             told = self.generator.gamma(2.0, 1.0, rows) + 0.1
-            self.sampler.update_priorities(self.held, np.arange(self.shelf.next_row - rows, self.shelf.next_row), told)
+            self.sampler.update_priorities(self.held, np.arange(self.held.next_id - rows, self.held.next_id), told)
 
     def fill(self, rows: int) -> None:
-        encoder = Encoder(LAYOUT, 1, rows, chosen_kernels())
+        encoder = Encoder(SCHEMA, 1, rows, chosen_kernels())
         nothing, no = np.zeros((1, 2), np.float32), np.zeros(1, np.bool_)
         for row in range(rows):
             action, reward = np.zeros(1, np.int64), np.array([row], np.float64)
             encoder.add(Tick([nothing], [action], reward, [nothing], no, no, [], None))
-        self.shelf.append(encoder.close({}))
+        self.data.take(b"w" * 16, encoder.close({}))
 
     @property
     def held(self) -> Held:
-        return Held(self.shelf.first_row, self.shelf.next_row, 1, self.shelf.capacity, self.shelf)
+        return self.data.held()
 
     @property
     def chances(self) -> NDArray[np.float64]:
         """What each row held should be drawn in proportion to."""
-        rows = np.arange(self.shelf.first_row, self.shelf.next_row)
+        rows = np.arange(self.held.first_id, self.held.next_id)
         return self.sampler.scaled(self.held, rows) if isinstance(self.sampler, Prioritized) else np.ones(len(rows))
 
     @property
-    def standing(self) -> ShardCounters:
-        shelf, mass = self.shelf, float(self.chances.sum())
-        rows = (shelf.first_row, shelf.next_row, shelf.transitions)
-        return ShardCounters(0, *rows, inserted=shelf.next_row, changes=0, backlog=0, mass=mass)
+    def counters(self) -> ShardCounters:
+        store, mass = self.data.store, float(self.chances.sum())
+        rows = (store.first_tick, store.next_tick, store.transitions)
+        return ShardCounters(0, *rows, inserted=store.next_tick, changes=0, backlog=0, mass=mass)
 
     def answer(self, count: int) -> Answer:
         rows = self.sampler.draw(self.held, count, self.generator).ids
-        return Answer(self.standing, rows, self.chances[rows - self.shelf.first_row], FoundRows({}, ()))
+        return Answer(self.counters, rows, self.chances[rows - self.held.first_id], {}, {})
 
 
 def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, NDArray[np.float64]]:
@@ -78,8 +81,8 @@ def draw(shards: dict[int, BareShard], masses: dict[int, float]) -> tuple[Ids, N
     weights = weights_of(list(answers.values()), list(where.values()), [masses[shard] for shard in answers], beta=1.0)
     counts, sums = [], []
     for number, shard in shards.items():
-        held = shard.shelf.next_row - shard.shelf.first_row
-        place = answers[number].rows - shard.shelf.first_row
+        held = shard.held.next_id - shard.held.first_id
+        place = answers[number].rows - shard.held.first_id
         counts.append(np.bincount(place, minlength=held))
         sums.append(np.bincount(place, weights[where[number]], minlength=held))
     return np.concatenate(counts), np.concatenate(sums)
@@ -89,13 +92,13 @@ def by_shard(
     shards: dict[int, BareShard], counts: Ids, chances: NDArray[np.float64]
 ) -> tuple[Ids, NDArray[np.float64]]:
     """Add up what was drawn and what was to be expected, shard by shard."""
-    ends = np.cumsum([shard.shelf.next_row - shard.shelf.first_row for shard in shards.values()])
+    ends = np.cumsum([shard.held.next_id - shard.held.first_id for shard in shards.values()])
     starts = np.concatenate([[0], ends[:-1]])
     return np.add.reduceat(counts, starts), np.add.reduceat(chances, starts)
 
 
 def masses_of(shards: dict[int, BareShard]) -> dict[int, float]:
-    return {number: shard.standing.mass for number, shard in shards.items()}
+    return {number: shard.counters.mass for number, shard in shards.items()}
 
 
 @pytest.mark.parametrize("prioritized", [False, True])

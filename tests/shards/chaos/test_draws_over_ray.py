@@ -34,8 +34,8 @@ def add(memory: ReplayMemory, first: int, end: int) -> None:
 
 def present(memory: ReplayMemory) -> dict[int, NDArray[np.int64]]:
     """Return the ids of everything held, shard by shard."""
-    standings = memory._cluster.refresh()
-    return {shard: ids_of(shard, np.arange(each.first_row, each.next_row)) for shard, each in standings.items()}
+    counters_by_shard = memory._cluster.refresh()
+    return {shard: ids_of(shard, np.arange(each.first_row, each.next_row)) for shard, each in counters_by_shard.items()}
 
 
 @pytest.mark.nightly

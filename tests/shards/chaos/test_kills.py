@@ -166,7 +166,7 @@ def _is_told(memory: ReplayMemory) -> bool:
     """Draw, as a learner does all the time, and look whether a roster that was restarted knows the shards again."""
     checked(memory.sample(64))
     try:
-        return bool(ray.get(memory._roster.shards.remote(-1), timeout=5.0)[1])
+        return bool(ray.get(memory._fleet.roster.shards.remote(-1), timeout=5.0)[1])
     except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError):
         return False
 
@@ -182,7 +182,7 @@ def test_the_roster_may_be_killed(durability: str, tmp_path: Path) -> None:
             writer.add(*step(number))
         writer.flush()
         ids = memory.sample(64).ids
-        psutil.Process(process_of(memory._roster)).kill()
+        psutil.Process(process_of(memory._fleet.roster)).kill()
         for number in range(300, 900):
             writer.add(*step(number))
         writer.flush()

@@ -64,7 +64,7 @@ def is_gone(actor: Any) -> bool:
 def test_a_block_that_finds_no_shard_stays_with_its_writer(cluster: None) -> None:
     with ReplayMemory(OBSERVATION, ACTION, 1_000, shards=1, extras=EXTRAS, patience_s=1.0) as closed:
         writer = closed.writer()
-    wait_until(lambda: is_gone(closed._roster))  # Ray ends actors by and by
+    wait_until(lambda: is_gone(closed._fleet.roster))  # Ray ends actors by and by
     added = 0
     with pytest.raises(ShardError, match="closed"):  # noqa: PT012  which of them it is does not matter
         while added < 2_000:

@@ -12,16 +12,16 @@ import pytest
 pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
 
 from holdall.cluster import shard as shard_module
-from holdall.cluster.block import pack_block
 from holdall.cluster.encode import Encoder
 from holdall.cluster.journal import LocalSlots
-from holdall.cluster.protocol import Ack, AckKind, Envelope, TravelLayout
+from holdall.cluster.protocol import Ack, AckKind, SegmentHeader
 from holdall.cluster.shard import Shard
 from holdall.errors import ShardError
 from holdall.json_state import schema_words
 from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
+from holdall.storage.sealed_segment import pack_segment
 from holdall.storage.snapshot import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
@@ -30,15 +30,16 @@ WRITER = b"w" * 16
 SCHEMA = Schema.of(OBSERVATION, ACTION, EXTRAS, 1)
 
 
-def block(numbers: range) -> bytes:
-    encoder = Encoder(TravelLayout.of(SCHEMA), 1, len(numbers), chosen_kernels())
+def segment(numbers: range) -> bytes:
+    kernels = chosen_kernels()
+    encoder = Encoder(SCHEMA, 1, len(numbers), kernels)
     for number in numbers:
         obs, action, reward, next_obs, ends, no, extras = step(number)
         encoder.add(Tick([obs], [action], reward, [next_obs], ends, no, [extras["number"]], None))
-    return pack_block(encoder.close({}))
+    return pack_segment(encoder.close({}), kernels.coder)
 
 
-def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
+def test_a_segment_that_is_not_durable_yet_does_not_count_as_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     disk, create = threading.Event(), LocalSlots.create
@@ -51,7 +52,7 @@ def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
     monkeypatch.setattr(LocalSlots, "create", create_slowly)
     monkeypatch.setattr(shard_module, "_SETTLED_S", 0.2)
     told: list[Ack] = []
-    sent = (Envelope(WRITER, 0, 0).packed(), block(range(50)))
+    sent = (SegmentHeader(WRITER, 0, 0).packed(), segment(range(50)))
     inserting = threading.Thread(target=lambda: told.append(Ack.of(shard.insert(*sent))))
     inserting.start()
     while shard._expected.get(WRITER, 0) == 0:
@@ -60,5 +61,5 @@ def test_a_block_that_is_not_durable_yet_does_not_count_as_accepted(
         shard.expect(WRITER)
     disk.set()
     inserting.join()
-    assert told[0].verdict is AckKind.ACCEPTED
+    assert told[0].kind is AckKind.ACCEPTED
     assert Ack.of(shard.expect(WRITER)).expected == 1

@@ -1,7 +1,8 @@
-"""Blocks, shelves and answers, without any actor: what goes in comes out, bit for bit."""
+"""Segments, stores and answers, without any actor: what goes in comes out, bit for bit."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
@@ -12,19 +13,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+pytest.importorskip("ray", reason="holdall.ray needs ray: pip install 'holdall[ray]'")
+
 from holdall.batch import Batch
-from holdall.cluster.answer import Answer, AnswerReader, Deliverer, pack_answer
-from holdall.cluster.block import Block, pack_block, unpack_block
-from holdall.cluster.encode import Encoder
-from holdall.cluster.protocol import ShardCounters, TravelLayout
-from holdall.cluster.shelf import FoundRows, GrowingArray, ShardStore
+from holdall.cluster import shard_data
+from holdall.cluster.answer import Answer, AnswerReader, Deliverer, FoundField, Payload, pack_answer
+from holdall.cluster.encode import Encoder, sliced_leaves
+from holdall.cluster.protocol import ShardCounters
+from holdall.cluster.shard_data import RowFinder
 from holdall.errors import ArgumentError, DamageError
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
 from holdall.storage.records import dictionary_name
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
+from holdall.storage.store import Store
+from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams
 from holdall.testing.streams import StreamStep
@@ -35,16 +41,19 @@ FRAMES = spaces.Box(0, 255, (4, 24, 24), np.uint8)
 
 
 class Desk:
-    """A writer and a shard in one process."""
+    """A writer and a shard's store in one process."""
 
     def __init__(self, stream: Stream, capacity: int, ticks: int, kernels: Kernels | None = None) -> None:
         self.kernels = kernels or chosen_kernels()
         self.stream = stream
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
-        self.layout = TravelLayout.of(self.schema)
-        self.encoder = Encoder(self.layout, stream.num_envs, ticks, self.kernels)
-        self.shelf = ShardStore(self.layout, capacity * stream.num_envs)
-        self.oracle = OracleMemory(capacity * stream.num_envs, stream.num_envs)
+        self.encoder = Encoder(self.schema, stream.num_envs, ticks, self.kernels)
+        one_lane, rows = replace(self.schema, num_envs=1), capacity * stream.num_envs
+        self.store = Store(
+            one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
+        )
+        self.finder = RowFinder(one_lane, self.kernels)
+        self.oracle = OracleMemory(rows, stream.num_envs)
         self.codecs: dict[int, Codec] = {}
         self.wire_bytes = 0
 
@@ -68,26 +77,43 @@ class Desk:
             None,
         )
 
+    def packed(self) -> bytes:
+        return pack_segment(self.encoder.close(self.codecs), self.kernels.coder)
+
     def send(self) -> None:
         if self.encoder.rows:
-            payload = pack_block(self.encoder.close(self.codecs))
+            payload = self.packed()
             self.wire_bytes += len(payload)
-            self.shelf.append(self.received(payload))
+            self.store.adopt(self.received(payload))
 
-    def received(self, payload: bytes) -> Block:
+    @property
+    def dictionaries(self) -> dict[str, Dictionary]:
         found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
-        return unpack_block(payload, self.layout, {dictionary_name(each): each for each in found})
+        return {dictionary_name(each): each for each in found}
+
+    def received(self, payload: bytes) -> SealedSegment:
+        return unpack_segment(payload, self.schema, self.dictionaries, self.kernels.coder)
+
+    def answer(self, ids: Ids, fields: dict[int, FoundField] | None = None) -> Payload:
+        found = self.store.read(ids)
+        fields = self.finder.fields(found) if fields is None else fields
+        return pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), self.finder.columns(found), fields))
 
     def gather(self, ids: Ids) -> Batch:
-        found = [codec.dictionary for codec in self.codecs.values() if codec.dictionary is not None]
-        known = {dictionary_name(each): each for each in found}
-        return self.delivered(ids, self.shelf.find(ids), known)
+        return self.delivered(ids, self.answer(ids), self.dictionaries)
 
-    def delivered(self, ids: Ids, found: FoundRows, known: Mapping[str, Dictionary]) -> Batch:
-        payload = pack_answer(Answer(NOWHERE, ids, np.ones(len(ids)), found))
-        answer = AnswerReader(self.layout).read(payload, known.__getitem__)
-        deliverer = Deliverer(self.layout, self.kernels, None)
+    def delivered(self, ids: Ids, payload: Payload, known: Mapping[str, Dictionary]) -> Batch:
+        answer = AnswerReader(self.schema).read(payload, known.__getitem__)
+        deliverer = Deliverer(self.schema, self.kernels, None)
         return deliverer.batch([answer], [np.arange(len(ids))], ids, np.ones(len(ids), np.float32))
+
+
+@pytest.fixture(params=[0.0, 1e9], ids=["decoded", "compressed"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Have answers decoded at the shard, or sent as they are, whatever pays."""
+    monkeypatch.setattr(shard_data, "_DECODED_FROM", request.param)
+    share: float = request.param
+    return share
 
 
 @pytest.fixture(params=["portable"] if native_kernels() is None else ["native", "portable"])
@@ -98,24 +124,29 @@ def kernels(request: pytest.FixtureRequest) -> Kernels:
 @settings(max_examples=40)
 @given(
     stream=streams(),
+    share=st.sampled_from([0.0, 0.25, 1e9]),
     ticks=st.integers(1, 40),
     capacity=st.integers(1, 90),
     block=st.integers(1, 30),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_what_was_sent_is_what_is_found(stream: Stream, ticks: int, capacity: int, block: int, seed: int) -> None:
+def test_what_was_sent_is_what_is_found(
+    stream: Stream, share: float, ticks: int, capacity: int, block: int, seed: int
+) -> None:
     desk, generator = Desk(stream, capacity, block), np.random.default_rng(seed)
     for _ in range(ticks):
         desk.tick()
         if generator.random() < 0.1:
             desk.send()
     desk.send()
-    assert (desk.shelf.first_row, desk.shelf.next_row) == (desk.oracle.first_id, desk.oracle.next_id)
+    assert (desk.store.first_tick, desk.store.next_tick) == (desk.oracle.first_id, desk.oracle.next_id)
     ids = generator.choice(desk.oracle.ids, 20)
-    assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shard_data, "_DECODED_FROM", share)
+        assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
 
 
-def test_windows_codecs_and_dictionaries_may_change_between_blocks(kernels: Kernels) -> None:
+def test_windows_codecs_and_dictionaries_may_change_between_segments(kernels: Kernels, way: float) -> None:
     turning = LeafPlan(axis=0, content="table", later=LeafPlan(), later_from=150)
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), 2, plans=[turning], mishaps=Mishaps(ends=0.1)), 400, 32, kernels)
     for count in range(300):
@@ -127,10 +158,10 @@ def test_windows_codecs_and_dictionaries_may_change_between_blocks(kernels: Kern
     desk.send()
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
-    assert len({form.codec.describe() for form, _ in desk.shelf.find(ids).fields[0].forms}) > 1
+    assert len(desk.finder.fields(desk.store.read(ids))[0].forms) > 1 if way else True
 
 
-def test_palettes_leave_with_their_blocks(kernels: Kernels) -> None:
+def test_palettes_belong_to_their_segments(kernels: Kernels, way: float) -> None:
     space = spaces.Box(-1, 1, (80,), np.float64)
     desk = Desk(Stream(space, spaces.Discrete(3), plans=[LeafPlan(content="constant")]), 40, 8, kernels)
     codec = Codec(Method.ZSTD, 1, Transform(640, word_bytes=8), None, 2)
@@ -147,7 +178,7 @@ def test_palettes_leave_with_their_blocks(kernels: Kernels) -> None:
         desk.send()
     ids = desk.oracle.ids
     assert_same_bits(desk.gather(ids), desk.oracle.gather(ids))
-    assert len(desk.shelf._fields[0]._forms) <= 6
+    assert len(desk.finder.fields(desk.store.read(ids))[0].forms) == (5 if way else 1)
 
 
 def test_only_slices_that_are_new_are_sent() -> None:
@@ -166,39 +197,45 @@ def flipped(payload: bytes) -> Iterator[bytes]:
         yield payload[:place] + bytes([payload[place] ^ (1 << generator.integers(8))]) + payload[place + 1 :]
 
 
-def test_a_block_that_was_damaged_is_refused_whole() -> None:
+def test_a_segment_that_was_damaged_is_refused_whole() -> None:
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
     for _ in range(16):
         desk.tick()
-    payload = pack_block(desk.encoder.close({}))
+    payload = desk.packed()
     for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
         with pytest.raises(DamageError):
             desk.received(damaged)
 
 
-def test_an_answer_that_was_damaged_is_refused_whole() -> None:
+def test_an_answer_that_was_damaged_is_refused_whole(way: float) -> None:
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16)
     for _ in range(40):
         desk.tick()
     desk.send()
     rows = np.array([3, 39, 3, 17])
-    payload = pack_answer(Answer(NOWHERE, rows, np.ones(4), desk.shelf.find(rows)))
-    reader, known = AnswerReader(desk.layout), dict[str, Dictionary]()
+    payload = desk.answer(rows)
+    record, *beside = (payload,) if isinstance(payload, bytes) else payload
+    assert bool(beside) == (not way)
+    reader, known = AnswerReader(desk.schema), dict[str, Dictionary]()
     assert reader.read(payload, known.__getitem__).rows.tolist() == rows.tolist()
-    for damaged in (payload[:-1], payload + b"x", b"", *flipped(payload)):
+    for damaged in (record[:-1], record + b"x", b"", *flipped(record)):
         with pytest.raises(DamageError):
-            reader.read(damaged, known.__getitem__)
+            reader.read((damaged, *beside), known.__getitem__)
+    for array in beside:
+        array[7] ^= 1
+        for damaged_beside in ([array], [array[:-1]], []):
+            with pytest.raises(DamageError):
+                reader.read((record, *damaged_beside), known.__getitem__)
 
 
-def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels) -> None:
+def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels, way: float) -> None:
     """Whoever made it: its checksum is right, and its numbers are not."""
     desk = Desk(Stream(FRAMES, spaces.Discrete(3), plans=[LeafPlan(axis=0)]), 100, 16, kernels)
     for _ in range(40):
         desk.tick()
     desk.send()
     rows = np.arange(30)
-    found = desk.shelf.find(rows)
-    field = found.fields[0]
+    field = desk.finder.fields(desk.store.read(rows))[0]
     beyond = {
         "cursors": replace(field, cursors=field.cursors + np.uint32(len(field.log))),
         "log": replace(field, log=np.full_like(field.log, 60_000)),
@@ -208,30 +245,15 @@ def test_an_answer_that_points_outside_itself_gives_no_batch(kernels: Kernels) -
     }
     for wrong in beyond.values():
         with pytest.raises(DamageError):
-            desk.delivered(rows, FoundRows(found.columns, (wrong,)), {})
+            desk.delivered(rows, desk.answer(rows, {0: wrong}), {})
 
 
-def test_a_block_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:
+def test_a_segment_of_another_reward_dtype_is_refused_and_nothing_changes() -> None:
     desk = Desk(Stream(FRAMES, spaces.Discrete(3)), 100, 16)
     other = Desk(Stream(FRAMES, spaces.Discrete(3), reward_dtype=np.float64), 100, 16)
     desk.tick()
     other.tick()
     desk.send()
     with pytest.raises(ArgumentError, match="reward has dtype float64"):
-        desk.shelf.append(desk.received(pack_block(other.encoder.close({}))))
-    assert desk.shelf.next_row == 1
-
-
-@given(st.lists(st.tuples(st.integers(0, 600), st.integers(0, 600)), max_size=30), st.integers(0, 10_000))
-def test_a_run_is_a_list_that_forgets_its_front(steps: list[tuple[int, int]], start: int) -> None:
-    run, rows, first = GrowingArray(np.int64), [0] * start, start
-    run.begin_at(start)
-    for added, dropped in steps:
-        new = list(range(len(rows), len(rows) + added))
-        assert run.append(np.array(new, np.int64)) == len(rows)
-        rows += new
-        first = min(first + dropped, len(rows))
-        run.drop_before(first)
-        kept = np.arange(first, len(rows))
-        assert run.take(kept).tolist() == rows[first:]
-        assert run.held.tolist() == rows[first:]
+        desk.store.adopt(desk.received(other.packed()))
+    assert desk.store.next_tick == 1

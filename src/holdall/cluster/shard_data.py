@@ -1,0 +1,405 @@
+"""What a shard holds: an ordinary store of one lane, whose ticks are row numbers, and how rows are drawn from it.
+
+In:  segments that writers sealed, a journal, or a checkpoint.  Out: rows for answers; segments to move; checkpoints.
+Invariant: row numbers only grow, and name the same transition for as long as it is held. Not locked: the shard is.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import accumulate, pairwise
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
+from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, SliceForm, pack_answer
+from holdall.cluster.encode import sliced_leaves
+from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
+from holdall.cluster.protocol import ShardCounters
+from holdall.delivery.batches import host_pool
+from holdall.delivery.loader import Prefetched
+from holdall.errors import DamageError
+from holdall.json_state import generator_state, restored_generator, schema_of
+from holdall.native import chosen_kernels
+from holdall.sampling.draw import Held, Sampler
+from holdall.sampling.prioritized import Prioritized
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices, SliceBlock
+from holdall.storage.codec import Codec, Dictionary
+from holdall.storage.layout import Window
+from holdall.storage.records import codec_words, dictionary_name
+from holdall.storage.remote_file import bring_places
+from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
+from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
+from holdall.storage.slices import Held as HeldArrays
+from holdall.storage.store import Rows, Store
+from holdall.storage.tiers import Budget
+from holdall.threads import ThreadPool
+
+_LOADED = bytes(16)
+"""Stands for the writer of segments that a checkpoint brought."""
+_NO_TICK = 2**40 - 1
+"""First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
+
+Ids = NDArray[np.int64]
+
+
+class ShardData:
+    """All rows of a shard, and what draws from it depend on.
+
+    Args:
+        words: The memory's schema, see `holdall.json_state.schema_words`.
+        capacity: Most rows held.
+        lock: The shard's own.
+    """
+
+    def __init__(
+        self,
+        words: dict[str, Any],
+        capacity: int,
+        sampler: Sampler,
+        generator: np.random.Generator,
+        lock: threading.Lock,
+    ) -> None:
+        self.capacity = capacity
+        self.sampler = sampler
+        self.generator = generator
+        self.inserted = 0  # transitions ever accepted
+        self.dictionaries: dict[str, Dictionary] = {}
+        self._words = words | {"num_envs": 1}
+        self._schema = schema_of(self._words)
+        self._lock = lock
+        self._kernels = chosen_kernels()
+        self._finder = RowFinder(self._schema, self._kernels)
+        self._savers = Savers(self._kernels.coder)
+        self._codecs: dict[Codec, Codec] = {}
+        self._runs: deque[WriterRun] = deque()
+        self.store = self.begin_at(0)
+
+    def begin_at(self, first_row: int) -> Store:
+        """Hold nothing, and number the next row so."""
+        self._runs.clear()
+        self.store = Store(
+            self._schema,
+            self.capacity,
+            self._kernels,
+            self._lock,
+            Budget.of(None, "balanced", 1),
+            first_tick=first_row,
+            large=sliced_leaves(self._schema),
+        )
+        return self.store
+
+    def unpacked(self, payload: bytes, dictionaries: dict[str, Dictionary]) -> SealedSegment:
+        """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
+        segment = unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
+        for part in segment.parts:
+            self._share_codec(part.block)
+        return segment
+
+    def _share_codec(self, block: SliceBlock) -> None:
+        """Have a block in memory, with a codec that others have too."""
+        if block.sealed is not None:
+            coded = block.sealed.coded.in_memory()
+            codec = self._codecs.setdefault(coded.codec, coded.codec)
+            block.sealed = CarriedSlices(replace(coded, codec=codec))
+
+    def take(self, writer: bytes, segment: SealedSegment) -> None:
+        """Take a segment of a writer over."""
+        first = self.store.adopt(segment)
+        rows, tick, lanes = self.store.next_tick - first, segment.rows.first_tick, segment.lanes
+        run = WriterRun(writer.hex(), tick, lanes, first, rows)
+        self._runs.append(run._replace(first_tick=-1, lanes=rows) if tick == _NO_TICK else run)
+        while self._runs[0].first_row + self._runs[0].rows <= self.store.first_tick:
+            self._runs.popleft()
+        self.inserted += rows
+
+    def segment_at(self, row: int) -> tuple[int, SealedSegment]:
+        """Return the first row of a segment that is held, and the segment as one that another shard can adopt."""
+        segment = self.store.segment_at(row)
+        return segment.rows.first_tick, replace(segment, rows=replace(segment.rows, first_tick=_NO_TICK))
+
+    def packed(self, segment: SealedSegment) -> bytes:
+        """Return a segment as bytes."""
+        return pack_segment(segment, self._kernels.coder)
+
+    def replay(self, journal: Journal, memory: str) -> None:
+        """Take a journal over for a memory of this name, and hold all that it holds and shows."""
+        for page in journal.open():
+            if page.begins:
+                self.begin_at(page.first_row)
+            elif page.first_row != self.store.next_tick:
+                raise DamageError(f"{journal.url} lacks segments before row {page.first_row}; load a checkpoint")
+            for entry in page.entries:
+                self.take(entry.writer, self.unpacked(entry.payload, journal.dictionaries))
+        move = journal.move
+        # What another memory was moving when it ended may not have arrived; this one's will.
+        is_other = move is not None and move.memory != memory
+        self.store.forget_before(move.first_row if move is not None and is_other else journal.hidden_before)
+        self.dictionaries = dict(journal.dictionaries)
+        self.inserted = self.store.next_tick
+
+    def load(self, checkpoint: Restored) -> None:
+        """Hold what was saved, all of it in memory, and draw on from there."""
+        content = checkpoint.content
+        for block in [] if content is None else [part.block for segment in content.segments for part in segment.parts]:
+            self._share_codec(block)
+            named = None if block.sealed is None else block.sealed.codec.dictionary
+            if named is not None:
+                self.dictionaries[dictionary_name(named)] = named
+        store = self.begin_at(checkpoint.manifest.first_tick)
+        checkpoint.fill(store)
+        state = checkpoint.state
+        if checkpoint.saved is not None:
+            self._savers.to(checkpoint.url, checkpoint.saved)
+        self._runs.extend(runs_of(state["runs"]))
+        self.inserted = int(state["inserted"])
+        self.generator = restored_generator(state["generator"])
+        if state["sampler"]["kind"] == type(self.sampler).__name__:
+            self.sampler.restore(state["sampler"]["state"])
+        if isinstance(self.sampler, Prioritized):
+            self.sampler.resize(self.capacity, store.first_tick)
+
+    def write_loaded(self, journal: Journal, checkpoint: str, written: int) -> None:
+        """Write the segments of a checkpoint that a journal does not have yet.
+
+        Args:
+            written: The row behind the last that the journal holds.
+        """
+        journal.loading = checkpoint
+        waiting: list[bytes] = []
+        begin = row = max(self.store.first_tick, written)
+        while row < self.store.next_tick:
+            first, segment = self.segment_at(row)
+            waiting.append(self.packed(segment))
+            row = first + segment.rows.ticks
+            if sum(map(len, waiting)) >= SLOT_BYTES or row == self.store.next_tick:
+                entries = [Entry(_LOADED, 0, payload) for payload in waiting]
+                journal.append(entries, begin, list(self.dictionaries.values()))
+                begin, waiting = row, []
+        journal.end_loading(self.store.first_tick)
+
+    def save(self, url: str) -> SaveHandle:
+        """Begin a checkpoint of this moment; the memory removes those that none of its manifests names."""
+        saver = self._savers.to(url)
+        state = {
+            "sampler": {"kind": type(self.sampler).__name__, "state": self.sampler.state()},
+            "generator": generator_state(self.generator),
+            "prefetched": Prefetched().state(),
+            "inserted": self.inserted,
+            "runs": runs_state(self._runs),
+        }
+        frozen = self.store.freeze(saver.rows_saved())
+        snapshot = Snapshot(frozen, self._words, self.capacity, state, {}, self._lock, self.store.release)
+        return saver.save(snapshot, None, None, None)
+
+    def end_saves(self) -> None:
+        """Wait for checkpoints that are under way, and let others write there."""
+        self._savers.close()
+
+    def draw(self, counts: list[int]) -> Ids:
+        """Draw rows of some batches, those of each for itself."""
+        drawn = [self.sampler.draw(self.held(), count, self.generator).ids for count in counts]
+        return drawn[0] if len(drawn) == 1 else np.concatenate(drawn)
+
+    def found(self, rows: Ids) -> tuple[NDArray[np.float64], Rows]:
+        """Look rows up: what each was drawn in proportion to, and where it lies."""
+        sampler = self.sampler
+        scaled = sampler.scaled(self.held(), rows) if isinstance(sampler, Prioritized) else np.ones(len(rows))
+        return scaled, self.store.read(rows)
+
+    def answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: Rows) -> Payload:
+        """Make an answer of what was looked up; that takes no lock."""
+        columns, fields = self._finder.columns(found), self._finder.fields(found)
+        return pack_answer(Answer(counters, rows, scaled, columns, fields))
+
+    def mass(self) -> float:
+        """Return what draws are in proportion to: transitions, or the sum of scaled priorities."""
+        if not isinstance(self.sampler, Prioritized):
+            return float(self.store.transitions)
+        return self.sampler.mass(self.held()) if self.store.next_tick > self.store.first_tick else 0.0
+
+    def held(self) -> Held:
+        """Describe the rows that can be drawn."""
+        return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store)
+
+
+_DECODED_FROM = 0.25
+"""Share of the decoded bytes from which on compressed slices are decoded at the shard: to check and copy them costs
+more than it spares, also between machines."""
+
+
+_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
+
+
+class RowFinder:
+    """Finds what a learner needs of some rows of a shard's store; several threads may use it."""
+
+    def __init__(self, schema: Schema, kernels: Kernels) -> None:
+        self._leaves = schema.observation.leaves
+        self._kernels = kernels
+        self._threads = ThreadPool()
+        self._staging = host_pool()
+        self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
+
+    def columns(self, rows: Rows) -> dict[str, Array]:
+        """Name the small fields as they are sent."""
+        found = {f"obs.{i}": pair[0] for i, pair in rows.small.items()}
+        found |= {f"next.{i}": pair[1] for i, pair in rows.small.items()}
+        found |= {f"action.{i}": column for i, column in enumerate(rows.action)}
+        found |= {f"extras.{i}": column for i, column in enumerate(rows.extras)}
+        return found | {"reward.0": rows.reward, "terminated.0": rows.terminated, "truncated.0": rows.truncated}
+
+    def fields(self, rows: Rows) -> dict[int, FoundField]:
+        """Find the slices of the large fields; no lock is needed."""
+        places = rows.places
+        if places is None or not len(places.segment):
+            nothing = FoundField(np.empty(0, np.int32), np.empty(0, np.uint32), np.empty(0, np.uint32), ())
+            return dict.fromkeys(rows.large, nothing)
+        found = {}
+        for field, i in enumerate(rows.large):
+            leaf = self._leaves[i]
+            found[i] = self._compressed(places, field, leaf) or self._decoded(places, field, leaf)
+        return found
+
+    def _compressed(self, places: Places, field: int, leaf: Leaf) -> FoundField | None:
+        """Put the units together that hold the slices of the rows; None where these are better decoded here.
+
+        An array operation costs more here than what it does for the rows of one answer, so there are few.
+        """
+        touched, _, where = _unique(places.segment)
+        found = _joinable(places.held[field], touched.tolist())
+        if found is None:
+            return None
+        logs, coded = found
+        cuts = places.records[field][touched, _CUT]
+        form_of, forms, groups = self._forms(cuts.tolist(), coded)
+        tables = [each.offsets for each in coded]
+        cursors = places.cursors[field]
+        flags = cursors & NEXT_IS_WHOLE
+        count, shift = cuts[where, -2], cuts[where, -1]
+        length = count + np.where(flags, count, shift)
+        begin = length.cumsum()
+        row = np.arange(len(where)).repeat(length)
+        begin -= length
+        start = _starts(logs)[where] + (cursors ^ flags) - begin
+        number = np.concatenate(logs).take(np.arange(len(row)) + start[row])
+        group, form = groups[form_of][where], form_of[where]
+        nth, within = np.divmod(number, group[row])
+        # Units are counted over all tables, and those of one form lie together.
+        units, example, place = _unique(((form << 40) + _starts(tables)[where])[row] + nth)
+        offsets = np.concatenate(tables)
+        units &= (1 << 40) - 1
+        begins, ends = offsets.take(units), offsets.take(units + 1)
+        if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
+            return None
+        data: list[Any] = [each.data for each in coded]
+        segments = where[row[example]]
+        cut = [
+            data[segment][first:last].data
+            for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
+        ]
+        bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
+        joined = tuple(
+            _joined(each, cut[first:last], (ends - begins)[first:last])
+            for each, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
+        )
+        numbers = (place - bounds[form][row]) * group[row] + within
+        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, Coded))
+        log: Log = numbers.astype(np.uint16) if is_narrow else numbers.astype(np.uint32)
+        return FoundField(form.astype(np.int32), begin.astype(np.uint32) | flags, log, joined)
+
+    def _forms(self, cuts: list[list[int]], coded: list[Coded]) -> tuple[Ids, list[SliceForm], Ids]:
+        """Number the forms that the slices of some segments have; return the forms, too, and the slices of a unit.
+
+        Units of one form can be put together.
+        """
+        keys: dict[tuple[Any, ...], int] = {}
+        forms: list[SliceForm] = []
+        numbers: list[int] = []
+        for cut, each in zip(cuts, coded, strict=True):
+            key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
+            number = keys.setdefault(key, len(forms))
+            if number == len(forms):
+                outer, run_bytes, count, shift = cut
+                window = Window(0, 1, count, outer, run_bytes, shift)
+                forms.append(SliceForm(window, each, self._described(each.codec, cut)))
+            numbers.append(number)
+        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, Coded)]
+        return np.array(numbers), forms, np.array(groups)
+
+    def _described(self, codec: Codec, cut: list[int]) -> str:
+        """Describe a cut and a codec; the same ones are sent over and over."""
+        key = (id(codec), *cut)
+        known = self._words.get(key)
+        if known is None or known[0] is not codec:
+            if len(self._words) >= MOST_KNOWN_FORMS:
+                self._words.clear()
+            words = json.dumps({"cut": cut, "codec": codec_words(codec)}, sort_keys=True)
+            known = self._words[key] = codec, words
+        return known[1]
+
+    def _decoded(self, places: Places, field: int, leaf: Leaf) -> FoundField:
+        """Decode the rows here: every observation and next observation is one slice."""
+        count = len(places.segment)
+        nbytes = count * leaf.nbytes
+        if places.awaits_files:
+            bring_places(places)
+        both = self._staging.take(2 * nbytes)
+        obs, next_obs = both[:nbytes].reshape(count, -1), both[nbytes:].reshape(count, -1)
+        self._kernels.gather(places, field, obs, next_obs, self._threads)
+        numbers = np.arange(count, dtype=np.uint32)
+        log = np.stack([numbers, numbers + np.uint32(count)], axis=1).reshape(-1)
+        form = SliceForm(Window.whole(leaf), both)
+        return FoundField(np.zeros(count, np.int32), 2 * numbers, log, (form,))
+
+
+def _joinable(held: tuple[HeldArrays, ...], segments: list[int]) -> tuple[list[Array], list[Coded]] | None:
+    """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
+    logs: list[Array] = []
+    found: list[Coded] = []
+    for segment in segments:
+        log, content = held[segment]
+        if not isinstance(log, np.ndarray) or not isinstance(content, SealedSlices):
+            return None
+        coded = content.coded
+        if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
+            return None
+        logs.append(log)  # of one lane
+        found.append(coded)
+    return logs, found
+
+
+def _starts(arrays: Sequence[Array]) -> Ids:
+    """Say where each of some arrays begins if they stand one after another."""
+    return np.array(list(accumulate((len(array) for array in arrays[:-1]), initial=0)))
+
+
+def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> SliceForm:
+    """Return a form with these units."""
+    like: Any = form.slices
+    offsets = np.zeros(len(units) + 1, np.uint32)
+    np.cumsum(sizes, out=offsets[1:])
+    data = np.frombuffer(b"".join(units), np.uint8)
+    return form._replace(slices=Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
+
+
+def _unique(values: NDArray[Any]) -> tuple[Ids, Ids, Ids]:
+    """Return each value once, in order; where it is first found; and where each of `values` is among them.
+
+    np.unique takes twice as long for few of them.
+    """
+    order = values.argsort(kind="stable")
+    ordered = values[order]
+    is_new = np.empty(len(values), np.bool_)
+    is_new[0] = True
+    np.not_equal(ordered[1:], ordered[:-1], out=is_new[1:])
+    place = np.empty(len(values), np.int64)
+    place[order] = np.cumsum(is_new) - 1
+    return ordered[is_new], order[is_new], place
