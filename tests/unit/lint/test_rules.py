@@ -78,7 +78,7 @@ def test_the_further_cases_are_all_read() -> None:
 
 def test_every_family_of_rules_is_in_force() -> None:
     files = {file.stem for file in Path(rules.__file__).parent.glob("*.py")} - {"__init__"}
-    assert files == {type(rule).__module__.rpartition(".")[2] for rule in RULES.values()} - {"rule"}
+    assert files == {rule.check.__module__.rpartition(".")[2] for rule in RULES.values()} - {"rule"}
 
 
 def test_there_are_thirty_rules_or_more_and_no_two_share_a_name() -> None:

@@ -20,7 +20,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange, drop_stale_edits, read_ignores
 from holdall.tools.lint.machine import Machine, detect_machine
-from holdall.tools.lint.rule import NotParsed, Rule, RunRule, ScriptRule, UnusedIgnore
+from holdall.tools.lint.rule import Rule, not_parsed, unused_ignore
 from holdall.tools.lint.rules import RULES
 from holdall.tools.lint.run import ConfiguredRun
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
@@ -130,17 +130,12 @@ def check_runs(runs: Iterable[ConfiguredRun], rules: Rules, machine: Machine) ->
     """Yield what is wrong with runs, whatever they were read from."""
     for run in runs:
         for rule in rules.values():
-            if isinstance(rule, RunRule):
-                yield from _check_run(rule, run, machine)
-
-
-def _check_run(rule: RunRule, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-    seen: set[SourceRange] = set()
-    for variant in (run,) if rule.sees_searches else run.variants:
-        for finding in rule.check(variant, machine):
-            if finding.place not in seen:
-                seen.add(finding.place)
-                yield finding
+            if rule.about in {"run", "search"}:
+                variants = (run,) if rule.about == "search" else run.variants
+                found: dict[SourceRange, Finding] = {}
+                for one in (one for variant in variants for one in rule.findings(variant, machine)):
+                    found.setdefault(one.place, one)
+                yield from found.values()
 
 
 def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
@@ -156,8 +151,8 @@ def _check_script(text: str, path: str, rules: Rules, machine: Machine) -> Itera
     training = TrainingReader(script)
     yield from check_runs(training.runs, rules, machine)
     for rule in rules.values():
-        if isinstance(rule, ScriptRule):
-            yield from rule.check(training, machine)
+        if rule.about == "script":
+            yield from rule.findings(script, training, machine)
 
 
 def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterator[Finding]:
@@ -170,26 +165,25 @@ def _check_yaml(text: str, path: str, rules: Rules, machine: Machine) -> Iterato
 
 
 def _not_parsed(rules: Rules, message: str, place: SourceRange) -> Iterator[Finding]:
-    if NotParsed.id in rules:
-        yield rules[NotParsed.id].finding(f"cannot be parsed: {message}", place)
+    if not_parsed.id in rules:
+        yield from not_parsed.findings(message, place)
 
 
 def _not_ignored(found: list[Finding], text: str, path: str, rules: Rules) -> Iterator[Finding]:
     """Yield the findings that no comment accepts, and the comments that accept nothing."""
     ignores = read_ignores(text)
     yield from (one for one in found if not any(ignore.accepts(one) for ignore in ignores))
-    unused = rules.get(UnusedIgnore.id)
     for ignore in ignores:
         used = {one.rule for one in found if ignore.accepts(one)}
         idle = ignore.ids - used
         # A rule that was not asked for may well find something; only what was looked for is idle.
-        if unused is None or not idle <= rules.keys() or (used if not ignore.ids else not idle):
+        if unused_ignore.id not in rules or not idle <= rules.keys() or (used if not ignore.ids else not idle):
             continue
         place = SourceRange(path, ignore.line, ignore.start + 1, ignore.line, ignore.end + 1)
         comment = text.split("\n")[ignore.line - 1][ignore.start : ignore.end]
         named = ", ".join(sorted(idle)) or "all rules"
         removal = Edit(place, comment, "") if idle == ignore.ids else None
-        yield unused.finding(f"this comment ignores {named}, and nothing is found here", place, removal)
+        yield from unused_ignore.findings(named, place, removal)
 
 
 def find_files(paths: Iterable[Path], exclude: Iterable[str] = ()) -> list[Path]:

@@ -1,9 +1,10 @@
 """What a rule is: its id, its documentation with examples, and its check; and the two rules about the file itself.
 
 In:  a run, or a script, and the machine.  Out: findings.
-The docstring of a rule is its documentation: what it does, `Why:` it matters, how to `Fix:` it, and one example that is
-`Bad:` and one that is `Good:`. A test runs the examples. In brackets an example names what it does not share with the
-others: its file's name, one of the `SETUPS` that stand before it, or what differs from the reference machine.
+The docstring of a check is the documentation of its rule: what it does, `Why:` it matters, how to `Fix:` it, and one
+example that is `Bad:` and one that is `Good:`. A test runs the examples. In brackets an example names what it does not
+share with the others: its file's name, one of the `SETUPS` that stand before it, or what differs from the reference
+machine.
 """
 
 from __future__ import annotations
@@ -11,16 +12,17 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
-from typing import ClassVar
+from functools import cached_property, partial
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple
 
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
 from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.run import ConfiguredRun
 from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.script import Script
 from holdall.units import parse_bytes
 
 _GIB = 2**30
@@ -129,44 +131,57 @@ class RuleDoc:
         return cls(" ".join(what.split()), words["Why"], words["Fix"], bad, good)
 
 
-class Rule(ABC):
-    """Base of all rules."""
+class Match(NamedTuple):
+    """What a check found."""
 
-    id: ClassVar[str]
-    name: ClassVar[str]
-    severity: ClassVar[Severity]
+    message: str
+    place: SourceRange
+    numbers: Mapping[str, int | float | str] = MappingProxyType({})
+    edit: Edit | None = None
+    severity: Severity | None = None  # None: that of the rule
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A rule; the docstring of its check is its documentation."""
+
+    id: str
+    name: str
+    severity: Severity
+    about: Literal["run", "search", "script", "file"]
+    check: Callable[..., Iterator[Match]]
 
     @cached_property
     def doc(self) -> RuleDoc:
         """The docstring, read; empty where Python was started with -OO."""
-        return RuleDoc.read(self.__doc__ or "")
+        return RuleDoc.read(self.check.__doc__ or "")
 
-    def finding(
-        self, message: str, place: SourceRange, edit: Edit | None = None, **numbers: int | float | str
-    ) -> Finding:
-        """Return a finding of this rule."""
-        return Finding(self.id, self.name, self.severity, message, place, numbers, edit)
-
-
-class RunRule(Rule):
-    """A rule about one run, wherever it was read from."""
-
-    sees_searches: ClassVar[bool] = False  # True: gets a run with OneOf values as it is, not one run for each value
-
-    @abstractmethod
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield what is wrong with a run."""
+    def findings(self, *of: Any) -> Iterator[Finding]:
+        """Run the check."""
+        for message, place, numbers, edit, severity in self.check(*of):
+            yield Finding(self.id, self.name, severity or self.severity, message, place, numbers, edit)
 
 
-class ScriptRule(Rule):
-    """A rule about the text of a script."""
-
-    @abstractmethod
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield what is wrong with a script."""
+RunCheck = Callable[[ConfiguredRun, Machine], Iterator[Match]]
+ScriptCheck = Callable[[Script, TrainingReader, Machine], Iterator[Match]]
 
 
-class NotParsed(Rule):
+def run_rule(number: str, name: str, severity: Severity, *, sees_searches: bool = False) -> Callable[[RunCheck], Rule]:
+    """Make a rule about one run, wherever it was read from.
+
+    Args:
+        sees_searches: The check gets a run with OneOf values as it is, not one run for each value.
+    """
+    return partial(Rule, number, name, severity, "search" if sees_searches else "run")
+
+
+def script_rule(number: str, name: str, severity: Severity) -> Callable[[ScriptCheck], Rule]:
+    """Make a rule about the text of a script."""
+    return partial(Rule, number, name, severity, "script")
+
+
+@partial(Rule, "F01", "not-parsed", Severity.ERROR, "file")
+def not_parsed(message: str, place: SourceRange) -> Iterator[Match]:
     """Reports a file that is no Python, or no YAML.
 
     Why: None of the other rules could look at it.
@@ -180,11 +195,11 @@ class NotParsed(Rule):
         def train():
             pass
     """
+    yield Match(f"cannot be parsed: {message}", place)
 
-    id, name, severity = "F01", "not-parsed", Severity.ERROR
 
-
-class UnusedIgnore(Rule):
+@partial(Rule, "F02", "unused-ignore", Severity.INFO, "file")
+def unused_ignore(named: str, place: SourceRange, removal: Edit | None) -> Iterator[Match]:
     """Reports `# holdall: ignore[...]` comments that ignore nothing.
 
     Why: It would hide the next finding on its line, one that nobody has looked at.
@@ -196,5 +211,4 @@ class UnusedIgnore(Rule):
     Good:
         batch_size = 64
     """
-
-    id, name, severity = "F02", "unused-ignore", Severity.INFO
+    yield Match(f"this comment ignores {named}, and nothing is found here", place, edit=removal)

@@ -1,29 +1,12 @@
-"""All rules, one file a family: a class that stands in one of them is in force, documented and tested."""
+"""All rules, one file a family: a rule that stands in one of them is in force, documented and tested."""
 
 from __future__ import annotations
 
-import inspect
-
 from holdall.tools.lint import rule
 from holdall.tools.lint.rule import Rule
-from holdall.tools.lint.rules import (
-    allocator,
-    callbacks,
-    memory,
-    observations,
-    processes,
-    saving,
-    tensors,
-    training_loop,
-)
+from holdall.tools.lint.rules import allocator, callbacks, memory, observations, processes, saving, tensors
+from holdall.tools.lint.rules import training_loop as loop
 
-_FAMILIES = (rule, allocator, callbacks, memory, observations, processes, saving, tensors, training_loop)
-
-
-def _rules() -> dict[str, Rule]:
-    classes = {cls for family in _FAMILIES for _, cls in inspect.getmembers(family, inspect.isclass)}
-    rules = [cls() for cls in classes if issubclass(cls, Rule) and not inspect.isabstract(cls) and cls is not Rule]
-    return {rule.id: rule for rule in sorted(rules, key=lambda rule: rule.id)}
-
-
-RULES = _rules()
+_FAMILIES = (rule, allocator, callbacks, memory, observations, processes, saving, tensors, loop)
+_FOUND = [found for family in _FAMILIES for found in vars(family).values() if isinstance(found, Rule)]
+RULES = {found.id: found for found in sorted(_FOUND, key=lambda found: found.id)}

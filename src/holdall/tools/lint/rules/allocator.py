@@ -6,9 +6,9 @@ import ast
 import re
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine, sized
-from holdall.tools.lint.rule import ScriptRule
+from holdall.tools.lint.rule import Match, script_rule
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 
@@ -19,8 +19,7 @@ _POOLS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"}
 _READ_AT_IMPORT = {"torch", "numpy", "stable_baselines3", "scipy"}
 _STARTS_PROCESSES = {"multiprocessing", "subprocess", "concurrent", "joblib", "ray", "SubprocVecEnv", "AsyncVectorEnv"}
 _HARMLESS = {"torch.cuda.is_available", "torch.cuda.device_count"}
-_DECIMAL_UNIT = re.compile(r"\b[GMT]B\b")
-_BINARY_UNIT = re.compile(r"\b[GMT]iB\b")
+_WRONG_UNITS = {1024: (re.compile(r"[GMT]B\b"), "iB"), 1000: (re.compile(r"[GMT]iB\b"), "B")}
 
 
 def _is_repeated(script: Script, node: ast.AST) -> str | None:
@@ -39,7 +38,8 @@ def _is_repeated(script: Script, node: ast.AST) -> str | None:
     return None
 
 
-class EmptyCacheInLoop(ScriptRule):
+@script_rule("P02", "empty-cache-in-loop", Severity.WARNING)
+def empty_cache_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `torch.cuda.empty_cache()` in loops and in what they call.
 
     Why: It hands the allocator's free blocks back to the driver, and the next step asks for them again: slower, and
@@ -58,15 +58,11 @@ class EmptyCacheInLoop(ScriptRule):
             train()
         torch.cuda.empty_cache()
     """
-
-    id, name, severity = "P02", "empty-cache-in-loop", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every repeated call."""
-        yield from _repeated_calls(self, training, "torch.cuda.empty_cache", "torch.cuda.empty_cache()")
+    yield from _repeated_calls(script, "torch.cuda.empty_cache")
 
 
-class CollectInLoop(ScriptRule):
+@script_rule("P06", "collect-in-loop", Severity.INFO)
+def collect_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `gc.collect()` in loops and in what they call.
 
     Why: Tensors and arrays are freed with their last reference, without the collector; it only finds reference cycles,
@@ -85,15 +81,11 @@ class CollectInLoop(ScriptRule):
             train()
         gc.collect()
     """
-
-    id, name, severity = "P06", "collect-in-loop", Severity.INFO
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every repeated call."""
-        yield from _repeated_calls(self, training, "gc.collect", "gc.collect()")
+    yield from _repeated_calls(script, "gc.collect")
 
 
-class SynchronizeInLoop(ScriptRule):
+@script_rule("P09", "synchronize-in-loop", Severity.INFO)
+def synchronize_in_loop(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `torch.cuda.synchronize()` in loops and in what they call.
 
     Why: The host waits until the GPU has done all its work, and the GPU then waits for the host. It frees nothing.
@@ -111,25 +103,18 @@ class SynchronizeInLoop(ScriptRule):
             train()
         torch.cuda.synchronize()
     """
-
-    id, name, severity = "P09", "synchronize-in-loop", Severity.INFO
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every repeated call in a file that measures no time."""
-        timers = {"time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event"}
-        if not any(training.script.dotted(call.func) in timers for call in training.script.calls):
-            yield from _repeated_calls(self, training, "torch.cuda.synchronize", "torch.cuda.synchronize()")
+    timers = {"time.perf_counter", "time.time", "time.monotonic", "torch.cuda.Event"}
+    if not any(script.calls_of(*timers)):
+        yield from _repeated_calls(script, "torch.cuda.synchronize")
 
 
-def _repeated_calls(rule: ScriptRule, training: TrainingReader, dotted: str, words: str) -> Iterator[Finding]:
-    for call in training.script.calls:
-        if training.script.dotted(call.func) == dotted:
-            where = _is_repeated(training.script, call)
-            if where:
-                yield rule.finding(f"{words} {where}", training.script.place(call))
+def _repeated_calls(script: Script, dotted: str) -> Iterator[Match]:
+    for call in script.calls_of(dotted):
+        if where := _is_repeated(script, call):
+            yield Match(f"{dotted}() {where}", script.place(call))
 
 
-def _variables(script: Script) -> Iterator[tuple[ast.AST, str]]:
+def _variables(script: Script) -> Iterator[tuple[ast.Assign | ast.Call, str]]:
     """Yield where a file sets an environment variable of its own process, and which."""
     for node in script.nodes:
         match node:
@@ -141,11 +126,8 @@ def _variables(script: Script) -> Iterator[tuple[ast.AST, str]]:
                     yield node, name
 
 
-def _line(node: ast.AST) -> int:
-    return getattr(node, "lineno", 0)
-
-
-class AllocatorSetLate(ScriptRule):
+@script_rule("P03", "allocator-set-too-late", Severity.WARNING)
+def allocator_set_too_late(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds the settings of torch's GPU allocator behind the first use of the GPU.
 
     Why: The allocator reads them once, when it starts. They are about the GPU's memory and change nothing on the host.
@@ -163,30 +145,22 @@ class AllocatorSetLate(ScriptRule):
         import torch
         torch.cuda.empty_cache()
     """
-
-    id, name, severity = "P03", "allocator-set-too-late", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if the GPU was used before, in the same block of code."""
-        script = training.script
-        for node, name in _variables(script):
-            used = [
-                call
-                for call in script.calls
-                if script.dotted(call.func).startswith("torch.cuda.")
-                and script.dotted(call.func) not in _HARMLESS
-                and script.scope(call) is script.scope(node)
-                and _line(call) < _line(node)
-            ]
-            if name in _ALLOCATOR and used:
-                yield self.finding(
-                    f"{name} is set after the GPU was used in line {_line(used[0])}",
-                    script.place(node),
-                    used_line=_line(used[0]),
-                )
+    for node, name in _variables(script):
+        used = [
+            call
+            for call in script.calls
+            if script.dotted(call.func).startswith("torch.cuda.")
+            and script.dotted(call.func) not in _HARMLESS
+            and script.scope(call) is script.scope(node)
+            and call.lineno < node.lineno
+        ]
+        if name in _ALLOCATOR and used:
+            text = f"{name} is set after the GPU was used in line {used[0].lineno}"
+            yield Match(text, script.place(node), {"used_line": used[0].lineno})
 
 
-class ThreadsSetLate(ScriptRule):
+@script_rule("P11", "threads-set-too-late", Severity.WARNING)
+def threads_set_too_late(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds the number of OpenMP threads set behind the import that reads it.
 
     Why: OpenMP and the BLAS libraries read these variables once, when they are loaded.
@@ -202,43 +176,25 @@ class ThreadsSetLate(ScriptRule):
         os.environ["OMP_NUM_THREADS"] = "1"
         import torch
     """
-
-    id, name, severity = "P11", "threads-set-too-late", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if a library was imported before, and no process is started that would read it again."""
-        script = training.script
-        if any(part in _STARTS_PROCESSES for full in _imported(script) for part in full.split(".")):
-            return
-        imported = [node for node in script.tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
-        for node, name in _variables(script):
-            before = [statement for statement in imported if _line(statement) < _line(node) and _reads(statement)]
-            if name in _POOLS and before:
-                yield self.finding(
-                    f"{name} is set after the import in line {_line(before[0])} has read it",
-                    script.place(node),
-                    import_line=_line(before[0]),
-                )
+    if any(part in _STARTS_PROCESSES for node in script.nodes for full in _imported(node) for part in full.split(".")):
+        return
+    reading = [one for one in script.tree.body if any(n.partition(".")[0] in _READ_AT_IMPORT for n in _imported(one))]
+    for node, name in _variables(script):
+        before = [statement for statement in reading if statement.lineno < node.lineno]
+        if name in _POOLS and before:
+            text = f"{name} is set after the import in line {before[0].lineno} has read it"
+            yield Match(text, script.place(node), {"import_line": before[0].lineno})
 
 
-def _imported(script: Script) -> Iterator[str]:
-    """Yield the full names of all that is imported."""
-    for node in script.nodes:
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def _imported(node: ast.AST) -> list[str]:
+    """Return the full names of what a statement imports."""
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
 
 
-def _reads(statement: ast.Import | ast.ImportFrom) -> bool:
-    if isinstance(statement, ast.ImportFrom):
-        names = [statement.module or ""]
-    else:
-        names = [alias.name for alias in statement.names]
-    return any(name.partition(".")[0] in _READ_AT_IMPORT for name in names)
-
-
-class SumOfResident(ScriptRule):
+@script_rule("P12", "resident-memory-added-up", Severity.WARNING)
+def resident_memory_added_up(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds resident memory that is added up over processes.
 
     Why: Pages that processes share (libraries, what was there before a fork) are in the RSS of each of them. The sum
@@ -253,26 +209,19 @@ class SumOfResident(ScriptRule):
         import psutil
         total = sum(p.memory_full_info().pss for p in psutil.Process().children(recursive=True))
     """
-
-    id, name, severity = "P12", "resident-memory-added-up", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield where rss is added in a loop or a sum."""
-        script = training.script
-        for node in script.nodes:
-            if not isinstance(node, ast.Attribute) or node.attr != "rss":
-                continue
-            above = list(script.ancestors(node))
-            summed = any(isinstance(a, ast.Call) and ast.unparse(a.func) == "sum" for a in above)
-            repeated = any(isinstance(a, ast.GeneratorExp | ast.ListComp) for a in above)
-            added = any(isinstance(a, ast.AugAssign) for a in above) and script.loop(node) is not None
-            if (summed and repeated) or added:
-                yield self.finding(
-                    "RSS is added up over processes: shared pages are counted several times", script.place(node)
-                )
+    for node in script.nodes:
+        if not isinstance(node, ast.Attribute) or node.attr != "rss":
+            continue
+        above = list(script.ancestors(node))
+        summed = any(isinstance(a, ast.Call) and ast.unparse(a.func) == "sum" for a in above)
+        repeated = any(isinstance(a, ast.GeneratorExp | ast.ListComp) for a in above)
+        added = any(isinstance(a, ast.AugAssign) for a in above) and script.loop(node) is not None
+        if (summed and repeated) or added:
+            yield Match("RSS is added up over processes: shared pages are counted several times", script.place(node))
 
 
-class HostMemoryInContainer(ScriptRule):
+@script_rule("P13", "host-memory-in-container", Severity.WARNING)
+def host_memory_in_container(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds code that asks for the host's memory while a container allows less.
 
     Why: `psutil.virtual_memory()` and /proc/meminfo know nothing of control groups; the kernel does.
@@ -286,23 +235,15 @@ class HostMemoryInContainer(ScriptRule):
         import psutil
         buffer_size = psutil.virtual_memory().available // 42_628
     """
-
-    id, name, severity = "P13", "host-memory-in-container", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield where the figure is too large on this machine."""
-        for call in training.script.calls:
-            if machine.is_contained and training.script.dotted(call.func) == "psutil.virtual_memory":
-                yield self.finding(
-                    f"it says {sized(machine.ram_bytes)} in all, but {machine.limit_name} allows "
-                    f"{sized(machine.limit_bytes)}",
-                    training.script.place(call),
-                    ram_bytes=machine.ram_bytes,
-                    limit_bytes=machine.limit_bytes,
-                )
+    for call in script.calls_of("psutil.virtual_memory"):
+        if machine.is_contained:
+            allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
+            numbers = {"ram_bytes": machine.ram_bytes, "limit_bytes": machine.limit_bytes}
+            yield Match(f"it says {sized(machine.ram_bytes)} in all, but {allowed}", script.place(call), numbers)
 
 
-class WrongUnit(ScriptRule):
+@script_rule("P14", "wrong-unit-of-bytes", Severity.WARNING)
+def wrong_unit_of_bytes(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds bytes that are divided by 1024 and called GB, or by 1000 and called GiB.
 
     Why: A GiB is 7.4 % more than a GB. A buffer worked out in one and compared with memory stated in the other is off
@@ -315,30 +256,20 @@ class WrongUnit(ScriptRule):
     Good:
         print(f"buffer: {nbytes / 1e9:.1f} GB")
     """
+    for node in script.nodes:
+        if not isinstance(node, ast.JoinedStr):
+            continue
+        for figure, label in zip(node.values, node.values[1:], strict=False):
+            if isinstance(figure, ast.FormattedValue) and isinstance(label, ast.Constant):
+                yield from _compare(training, figure, str(label.value).lstrip()[:4])
 
-    id, name, severity = "P14", "wrong-unit-of-bytes", Severity.WARNING
 
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield where a figure's divisor and its unit do not agree."""
-        script = training.script
-        for node in script.nodes:
-            if not isinstance(node, ast.JoinedStr):
-                continue
-            for figure, label in zip(node.values, node.values[1:], strict=False):
-                if isinstance(figure, ast.FormattedValue) and isinstance(label, ast.Constant):
-                    yield from self._compare(training, figure, str(label.value).lstrip()[:4])
-
-    def _compare(self, training: TrainingReader, figure: ast.FormattedValue, label: str) -> Iterator[Finding]:
-        base = _unit_base(training, figure.value)
-        if base == 1024 and _DECIMAL_UNIT.match(label):
-            unit, right = _DECIMAL_UNIT.findall(label)[0], "iB"
-        elif base == 1000 and _BINARY_UNIT.match(label):
-            unit, right = _BINARY_UNIT.findall(label)[0], "B"
-        else:
-            return
-        yield self.finding(
-            f"divided by a power of {base}, this is {unit[0]}{right}, not {unit}", training.script.place(figure.value)
-        )
+def _compare(training: TrainingReader, figure: ast.FormattedValue, label: str) -> Iterator[Match]:
+    base = _unit_base(training, figure.value)
+    wrong, right = _WRONG_UNITS.get(base or 0, (None, ""))
+    if wrong and (found := wrong.match(label)):
+        text = f"divided by a power of {base}, this is {label[0]}{right}, not {found[0]}"
+        yield Match(text, training.script.place(figure.value))
 
 
 def _unit_base(training: TrainingReader, node: ast.expr) -> int | None:

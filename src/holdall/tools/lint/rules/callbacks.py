@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.rule import RunRule, ScriptRule
+from holdall.tools.lint.rule import Match, run_rule, script_rule
 from holdall.tools.lint.run import Callback, ConfiguredRun, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
@@ -17,7 +17,8 @@ _LOOKS_NAMES_UP = {"eval", "exec", "globals", "locals", "vars"}
 _VERBS = {"save_freq": "saves", "eval_freq": "evaluates"}
 
 
-class CallbackNeverPassed(ScriptRule):
+@script_rule("L01", "callback-never-passed", Severity.ERROR)
+def callback_never_passed(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds callbacks that are created and reach no call of `learn`.
 
     Why: It looks as if the run were evaluated, or saved, or stopped early, and it is not.
@@ -41,34 +42,25 @@ class CallbackNeverPassed(ScriptRule):
         callback_list = CallbackList([checkpoint_callback, eval_callback])
         PPO("MlpPolicy", "CartPole-v1").learn(100_000, callback=callback_list)
     """
-
-    id, name, severity = "L01", "callback-never-passed", Severity.ERROR
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every callback whose name leads nowhere."""
-        script = training.script
-        looks_names_up = any(
-            isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in script.calls
-        )
-        if not training.learn_calls or looks_names_up:
-            return
-        made = dict(_created(script))
-        dead = _never_read(script)
-        for name, node in made.items():
-            if name in dead:
-                kind = script.dotted(node.func).rpartition(".")[2]
-                yield self.finding(
-                    f"{kind} is created as {name!r} and never passed to learn", script.place(node), callback=kind
-                )
+    looks_names_up = any(isinstance(call.func, ast.Name) and call.func.id in _LOOKS_NAMES_UP for call in script.calls)
+    if not training.learn_calls or looks_names_up:
+        return
+    dead = _never_read(script)
+    for name, node in dict(_created(script)).items():
+        if name in dead:
+            kind = script.dotted(node.func).rpartition(".")[2]
+            text = f"{kind} is created as {name!r} and never passed to learn"
+            yield Match(text, script.place(node), {"callback": kind})
 
 
 def _created(script: Script) -> Iterator[tuple[str, ast.Call]]:
     """Yield the callbacks that are assigned to a name."""
     for node in script.nodes:
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call) if _is_callback(script, call):
-                yield name, call
-            case ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as call) if _is_callback(script, call):
+            case (
+                ast.Assign(targets=[ast.Name(id=name)], value=ast.Call() as call)
+                | ast.AnnAssign(target=ast.Name(id=name), value=ast.Call() as call)
+            ) if _is_callback(script, call):
                 yield name, call
 
 
@@ -84,24 +76,16 @@ def _is_callback(script: Script, call: ast.Call) -> bool:
 
 def _never_read(script: Script) -> set[str]:
     """Return the names that nothing reads, or only what goes to names of the same kind."""
-    readers: dict[str, list[str | None]] = {}
-    for node in script.nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            readers.setdefault(node.id, [])
-    for node in script.nodes:
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in readers:
+    names = [node for node in script.nodes if isinstance(node, ast.Name)]
+    readers: dict[str, list[str | None]] = {node.id: [] for node in names if isinstance(node.ctx, ast.Store)}
+    for node in names:
+        if isinstance(node.ctx, ast.Load) and node.id in readers:
             readers[node.id].append(_assigned_name(script, node))
     exported = {part.value for part in script.nodes if isinstance(part, ast.Constant) and isinstance(part.value, str)}
     dead: set[str] = set()
-    while True:
-        more = {
-            name
-            for name, to in readers.items()
-            if name not in dead and name not in exported and all(target in dead for target in to)
-        }
-        if not more:
-            return dead
+    while more := {name for name, to in readers.items() if dead.issuperset(to)} - exported - dead:
         dead |= more
+    return dead
 
 
 def _assigned_name(script: Script, node: ast.Name) -> str | None:
@@ -128,7 +112,8 @@ def _frequencies(run: ConfiguredRun) -> Iterator[tuple[Callback, str, int]]:
             yield callback, name, every
 
 
-class FrequencyIgnoresEnvironments(RunRule):
+@run_rule("L02", "frequency-ignores-environments", Severity.WARNING)
+def frequency_ignores_environments(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `save_freq` and `eval_freq` that are not divided by the number of environments.
 
     Why: Callbacks count calls of `env.step`, and each call is a step of every environment: with n of them they act n
@@ -155,24 +140,20 @@ class FrequencyIgnoresEnvironments(RunRule):
         checkpoint = CheckpointCallback(save_freq=max(81_920 // n_envs, 1), save_path="models")
         model.learn(10_000_000, callback=checkpoint)
     """
-
-    id, name, severity = "L02", "frequency-ignores-environments", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a frequency counts fewer steps than are made."""
-        count = run.environments.number
-        for callback, name, every in _frequencies(run):
-            setting = callback.settings[name]
-            if count is None or count < 2 or setting.divisors is None or count in setting.divisors:
-                continue
-            text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
-            steps = run.count("n_steps") if run.algorithm.on_policy else None
-            if steps:
-                text += f", which is every {every / steps:g} rollouts"
-            yield self.finding(text, setting.place, every=every, every_steps=every * count, n_envs=count)
+    count = run.environments.number
+    for callback, name, every in _frequencies(run):
+        setting = callback.settings[name]
+        if count is None or count < 2 or setting.divisors is None or count in setting.divisors:
+            continue
+        text = f"{name}={every:,} with {count} environments {_VERBS[name]} every {every * count:,} steps"
+        steps = run.count("n_steps") if run.algorithm.on_policy else None
+        if steps:
+            text += f", which is every {every / steps:g} rollouts"
+        yield Match(text, setting.place, {"every": every, "every_steps": every * count, "n_envs": count})
 
 
-class FrequencyBeyondRun(RunRule):
+@run_rule("L17", "frequency-beyond-run", Severity.WARNING)
+def frequency_beyond_run(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds callbacks that the run ends before.
 
     Why: Nothing is ever saved or evaluated. With several environments a run has fewer calls than steps.
@@ -198,27 +179,22 @@ class FrequencyBeyondRun(RunRule):
         checkpoint = CheckpointCallback(save_freq=8_192, save_path="models")
         model.learn(100_000, callback=checkpoint)
     """
-
-    id, name, severity = "L17", "frequency-beyond-run", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a callback never acts."""
-        steps, count = run.total_timesteps, run.environments.number
-        if steps is None or count is None:
-            return
-        per_round = count * (run.count("n_steps") or 1) if run.algorithm.on_policy else count
-        calls = -(-steps // per_round) * per_round // count
-        for callback, name, every in _frequencies(run):
-            if every > calls:
-                yield self.finding(
-                    f"{name}={every:,}, but {steps:,} steps of {count} environments are {calls:,} calls: it never acts",
-                    callback.settings[name].place,
-                    every=every,
-                    calls=calls,
-                )
+    steps, count = run.total_timesteps, run.environments.number
+    if steps is None or count is None:
+        return
+    per_round = count * (run.count("n_steps") or 1) if run.algorithm.on_policy else count
+    calls = -(-steps // per_round) * per_round // count
+    for callback, name, every in _frequencies(run):
+        if every > calls:
+            yield Match(
+                f"{name}={every:,}, but {steps:,} steps of {count} environments are {calls:,} calls: it never acts",
+                callback.settings[name].place,
+                {"every": every, "calls": calls},
+            )
 
 
-class EvaluatesOnTrainingEnvironment(RunRule):
+@run_rule("L18", "evaluated-on-training-environment", Severity.WARNING)
+def evaluated_on_training_environment(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds an EvalCallback that is given the environment that is trained on.
 
     Why: Evaluation resets and steps it. The training goes on with the observation from before, so the next transition
@@ -242,14 +218,7 @@ class EvaluatesOnTrainingEnvironment(RunRule):
         eval_env = gym.make("Pendulum-v1")
         SAC("MlpPolicy", env).learn(10_000, callback=EvalCallback(eval_env, eval_freq=1000))
     """
-
-    id, name, severity = "L18", "evaluated-on-training-environment", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if both are one object."""
-        origin = run.environments.origin
-        for callback in run.callbacks:
-            if origin is not None and callback.environments and callback.environments.origin == origin:
-                yield self.finding(
-                    f"{callback.kind} evaluates on the environment that the model is trained on", callback.place
-                )
+    origin = run.environments.origin
+    for callback in run.callbacks:
+        if origin is not None and callback.environments and callback.environments.origin == origin:
+            yield Match(f"{callback.kind} evaluates on the environment that the model is trained on", callback.place)

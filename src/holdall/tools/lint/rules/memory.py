@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
-from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import BufferNeed, Machine, buffer_need, percent, sized
-from holdall.tools.lint.rule import RunRule
+from holdall.tools.lint.rule import Match, run_rule
 from holdall.tools.lint.run import ConfiguredRun, OneOf, candidates
 
 _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
@@ -15,13 +14,11 @@ _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the librarie
 
 def _largest_that_fits(run: ConfiguredRun, needed: BufferNeed, machine: Machine) -> str:
     """Say what would fit into a comfortable share of the limit."""
-    room = int(machine.limit_bytes * _SAFE_SHARE)
-    rows = needed.layout.rows
-    per_row = (needed.layout.nbytes + needed.layout.flatten_bytes) / rows
-    fitting = int(room // per_row)
-    if run.algorithm.on_policy:
-        return f"n_steps={fitting:,} would take {percent(_SAFE_SHARE, 1)} of it"
-    return f"buffer_size={fitting * needed.layout.n_envs:,} would take {percent(_SAFE_SHARE, 1)} of it"
+    layout = needed.layout
+    per_row = (layout.nbytes + layout.flatten_bytes) / layout.rows
+    fitting = int(int(machine.limit_bytes * _SAFE_SHARE) // per_row)
+    size = f"n_steps={fitting:,}" if run.algorithm.on_policy else f"buffer_size={fitting * layout.n_envs:,}"
+    return f"{size} would take {percent(_SAFE_SHARE, 1)} of it"
 
 
 def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
@@ -34,22 +31,18 @@ def _buffer_words(run: ConfiguredRun, needed: BufferNeed) -> str:
     return text
 
 
-def _buffer_finding(
-    rule: RunRule, run: ConfiguredRun, needed: BufferNeed, machine: Machine, limit: str, **numbers: int
-) -> Finding:
-    """Return a finding about a buffer and its limit: a warning at most where the run may be too short to fill it."""
-    finding = rule.finding(
+def _buffer_match(run: ConfiguredRun, needed: BufferNeed, machine: Machine, limit: str, **numbers: int) -> Match:
+    """Return what is found about a buffer and its limit: a warning at most if the run may be too short to fill it."""
+    return Match(
         f"{_buffer_words(run, needed)}{limit}; {_largest_that_fits(run, needed, machine)}",
         run.place_of("buffer_size", "n_steps"),
-        None,
-        needed_bytes=needed.peak_bytes,
-        limit_bytes=machine.limit_bytes,
-        **numbers,
+        {"needed_bytes": needed.peak_bytes, "limit_bytes": machine.limit_bytes} | numbers,
+        severity=None if needed.is_certain else Severity.WARNING,
     )
-    return finding if needed.is_certain else replace(finding, severity=Severity.WARNING)
 
 
-class BufferBeyondMemory(RunRule):
+@run_rule("M01", "buffer-beyond-memory", Severity.ERROR)
+def buffer_beyond_memory(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares the buffer, as full as the run makes it, with this machine's memory.
 
     A warning where the number of steps is not known.
@@ -65,21 +58,13 @@ class BufferBeyondMemory(RunRule):
     Good (camera):
         SAC("MultiInputPolicy", Dog(), buffer_size=400_000)
     """
-
-    id, name, severity = "M01", "buffer-beyond-memory", Severity.ERROR
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the buffer cannot fit."""
-        needed = buffer_need(run, machine)
-        if needed is None or needed.peak_bytes <= machine.limit_bytes:
-            return
-        if machine.is_contained and needed.peak_bytes <= machine.ram_bytes:
-            return
-        limit = f"; {machine.limit_name} is {sized(machine.limit_bytes)}"
-        yield _buffer_finding(self, run, needed, machine, limit)
+    needed = buffer_need(run, machine)
+    if needed and needed.peak_bytes > (machine.ram_bytes if machine.is_contained else machine.limit_bytes):
+        yield _buffer_match(run, needed, machine, f"; {machine.limit_name} is {sized(machine.limit_bytes)}")
 
 
-class BufferNearLimit(RunRule):
+@run_rule("M02", "buffer-near-limit", Severity.WARNING)
+def buffer_near_limit(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Warns if the buffer alone takes more than 80 % of the memory there is.
 
     Why: What is left has to hold the interpreter, the libraries, the networks with their gradients and optimizer, and
@@ -92,20 +77,15 @@ class BufferNearLimit(RunRule):
     Good (camera):
         SAC("MultiInputPolicy", Dog(), buffer_size=600_000)
     """
-
-    id, name, severity = "M02", "buffer-near-limit", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the buffer fits with little room."""
-        needed = buffer_need(run, machine)
-        if needed is None or not machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
-            return
+    needed = buffer_need(run, machine)
+    if needed and machine.limit_bytes * _SAFE_SHARE < needed.peak_bytes <= machine.limit_bytes:
         share = percent(needed.peak_bytes, machine.limit_bytes)
         limit = f": {share} of {machine.limit_name} ({sized(machine.limit_bytes)})"
-        yield _buffer_finding(self, run, needed, machine, limit)
+        yield _buffer_match(run, needed, machine, limit)
 
 
-class BufferBeyondContainer(RunRule):
+@run_rule("M03", "buffer-beyond-container", Severity.ERROR)
+def buffer_beyond_container(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds a buffer that fits into the machine, but not into its container.
 
     A warning where the number of steps is not known.
@@ -120,21 +100,15 @@ class BufferBeyondContainer(RunRule):
     Good (camera, limit_bytes=16GiB, limit_name=control group /):
         SAC("MultiInputPolicy", Dog(), buffer_size=300_000)
     """
-
-    id, name, severity = "M03", "buffer-beyond-container", Severity.ERROR
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the host would do and the container does not."""
-        needed = buffer_need(run, machine)
-        if needed is None or not machine.is_contained:
-            return
-        if machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
-            allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
-            limit = f"; the host has {sized(machine.ram_bytes)}, but {allowed}"
-            yield _buffer_finding(self, run, needed, machine, limit, ram_bytes=machine.ram_bytes)
+    needed = buffer_need(run, machine)
+    if needed and machine.is_contained and machine.limit_bytes < needed.peak_bytes <= machine.ram_bytes:
+        allowed = f"{machine.limit_name} allows {sized(machine.limit_bytes)}"
+        limit = f"; the host has {sized(machine.ram_bytes)}, but {allowed}"
+        yield _buffer_match(run, needed, machine, limit, ram_bytes=machine.ram_bytes)
 
 
-class BufferNeverFills(RunRule):
+@run_rule("M09", "buffer-never-fills", Severity.INFO)
+def buffer_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares the buffer's capacity with the steps of the run.
 
     Why: What is never written is never resident, so a smaller buffer saves no memory here; but `save_replay_buffer`
@@ -151,22 +125,17 @@ class BufferNeverFills(RunRule):
         model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=50_000)
         model.learn(total_timesteps=50_000)
     """
-
-    id, name, severity = "M09", "buffer-never-fills", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the run is shorter than the buffer."""
-        size, steps = run.count("buffer_size"), run.total_timesteps
-        if size is not None and steps is not None and size > steps:
-            yield self.finding(
-                f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used",
-                run.place_of("buffer_size"),
-                buffer_size=size,
-                total_timesteps=steps,
-            )
+    size, steps = run.count("buffer_size"), run.total_timesteps
+    if size is not None and steps is not None and size > steps:
+        yield Match(
+            f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used",
+            run.place_of("buffer_size"),
+            {"buffer_size": size, "total_timesteps": steps},
+        )
 
 
-class CapacityRounded(RunRule):
+@run_rule("M10", "capacity-rounded-down", Severity.INFO)
+def capacity_rounded_down(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Says how many transitions a replay buffer really holds when the number of environments does not divide it.
 
     Why: Stable-Baselines3 divides `buffer_size` by the number of environments and drops the rest.
@@ -182,24 +151,19 @@ class CapacityRounded(RunRule):
         from stable_baselines3.common.env_util import make_vec_env
         DQN("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8), buffer_size=100_000)
     """
-
-    id, name, severity = "M10", "capacity-rounded-down", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if some of the capacity is dropped."""
-        size, count = run.count("buffer_size"), run.environments.number
-        if size is None or count is None or size % count == 0:
-            return
-        held = max(size // count, 1) * count
-        yield self.finding(
-            f"buffer_size={size:,} over {count} environments holds {held:,} transitions",
-            run.place_of("buffer_size"),
-            buffer_size=size,
-            capacity=held,
-        )
+    size, count = run.count("buffer_size"), run.environments.number
+    if size is None or count is None or size % count == 0:
+        return
+    held = max(size // count, 1) * count
+    yield Match(
+        f"buffer_size={size:,} over {count} environments holds {held:,} transitions",
+        run.place_of("buffer_size"),
+        {"buffer_size": size, "capacity": held},
+    )
 
 
-class ComparisonNeverFills(RunRule):
+@run_rule("M18", "comparison-never-fills", Severity.WARNING, sees_searches=True)
+def comparison_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Looks for a comparison of buffer sizes none of which the run fills.
 
     Why: A buffer's pages cost memory when they are written. Profiles of 200,000 and of 500,000 transitions take the
@@ -218,24 +182,16 @@ class ComparisonNeverFills(RunRule):
             model = SAC("MlpPolicy", "Pendulum-v1", buffer_size=buffer_size)
             model.learn(total_timesteps=100_000)
     """
-
-    id, name, severity = "M18", "comparison-never-fills", Severity.WARNING
-    sees_searches = True
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if every size is larger than the run is long."""
-        searched = run.value("buffer_size")
-        sizes = candidates(searched) if isinstance(searched, OneOf) else ()
-        steps = [candidates(learn.total_timesteps.value) for learn in run.learns]
-        if len(sizes) < 2 or len(steps) != 1 or not steps[0]:
-            return
-        longest = max(steps[0])
-        if longest < min(sizes):
-            yield self.finding(
-                f"the sizes {min(sizes):,} to {max(sizes):,} are compared over {longest:,} steps, which fill none: "
-                f"at most {percent(longest, min(sizes))} of the smallest is ever used",
-                run.place_of("buffer_size"),
-                smallest=min(sizes),
-                largest=max(sizes),
-                total_timesteps=longest,
-            )
+    searched = run.value("buffer_size")
+    sizes = candidates(searched) if isinstance(searched, OneOf) else ()
+    steps = [candidates(learn.total_timesteps.value) for learn in run.learns]
+    if len(sizes) < 2 or len(steps) != 1 or not steps[0]:
+        return
+    longest = max(steps[0])
+    if longest < min(sizes):
+        yield Match(
+            f"the sizes {min(sizes):,} to {max(sizes):,} are compared over {longest:,} steps, which fill none: "
+            f"at most {percent(longest, min(sizes))} of the smallest is ever used",
+            run.place_of("buffer_size"),
+            {"smallest": min(sizes), "largest": max(sizes), "total_timesteps": longest},
+        )

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine, sized
-from holdall.tools.lint.rule import RunRule, ScriptRule
+from holdall.tools.lint.rule import Match, run_rule, script_rule
 from holdall.tools.lint.run import ConfiguredRun, candidates
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Function, Script
+from holdall.tools.lint.source.script import Function, Script, argument_of
 
 _OVERSUBSCRIBED = 2  # threads a core
 _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
@@ -23,7 +23,8 @@ def _starts_processes(training: TrainingReader, call: ast.Call) -> bool:
     return made.vector == "subproc" and made.start_method in {None, "forkserver", "spawn"}
 
 
-class NoPreload(ScriptRule):
+@script_rule("M11", "no-forkserver-preload", Severity.INFO)
+def no_forkserver_preload(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds SubprocVecEnv with the default start method and no preloaded libraries.
 
     Why: Stable-Baselines3 starts its environments from a fork server. Without preloading, every process imports the
@@ -42,31 +43,23 @@ class NoPreload(ScriptRule):
             multiprocessing.set_forkserver_preload(["torch", "stable_baselines3"])
             PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=4, vec_env_cls=SubprocVecEnv))
     """
-
-    id, name, severity = "M11", "no-forkserver-preload", Severity.INFO
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every set of processes that preloads nothing."""
-        script = training.script
-        if any(isinstance(node, ast.Attribute) and node.attr == "set_forkserver_preload" for node in script.nodes):
-            return
-        for call in script.calls:
-            made = training.environments(call) if _names_subproc(script, call) else None
-            if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
-                count = made.number
-                yield self.finding(
-                    f"each of the {'' if count is None else f'{count} '}processes imports the libraries for itself",
-                    script.place(call),
-                    processes="unknown" if count is None else count,
-                )
+    if "set_forkserver_preload" in script.attributes:
+        return
+    for call in script.calls:
+        made = training.environments(call) if _names_subproc(script, call) else None
+        if made and made.vector == "subproc" and made.start_method in {None, "forkserver"}:
+            count = "" if made.number is None else f"{made.number} "
+            text = f"each of the {count}processes imports the libraries for itself"
+            yield Match(text, script.place(call), {"processes": made.number or "unknown"})
 
 
 def _names_subproc(script: Script, call: ast.Call) -> bool:
-    named = [call.func, *(keyword.value for keyword in call.keywords if keyword.arg == "vec_env_cls")]
-    return any(script.dotted(node).endswith("SubprocVecEnv") for node in named)
+    named = (call.func, argument_of(call, "vec_env_cls"))
+    return any(node is not None and script.dotted(node).endswith("SubprocVecEnv") for node in named)
 
 
-class NoMainGuard(ScriptRule):
+@script_rule("M12", "no-main-guard", Severity.ERROR)
+def no_main_guard(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds processes that are started while the module is imported.
 
     Why: With spawn and forkserver (Stable-Baselines3's default) every process imports the script again, gets to the
@@ -83,22 +76,14 @@ class NoMainGuard(ScriptRule):
         if __name__ == "__main__":
             main()
     """
-
-    id, name, severity = "M12", "no-main-guard", Severity.ERROR
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every start that importing the module reaches."""
-        script = training.script
-        reached = _run_by_import(script)
-        for call in script.calls:
-            if not _names_subproc(script, call) or not _starts_processes(training, call):
-                continue
-            owner = script.function(call)
-            if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
-                yield self.finding(
-                    "processes are started outside `if __name__ == '__main__':`, so that each of them would start more",
-                    script.place(call),
-                )
+    reached = _run_by_import(script)
+    for call in script.calls:
+        if not _names_subproc(script, call) or not _starts_processes(training, call):
+            continue
+        owner = script.function(call)
+        if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
+            text = "processes are started outside `if __name__ == '__main__':`, so that each of them would start more"
+            yield Match(text, script.place(call))
 
 
 def _is_guarded(script: Script, node: ast.AST) -> bool:
@@ -114,16 +99,14 @@ def _run_by_import(script: Script) -> set[str]:
             owner = script.function(call)
             if owner is not None or not _is_guarded(script, call):
                 called_by.setdefault(owner.name if owner else None, set()).add(call.func.id)
-    reached: set[str] = set()
-    waiting = set(called_by.get(None, ()))
-    while waiting:
-        name = waiting.pop()
-        reached.add(name)
-        waiting |= called_by.get(name, set()) - reached
+    reached = set(called_by.get(None, ()))
+    while more := {name for caller in reached for name in called_by.get(caller, ())} - reached:
+        reached |= more
     return reached
 
 
-class SharedMemoryTooSmall(ScriptRule):
+@script_rule("M13", "shared-memory-too-small", Severity.WARNING)
+def shared_memory_too_small(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Compares the observations that Gymnasium's vector environments share with /dev/shm.
 
     Why: `AsyncVectorEnv` passes observations through shared memory. A container has 64 MB of it by default,
@@ -152,31 +135,20 @@ class SharedMemoryTooSmall(ScriptRule):
 
         envs = AsyncVectorEnv([lambda: Camera() for _ in range(32)], shared_memory=False)
     """
-
-    id, name, severity = "M13", "shared-memory-too-small", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if the observations do not fit."""
-        for call in training.script.calls:
-            if not training.script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
-                continue
-            shares = [k for k in call.keywords if k.arg == "shared_memory"]
-            if shares and training.evaluator.value(shares[0].value) is not True:
-                continue
-            made = training.environments(call)
-            if made.observation is None or made.number is None:
-                continue
-            wanted = made.observation.nbytes * made.number
-            if wanted > machine.shm_bytes:
-                yield self.finding(
-                    f"{made.number} environments share {sized(wanted)}, /dev/shm has {sized(machine.shm_bytes)}",
-                    training.script.place(call),
-                    shared_bytes=wanted,
-                    shm_bytes=machine.shm_bytes,
-                )
+    for call in script.calls:
+        if not script.dotted(call.func).endswith("AsyncVectorEnv") or machine.shm_bytes is None:
+            continue
+        shares, made = argument_of(call, "shared_memory"), training.environments(call)
+        if shares is not None and training.evaluator.value(shares) is not True:
+            continue
+        wanted = made.observation.nbytes * made.number if made.observation and made.number else 0
+        if wanted > machine.shm_bytes:
+            text = f"{made.number} environments share {sized(wanted)}, /dev/shm has {sized(machine.shm_bytes)}"
+            yield Match(text, script.place(call), {"shared_bytes": wanted, "shm_bytes": machine.shm_bytes})
 
 
-class OversubscribedThreads(ScriptRule):
+@script_rule("L09", "threads-oversubscribed", Severity.WARNING)
+def threads_oversubscribed(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Multiplies torch's threads with the workers that each get a pool of them.
 
     Why: Every Python thread that computes with torch gets an OpenMP pool of its own, and so does autograd: threads x
@@ -196,48 +168,36 @@ class OversubscribedThreads(ScriptRule):
         thread_num = 2
         torch.set_num_threads(thread_num)
     """
-
-    id, name, severity = "L09", "threads-oversubscribed", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if there are more threads than twice the cores, or one pool larger than the cores."""
-        threads = list(_counts(training, {"thread_num", "num_threads"}, "set_num_threads"))
-        workers = [most for _, most in _counts(training, {"worker_num", "num_workers", "n_workers"}, None)]
-        if not threads:
-            return
-        node, most = max(threads, key=lambda pair: pair[1])
-        pools = max(workers) + _POOLS_BESIDES_WORKERS if workers else 1
-        if most > machine.cores or most * pools > _OVERSUBSCRIBED * machine.cores:
-            total = (
-                f"{most} threads" if pools == 1 else f"{most} threads x ({max(workers)} workers + 2) = {most * pools}"
-            )
-            yield self.finding(
-                f"{total} on {machine.cores} cores",
-                training.script.place(node),
-                threads=most * pools,
-                cores=machine.cores,
-            )
+    threads = list(_counts(training, {"thread_num", "num_threads"}, "torch.set_num_threads"))
+    workers = [most for _, most in _counts(training, {"worker_num", "num_workers", "n_workers"})]
+    if not threads:
+        return
+    node, most = max(threads, key=lambda pair: pair[1])
+    pools = max(workers) + _POOLS_BESIDES_WORKERS if workers else 1
+    if most > machine.cores or most * pools > _OVERSUBSCRIBED * machine.cores:
+        total = f"{most} threads" if pools == 1 else f"{most} threads x ({max(workers)} workers + 2) = {most * pools}"
+        numbers = {"threads": most * pools, "cores": machine.cores}
+        yield Match(f"{total} on {machine.cores} cores", script.place(node), numbers)
 
 
-def _counts(training: TrainingReader, names: set[str], function: str | None) -> Iterator[tuple[ast.AST, int]]:
+def _counts(training: TrainingReader, names: set[str], function: str = "") -> Iterator[tuple[ast.AST, int]]:
     """Yield the largest number that an assignment or argument of one of these names, or a call, is given."""
     for node in training.script.nodes:
         value: ast.expr | None = None
         match node:
-            case ast.Assign(targets=[ast.Name(id=name)], value=given) if name in names:
-                value = given
-            case ast.Assign(targets=[ast.Attribute(attr=name)], value=given) if name in names:
+            case ast.Assign(targets=[ast.Name(id=name) | ast.Attribute(attr=name)], value=given) if name in names:
                 value = given
             case ast.keyword(arg=str() as name, value=given) if name in names and name not in _OTHER_THREADS:
                 value = given
-            case ast.Call(args=[given]) if function and training.script.dotted(node.func) == f"torch.{function}":
+            case ast.Call(args=[given]) if function and training.script.dotted(node.func) == function:
                 value = given
         numbers = candidates(training.evaluator.value(value)) if value is not None else ()
         if numbers:
             yield node, max(numbers)
 
 
-class MoreProcessesThanCores(RunRule):
+@run_rule("L19", "more-processes-than-cores", Severity.WARNING)
+def more_processes_than_cores(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares the number of environment processes with the cores.
 
     Why: Each environment of a SubprocVecEnv is a process. Beyond the cores they take turns, and take memory each.
@@ -251,22 +211,14 @@ class MoreProcessesThanCores(RunRule):
         if __name__ == "__main__":
             PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv))
     """
-
-    id, name, severity = "L19", "more-processes-than-cores", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if there are more processes than cores."""
-        count = run.environments.number
-        if run.environments.vector == "subproc" and count is not None and count > machine.cores:
-            yield self.finding(
-                f"{count} environment processes on {machine.cores} cores",
-                run.environments.place or run.place,
-                processes=count,
-                cores=machine.cores,
-            )
+    count = run.environments.number
+    if run.environments.vector == "subproc" and count is not None and count > machine.cores:
+        text = f"{count} environment processes on {machine.cores} cores"
+        yield Match(text, run.environments.place or run.place, {"processes": count, "cores": machine.cores})
 
 
-class FewerEnvironmentsThanCores(RunRule):
+@run_rule("L08", "cores-left-idle", Severity.INFO)
+def cores_left_idle(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Says which `n_steps` would use more cores with the same rollout.
 
     Why: More environments collect faster where the environment is the slow part. With `n_steps` unchanged they also
@@ -281,22 +233,16 @@ class FewerEnvironmentsThanCores(RunRule):
         if __name__ == "__main__":
             PPO("MlpPolicy", make_vec_env("CartPole-v1", n_envs=8, vec_env_cls=SubprocVecEnv), n_steps=2048)
     """
-
-    id, name, severity = "L08", "cores-left-idle", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if half of the cores or more have no environment."""
-        count, steps = run.environments.number, run.count("n_steps")
-        if not run.algorithm.on_policy or run.environments.vector != "subproc" or not count or not steps:
-            return
-        factor = machine.cores // count
-        while factor > 1 and steps % factor:
-            factor -= 1
-        if factor > 1:
-            yield self.finding(
-                f"{count} environments on {machine.cores} cores; n_envs={count * factor} with "
-                f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory",
-                run.environments.place or run.place,
-                n_envs=count * factor,
-                n_steps=steps // factor,
-            )
+    count, steps = run.environments.number, run.count("n_steps")
+    if not run.algorithm.on_policy or run.environments.vector != "subproc" or not count or not steps:
+        return
+    factor = machine.cores // count
+    while factor > 1 and steps % factor:
+        factor -= 1
+    if factor > 1:
+        yield Match(
+            f"{count} environments on {machine.cores} cores; n_envs={count * factor} with "
+            f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory",
+            run.environments.place or run.place,
+            {"n_envs": count * factor, "n_steps": steps // factor},
+        )

@@ -6,12 +6,12 @@ import ast
 import re
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
+from holdall.tools.lint.finding import Edit, Severity, SourceRange
 from holdall.tools.lint.machine import Machine, buffer_need, sized
-from holdall.tools.lint.rule import RunRule, ScriptRule
+from holdall.tools.lint.rule import Match, run_rule, script_rule
 from holdall.tools.lint.run import ConfiguredRun, algorithm_by_import, whole
 from holdall.tools.lint.source.models import TrainingReader
-from holdall.tools.lint.source.script import Function, Script
+from holdall.tools.lint.source.script import Script, argument_of
 
 _PROTOCOL = 5
 _DEFAULT_IS_ENOUGH = (3, 14)  # pickle's default protocol is 5 from this version on
@@ -26,7 +26,8 @@ def _saves_buffer(run: ConfiguredRun) -> Iterator[tuple[SourceRange, int | None]
             yield callback.settings["save_replay_buffer"].place, whole(callback.value("save_freq"))
 
 
-class CheckpointsBeyondDisk(RunRule):
+@run_rule("S01", "checkpoints-beyond-disk", Severity.WARNING)
+def checkpoints_beyond_disk(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Adds up the replay buffers that a CheckpointCallback writes.
 
     Why: Every checkpoint writes the whole buffer, full or not, into a file of its own, and none is ever deleted.
@@ -45,31 +46,23 @@ class CheckpointsBeyondDisk(RunRule):
             1_000_000, callback=CheckpointCallback(500_000, "models", save_replay_buffer=True)
         )
     """
-
-    id, name, severity = "S01", "checkpoints-beyond-disk", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if all files together are more than the disk has free."""
-        needed, steps, count = buffer_need(run, machine), run.total_timesteps, run.environments.number
-        if needed is None or steps is None or not count or machine.disk_bytes is None or run.algorithm.on_policy:
-            return
-        for place, every in _saves_buffer(run):
-            if not every:
-                continue
-            saves = steps // count // every
-            written = saves * needed.layout.nbytes
-            if written > machine.disk_bytes:
-                yield self.finding(
-                    f"{saves} checkpoints of {sized(needed.layout.nbytes)} are {sized(written)}, the disk has "
-                    f"{sized(machine.disk_bytes)} free",
-                    place,
-                    checkpoints=saves,
-                    checkpoint_bytes=needed.layout.nbytes,
-                    disk_bytes=machine.disk_bytes,
-                )
+    needed, steps, count = buffer_need(run, machine), run.total_timesteps, run.environments.number
+    if needed is None or steps is None or not count or machine.disk_bytes is None or run.algorithm.on_policy:
+        return
+    for place, every in _saves_buffer(run):
+        saves = steps // count // every if every else 0
+        written = saves * needed.layout.nbytes
+        if written > machine.disk_bytes:
+            yield Match(
+                f"{saves} checkpoints of {sized(needed.layout.nbytes)} are {sized(written)}, the disk has "
+                f"{sized(machine.disk_bytes)} free",
+                place,
+                {"checkpoints": saves, "checkpoint_bytes": needed.layout.nbytes, "disk_bytes": machine.disk_bytes},
+            )
 
 
-class NothingToSave(RunRule):
+@run_rule("S02", "no-replay-buffer-to-save", Severity.INFO)
+def no_replay_buffer_to_save(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `save_replay_buffer=True` where there is no replay buffer.
 
     Why: On-policy algorithms have a rollout that is used once and dropped. The option does nothing: it neither takes
@@ -88,20 +81,13 @@ class NothingToSave(RunRule):
         callback = CheckpointCallback(10_000, "models", save_replay_buffer=True)
         SAC("MlpPolicy", "Pendulum-v1").learn(100_000, callback=callback)
     """
-
-    id, name, severity = "S02", "no-replay-buffer-to-save", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if an on-policy run saves a replay buffer."""
-        for place, _ in _saves_buffer(run) if run.algorithm.on_policy else ():
-            yield self.finding(
-                f"{run.algorithm.name} has no replay buffer: save_replay_buffer=True does nothing",
-                place,
-                Edit(place, "True", "False"),
-            )
+    for place, _ in _saves_buffer(run) if run.algorithm.on_policy else ():
+        text = f"{run.algorithm.name} has no replay buffer: save_replay_buffer=True does nothing"
+        yield Match(text, place, edit=Edit(place, "True", "False"))
 
 
-class LoadsBesideOld(ScriptRule):
+@script_rule("S04", "loads-beside-old-buffer", Severity.WARNING)
+def loads_beside_old_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a replay buffer that is loaded while a filled one is still there.
 
     Why: The new buffer is read completely before it takes the old one's place: for that time both are in memory.
@@ -117,34 +103,28 @@ class LoadsBesideOld(ScriptRule):
         model.load_replay_buffer("buffer.pkl")
         model.learn(1_000_000)
     """
-
-    id, name, severity = "S04", "loads-beside-old-buffer", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if both together do not fit."""
-        script = training.script
-        if any(
-            isinstance(n, ast.Attribute) and n.attr == "replay_buffer" and isinstance(n.ctx, ast.Store)
-            for n in script.nodes
-        ):
-            return
-        runs = dict(zip((call for call, _ in training.constructions), training.runs, strict=True))
-        for call, model in script.method_calls("load_replay_buffer"):
-            made = training.constructed(model)
-            learnt = [learn for learn, taught in training.learn_calls if taught is made and learn.lineno < call.lineno]
-            needed = buffer_need(runs[made], machine) if made in runs and learnt else None
-            if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
-                yield self.finding(
-                    f"the old buffer of {sized(needed.resident_bytes)} and the loaded one of "
-                    f"{sized(needed.layout.nbytes)} are in memory together; {machine.limit_name} is "
-                    f"{sized(machine.limit_bytes)}",
-                    script.place(call),
-                    needed_bytes=needed.resident_bytes + needed.layout.nbytes,
-                    limit_bytes=machine.limit_bytes,
-                )
+    if any(
+        isinstance(n, ast.Attribute) and n.attr == "replay_buffer" and isinstance(n.ctx, ast.Store)
+        for n in script.nodes
+    ):
+        return
+    runs = dict(zip((call for call, _ in training.constructions), training.runs, strict=True))
+    for call, model in script.method_calls("load_replay_buffer"):
+        made = training.constructed(model)
+        learnt = [learn for learn, taught in training.learn_calls if taught is made and learn.lineno < call.lineno]
+        needed = buffer_need(runs[made], machine) if made in runs and learnt else None
+        if needed and needed.resident_bytes + needed.layout.nbytes > machine.limit_bytes:
+            yield Match(
+                f"the old buffer of {sized(needed.resident_bytes)} and the loaded one of "
+                f"{sized(needed.layout.nbytes)} are in memory together; {machine.limit_name} is "
+                f"{sized(machine.limit_bytes)}",
+                script.place(call),
+                {"needed_bytes": needed.resident_bytes + needed.layout.nbytes, "limit_bytes": machine.limit_bytes},
+            )
 
 
-class ResumesEmpty(ScriptRule):
+@script_rule("S06", "resumes-with-empty-buffer", Severity.WARNING)
+def resumes_with_empty_buffer(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds an off-policy model that is loaded and trained on without its replay buffer.
 
     Why: `model.save` leaves the replay buffer out. A resumed run learns from the first few new transitions alone, at
@@ -163,28 +143,19 @@ class ResumesEmpty(ScriptRule):
         model.load_replay_buffer("buffer")
         model.learn(100_000, reset_num_timesteps=False)
     """
-
-    id, name, severity = "S06", "resumes-with-empty-buffer", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if nothing gives the loaded model a buffer."""
-        script = training.script
-        if any(
-            isinstance(n, ast.Attribute) and n.attr in {"load_replay_buffer", "replay_buffer"} for n in script.nodes
-        ):
-            return
-        for call, model in script.method_calls("learn"):
-            loaded = script.assigned(model)
-            if isinstance(loaded, ast.Call) and isinstance(loaded.func, ast.Attribute) and loaded.func.attr == "load":
-                algorithm = algorithm_by_import(script.dotted(loaded.func.value))
-                if algorithm and not algorithm.on_policy:
-                    yield self.finding(
-                        f"{algorithm.name} is loaded and goes on learning with an empty replay buffer",
-                        script.place(call),
-                    )
+    if {"load_replay_buffer", "replay_buffer"} & script.attributes:
+        return
+    for call, model in script.method_calls("learn"):
+        match script.assigned(model):
+            case ast.Call(func=ast.Attribute(attr="load", value=loaded)):
+                made = algorithm_by_import(script.dotted(loaded))
+                if made and not made.on_policy:
+                    text = f"{made.name} is loaded and goes on learning with an empty replay buffer"
+                    yield Match(text, script.place(call))
 
 
-class StatisticsNotSaved(ScriptRule):
+@script_rule("S08", "normalisation-not-saved", Severity.WARNING)
+def normalisation_not_saved(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a model that is saved without the statistics of its VecNormalize.
 
     Why: A loaded model gets observations on another scale than it was trained on, and acts as if untrained.
@@ -210,24 +181,16 @@ class StatisticsNotSaved(ScriptRule):
         model.save("agent")
         env.save("vecnormalize.pkl")
     """
-
-    id, name, severity = "S08", "normalisation-not-saved", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield if a model is saved and nothing else is."""
-        script = training.script
-        normalised = [call for call in script.calls if script.dotted(call.func).endswith(".VecNormalize")]
-        saves = list(script.method_calls("save"))
-        models = [call for call, owner in saves if training.constructed(owner)]
-        saved = any(isinstance(node, ast.keyword) and node.arg == "save_vecnormalize" for node in script.nodes)
-        saved = saved or any(script.dotted(call.func) == "holdall.sb3.CheckpointCallback" for call in script.calls)
-        if normalised and models and len(models) == len(saves) and not saved:
-            yield self.finding(
-                "the model is saved, and the statistics of VecNormalize are not", script.place(models[0])
-            )
+    normalised = [call for call in script.calls if script.dotted(call.func).endswith(".VecNormalize")]
+    saves = list(script.method_calls("save"))
+    models = [call for call, owner in saves if training.constructed(owner)]
+    saved = "save_vecnormalize" in script.keywords or any(script.calls_of("holdall.sb3.CheckpointCallback"))
+    if normalised and models and len(models) == len(saves) and not saved:
+        yield Match("the model is saved, and the statistics of VecNormalize are not", script.place(models[0]))
 
 
-class OldPickleProtocol(ScriptRule):
+@script_rule("S03", "pickle-copies-arrays", Severity.WARNING)
+def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds buffers that are pickled with a protocol before 5.
 
     Why: Up to protocol 4 (the default before Python 3.14) every array is copied into a bytes object before it is
@@ -244,50 +207,40 @@ class OldPickleProtocol(ScriptRule):
         with open("buffer.pkl", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
+    for call in _pickles(script, "dump"):
+        given = argument_of(call, "protocol", 2)
+        if any(k.arg is None for k in call.keywords) or (given is None and machine.python >= _DEFAULT_IS_ENOUGH):
+            continue
+        number = 4 if given is None else whole(training.evaluator.value(given))
+        if number is None or not 0 <= number < _PROTOCOL:
+            continue
+        used = "the default protocol (4)" if given is None else f"protocol {number}"
+        yield Match(
+            f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written",
+            script.place(call),
+            {"protocol": number},
+            edit=_edit(script, call, given),
+        )
 
-    id, name, severity = "S03", "pickle-copies-arrays", Severity.WARNING
 
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every dump that copies."""
-        script = training.script
-        for call in _pickles(script, "dump"):
-            given = [*call.args[2:3], *(k.value for k in call.keywords if k.arg == "protocol")]
-            if any(k.arg is None for k in call.keywords):
-                continue
-            protocol = training.evaluator.value(given[0]) if given else None
-            number = whole(protocol)
-            if given and (number is None or number < 0 or number >= _PROTOCOL):
-                continue
-            if not given and machine.python >= _DEFAULT_IS_ENOUGH:
-                continue
-            used = "the default protocol (4)" if not given else f"protocol {number}"
-            yield self.finding(
-                f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written",
-                script.place(call),
-                self._edit(script, call, given),
-                protocol=number if number is not None else 4,
-            )
-
-    @staticmethod
-    def _edit(script: Script, call: ast.Call, given: list[ast.expr]) -> Edit | None:
-        if given:
-            is_written_out = isinstance(given[0], ast.Constant)
-            return Edit(script.place(given[0]), ast.unparse(given[0]), str(_PROTOCOL)) if is_written_out else None
-        last = script.place([*call.args, *(k.value for k in call.keywords)][-1])
-        end = SourceRange(script.path, last.end_line, last.end_column, last.end_line, last.end_column)
-        return Edit(end, "", f", protocol={_PROTOCOL}")
+def _edit(script: Script, call: ast.Call, given: ast.expr | None) -> Edit | None:
+    if given is not None:
+        is_written_out = isinstance(given, ast.Constant)
+        return Edit(script.place(given), ast.unparse(given), str(_PROTOCOL)) if is_written_out else None
+    last = script.place([*call.args, *(k.value for k in call.keywords)][-1])
+    end = SourceRange(script.path, last.end_line, last.end_column, last.end_line, last.end_column)
+    return Edit(end, "", f", protocol={_PROTOCOL}")
 
 
 def _pickles(script: Script, function: str) -> Iterator[ast.Call]:
     """Yield the calls that pickle something large."""
-    for call in script.calls:
-        dotted = script.dotted(call.func)
-        is_pickle = dotted in {f"pickle.{function}", f"cloudpickle.{function}"}
-        if is_pickle and call.args and _LARGE.search(ast.unparse(call.args[0])):
+    for call in script.calls_of(f"pickle.{function}", f"cloudpickle.{function}"):
+        if call.args and _LARGE.search(ast.unparse(call.args[0])):
             yield call
 
 
-class PickledIntoMemory(ScriptRule):
+@script_rule("S05", "pickled-into-memory", Severity.WARNING)
+def pickled_into_memory(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds buffers that are pickled into one bytes object.
 
     Why: `pickle.dumps` holds the whole buffer a second time, and compressing the result holds a third.
@@ -304,18 +257,12 @@ class PickledIntoMemory(ScriptRule):
         with gzip.open("buffer.pkl.gz", "wb") as file:
             pickle.dump(replay_buffer, file, protocol=5)
     """
-
-    id, name, severity = "S05", "pickled-into-memory", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every dumps of a buffer."""
-        for call in _pickles(training.script, "dumps"):
-            yield self.finding(
-                f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", training.script.place(call)
-            )
+    for call in _pickles(script, "dumps"):
+        yield Match(f"pickle.dumps holds {ast.unparse(call.args[0])} once more in memory", script.place(call))
 
 
-class PickledWhileAdding(ScriptRule):
+@script_rule("S07", "pickled-in-a-thread", Severity.WARNING)
+def pickled_in_a_thread(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds a buffer that a thread pickles while the training adds to it.
 
     Why: The file mixes old and new rows, or the dump fails because the container changed size. The thread also needs
@@ -341,31 +288,16 @@ class PickledWhileAdding(ScriptRule):
 
         save(buffer)
     """
-
-    id, name, severity = "S07", "pickled-in-a-thread", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every thread whose function pickles a buffer."""
-        script = training.script
-        pickling = {
-            owner.name
-            for kind in ("dump", "dumps")
-            for call in _pickles(script, kind)
-            if isinstance(owner := script.function(call), Function)
-        }
-        for call in script.calls:
-            name = _run_in_thread(script, call)
-            if name in pickling:
-                yield self.finding(
-                    f"{name} pickles a buffer in a thread, while others may add to it", script.place(call)
-                )
+    calls = [*_pickles(script, "dump"), *_pickles(script, "dumps")]
+    pickling = {owner.name for call in calls if (owner := script.function(call))}
+    for call in script.calls:
+        if (name := _run_in_thread(script, call)) in pickling:
+            yield Match(f"{name} pickles a buffer in a thread, while others may add to it", script.place(call))
 
 
 def _run_in_thread(script: Script, call: ast.Call) -> str:
     """Return the name of the function that a call hands to a thread."""
-    target: ast.expr | None = None
-    if script.dotted(call.func) == "threading.Thread":
-        target = next((k.value for k in call.keywords if k.arg == "target"), None)
-    elif isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
+    target = argument_of(call, "target") if script.dotted(call.func) == "threading.Thread" else None
+    if isinstance(call.func, ast.Attribute) and call.func.attr == "submit" and call.args:
         target = call.args[0]
-    return target.id if isinstance(target, ast.Name) else target.attr if isinstance(target, ast.Attribute) else ""
+    return target.id if isinstance(target, ast.Name) else getattr(target, "attr", "")

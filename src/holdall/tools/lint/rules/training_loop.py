@@ -5,11 +5,12 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.finding import Severity
 from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.rule import RunRule, ScriptRule
-from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, whole
+from holdall.tools.lint.rule import Match, run_rule, script_rule
+from holdall.tools.lint.run import ConfiguredRun, whole
 from holdall.tools.lint.source.models import TrainingReader
+from holdall.tools.lint.source.script import Script, argument_of
 
 _MANY_EPISODES = 10  # in one rollout of one environment
 
@@ -24,7 +25,8 @@ def train_freq(run: ConfiguredRun) -> tuple[int, str] | None:
     return (number, unit) if number is not None and unit in {"step", "episode"} and isinstance(unit, str) else None
 
 
-class BufferSmallerThanBatch(RunRule):
+@run_rule("L04", "buffer-smaller-than-batch", Severity.WARNING)
+def buffer_smaller_than_batch(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares the replay buffer with one batch.
 
     Why: Batches are drawn with replacement, so nothing fails; but every batch holds each transition several times.
@@ -42,19 +44,13 @@ class BufferSmallerThanBatch(RunRule):
           buffer_size: 100000
           batch_size: 256
     """
-
-    id, name, severity = "L04", "buffer-smaller-than-batch", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a batch is larger than the buffer."""
-        size, batch = run.count("buffer_size"), run.count("batch_size")
-        if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
-            yield self.finding(
-                f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
-                run.place_of("buffer_size", "batch_size"),
-                buffer_size=size,
-                batch_size=batch,
-            )
+    size, batch = run.count("buffer_size"), run.count("batch_size")
+    if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
+        yield Match(
+            f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
+            run.place_of("buffer_size", "batch_size"),
+            {"buffer_size": size, "batch_size": batch},
+        )
 
 
 def samples_per_rollout(run: ConfiguredRun) -> int | None:
@@ -71,7 +67,8 @@ def _divisors_near(number: int, near: int) -> list[int]:
     return [*below[-2:], *above[:2]]
 
 
-class BatchDoesNotDivide(RunRule):
+@run_rule("L05", "batch-does-not-divide-rollout", Severity.WARNING)
+def batch_does_not_divide_rollout(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares the batch with the samples that a rollout collects.
 
     Why: The last minibatch of every epoch is smaller, and its few samples weigh as much as a whole batch. A batch that
@@ -92,30 +89,24 @@ class BatchDoesNotDivide(RunRule):
           n_steps: 8192
           batch_size: 2048
     """
-
-    id, name, severity = "L05", "batch-does-not-divide-rollout", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the batches are not all of one size."""
-        collected, batch = samples_per_rollout(run), run.count("batch_size")
-        if collected is None or not batch or collected % batch == 0:
-            return
-        better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch))
-        text = (
-            f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
-            if batch > collected
-            else f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave one of {collected % batch:,}"
-        )
-        yield self.finding(
-            f"{text}; divisors near it: {better}",
-            run.place_of("batch_size", "n_steps"),
-            collected=collected,
-            batch_size=batch,
-            remainder=collected % batch,
-        )
+    collected, batch = samples_per_rollout(run), run.count("batch_size")
+    if collected is None or not batch or collected % batch == 0:
+        return
+    better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch))
+    text = (
+        f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
+        if batch > collected
+        else f"{collected:,} samples (n_steps x n_envs) in batches of {batch:,} leave one of {collected % batch:,}"
+    )
+    yield Match(
+        f"{text}; divisors near it: {better}",
+        run.place_of("batch_size", "n_steps"),
+        {"collected": collected, "batch_size": batch, "remainder": collected % batch},
+    )
 
 
-class UpdatesFallBehind(RunRule):
+@run_rule("L06", "updates-fall-behind", Severity.WARNING)
+def updates_fall_behind(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds off-policy runs whose updates a step fall with the number of environments.
 
     Why: `gradient_steps=1` is one update for each call of `env.step`, whatever the number of environments. With eight
@@ -134,25 +125,20 @@ class UpdatesFallBehind(RunRule):
           n_envs: 8
           gradient_steps: -1
     """
-
-    id, name, severity = "L06", "updates-fall-behind", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if several environments share one update."""
-        count, updates, freq = run.environments.number, run.whole("gradient_steps"), train_freq(run)
-        if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
-            return
-        steps = freq[0] * count
-        yield self.finding(
-            f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
-            f"with one environment it would be one for every {freq[0]}",
-            run.place_of("gradient_steps", "train_freq"),
-            steps_per_update=steps,
-            n_envs=count,
-        )
+    count, updates, freq = run.environments.number, run.whole("gradient_steps"), train_freq(run)
+    if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
+        return
+    steps = freq[0] * count
+    yield Match(
+        f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
+        f"with one environment it would be one for every {freq[0]}",
+        run.place_of("gradient_steps", "train_freq"),
+        {"steps_per_update": steps, "n_envs": count},
+    )
 
 
-class NothingToNormalise(RunRule):
+@run_rule("L13", "one-sample-to-normalise", Severity.ERROR)
+def one_sample_to_normalise(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds on-policy runs whose advantages cannot be normalised.
 
     Why: The standard deviation of one sample is not a number. Stable-Baselines3 refuses it with an AssertionError.
@@ -170,22 +156,15 @@ class NothingToNormalise(RunRule):
           batch_size: 64
           n_steps: 2048
     """
-
-    id, name, severity = "L13", "one-sample-to-normalise", Severity.ERROR
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a batch, or a rollout, is one sample."""
-        if (
-            run.algorithm.name not in {"PPO", "MaskablePPO", "RecurrentPPO"}
-            or run.value("normalize_advantage") is not True
-        ):
-            return
-        if run.count("batch_size") == 1 or samples_per_rollout(run) == 1:
-            which = "batch_size" if run.count("batch_size") == 1 else "n_steps x n_envs"
-            yield self.finding(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
+    if run.algorithm.name not in {"PPO", "MaskablePPO", "RecurrentPPO"} or run.value("normalize_advantage") is not True:
+        return
+    if run.count("batch_size") == 1 or samples_per_rollout(run) == 1:
+        which = "batch_size" if run.count("batch_size") == 1 else "n_steps x n_envs"
+        yield Match(f"{which} is 1, and normalize_advantage is on", run.place_of("batch_size", "n_steps"))
 
 
-class EpisodicWithMany(RunRule):
+@run_rule("L14", "episodic-training-of-many", Severity.ERROR)
+def episodic_training_of_many(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `train_freq` in episodes with several environments.
 
     Why: Episodes of several environments end at different steps. Stable-Baselines3 refuses it with an AssertionError.
@@ -203,21 +182,14 @@ class EpisodicWithMany(RunRule):
           n_envs: 1
           train_freq: [1, "episode"]
     """
-
-    id, name, severity = "L14", "episodic-training-of-many", Severity.ERROR
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the two meet."""
-        freq, count = train_freq(run), run.environments.number
-        if freq is not None and freq[1] == "episode" and count is not None and count > 1:
-            yield self.finding(
-                f"train_freq counts episodes, and there are {count} environments",
-                run.place_of("train_freq"),
-                n_envs=count,
-            )
+    freq, count = train_freq(run), run.environments.number
+    if freq is not None and freq[1] == "episode" and count is not None and count > 1:
+        text = f"train_freq counts episodes, and there are {count} environments"
+        yield Match(text, run.place_of("train_freq"), {"n_envs": count})
 
 
-class TargetUpdatedEveryStep(RunRule):
+@run_rule("L15", "target-updated-every-step", Severity.WARNING)
+def target_updated_every_step(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares DQN's `target_update_interval` with the number of environments.
 
     Why: The interval is counted in steps and divided by the number of environments: the target then follows each step.
@@ -235,24 +207,17 @@ class TargetUpdatedEveryStep(RunRule):
           n_envs: 8
           target_update_interval: 1000
     """
-
-    id, name, severity = "L15", "target-updated-every-step", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the interval is shorter than one vectorised step."""
-        interval, count = run.count("target_update_interval"), run.environments.number
-        if "target_update_interval" not in run.algorithm.defaults or interval is None or count is None:
-            return
-        if 1 < count > interval > 0:
-            yield self.finding(
-                f"target_update_interval={interval:,} with {count} environments updates the target at every call",
-                run.place_of("target_update_interval"),
-                interval=interval,
-                n_envs=count,
-            )
+    interval, count = run.count("target_update_interval"), run.environments.number or 0
+    if "target_update_interval" in run.algorithm.defaults and interval and 1 < count > interval:
+        yield Match(
+            f"target_update_interval={interval:,} with {count} environments updates the target at every call",
+            run.place_of("target_update_interval"),
+            {"interval": interval, "n_envs": count},
+        )
 
 
-class SmallNetworkOnGpu(RunRule):
+@run_rule("L16", "small-network-on-gpu", Severity.INFO)
+def small_network_on_gpu(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds on-policy runs of `MlpPolicy` that are put on a GPU.
 
     Why: The networks are small and acting is step by step: moving each step to the GPU costs more than it saves.
@@ -266,19 +231,13 @@ class SmallNetworkOnGpu(RunRule):
         from stable_baselines3 import PPO
         PPO("CnnPolicy", "Pong-v0", device="cuda")
     """
-
-    id, name, severity = "L16", "small-network-on-gpu", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a GPU is asked for."""
-        device = run.value("device")
-        if run.algorithm.name not in {"A2C", "PPO"} or run.value("policy") != "MlpPolicy" or device is UNKNOWN:
-            return
-        if isinstance(device, str) and device.startswith("cuda"):
-            yield self.finding(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
+    device, is_small = run.value("device"), run.algorithm.name in {"A2C", "PPO"} and run.value("policy") == "MlpPolicy"
+    if is_small and isinstance(device, str) and device.startswith("cuda"):
+        yield Match(f"{run.algorithm.name} with MlpPolicy is put on {device}", run.place_of("device"))
 
 
-class LearningNeverStarts(RunRule):
+@run_rule("L03", "learning-never-starts", Severity.ERROR)
+def learning_never_starts(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares `learning_starts` with the steps of the run.
 
     Why: Until then actions are random and nothing is updated: the run ends with the weights that it began with.
@@ -292,29 +251,24 @@ class LearningNeverStarts(RunRule):
         from stable_baselines3 import SAC
         SAC("MlpPolicy", "Pendulum-v1", learning_starts=1_000).learn(5_000)
     """
-
-    id, name, severity = "L03", "learning-never-starts", Severity.ERROR
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if no update is made."""
-        starts, steps = run.whole("learning_starts"), run.total_timesteps
-        count, freq = run.environments.number, train_freq(run)
-        if starts is None or steps is None or not count or freq is None or freq[1] != "step":
-            return
-        if any(learn.reset_num_timesteps is not True for learn in run.learns):
-            return
-        per_round = max(freq[0] * count, 1)
-        made = -(-steps // per_round) * per_round
-        if made <= starts:
-            yield self.finding(
-                f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt",
-                run.place_of("learning_starts"),
-                learning_starts=starts,
-                total_timesteps=steps,
-            )
+    starts, steps = run.whole("learning_starts"), run.total_timesteps
+    count, freq = run.environments.number, train_freq(run)
+    if starts is None or steps is None or not count or freq is None or freq[1] != "step":
+        return
+    if any(learn.reset_num_timesteps is not True for learn in run.learns):
+        return
+    per_round = max(freq[0] * count, 1)
+    made = -(-steps // per_round) * per_round
+    if made <= starts:
+        yield Match(
+            f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt",
+            run.place_of("learning_starts"),
+            {"learning_starts": starts, "total_timesteps": steps},
+        )
 
 
-class ManyEpisodesPerRollout(RunRule):
+@run_rule("L07", "rollout-spans-many-episodes", Severity.INFO)
+def rollout_spans_many_episodes(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Compares `n_steps` with the time limit of the environment.
 
     Why: The policy stays the same for that many episodes in every environment, and all of them are kept in memory.
@@ -330,22 +284,17 @@ class ManyEpisodesPerRollout(RunRule):
         from stable_baselines3 import PPO
         PPO("MlpPolicy", gym.make("Fight-v0", max_episode_steps=500), n_steps=2048)
     """
-
-    id, name, severity = "L07", "rollout-spans-many-episodes", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if a rollout holds ten episodes or more of each environment."""
-        steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
-        if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
-            yield self.finding(
-                f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps",
-                run.place_of("n_steps"),
-                n_steps=steps,
-                episode_steps=limit,
-            )
+    steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
+    if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
+        yield Match(
+            f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps",
+            run.place_of("n_steps"),
+            {"n_steps": steps, "episode_steps": limit},
+        )
 
 
-class Overshoot(RunRule):
+@run_rule("L10", "total-is-no-multiple", Severity.INFO)
+def total_is_no_multiple(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Says how many steps an on-policy run makes if the total is no multiple of its rollout.
 
     Why: A rollout is always completed, so the run is longer than `total_timesteps` says, and so are its schedules.
@@ -367,24 +316,19 @@ class Overshoot(RunRule):
           batch_size: 2048
           n_timesteps: 16384000
     """
-
-    id, name, severity = "L10", "total-is-no-multiple", Severity.INFO
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield if the last rollout goes beyond the total."""
-        collected, steps = samples_per_rollout(run), run.total_timesteps
-        if collected is None or steps is None or steps % collected == 0:
-            return
-        rounds = -(-steps // collected)
-        yield self.finding(
-            f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps",
-            run.learns[0].total_timesteps.place,
-            rollouts=rounds,
-            steps=rounds * collected,
-        )
+    collected, steps = samples_per_rollout(run), run.total_timesteps
+    if collected is None or steps is None or steps % collected == 0:
+        return
+    rounds = -(-steps // collected)
+    yield Match(
+        f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps",
+        run.learns[0].total_timesteps.place,
+        {"rollouts": rounds, "steps": rounds * collected},
+    )
 
 
-class LearnStartsOver(RunRule):
+@run_rule("L11", "learn-starts-over", Severity.WARNING)
+def learn_starts_over(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """Finds `learn` in a loop without `reset_num_timesteps=False`.
 
     Why: Each call counts steps from zero: schedules of learning rate, clipping and exploration start again, logs begin
@@ -405,17 +349,13 @@ class LearnStartsOver(RunRule):
         for iteration in range(610):
             model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-
-    id, name, severity = "L11", "learn-starts-over", Severity.WARNING
-
-    def check(self, run: ConfiguredRun, machine: Machine) -> Iterator[Finding]:
-        """Yield for calls that are repeated on one model."""
-        for learn in run.learns:
-            if learn.repeats_model and learn.reset_num_timesteps is True:
-                yield self.finding("learn is called in a loop, and counts its steps from zero each time", learn.place)
+    for learn in run.learns:
+        if learn.repeats_model and learn.reset_num_timesteps is True:
+            yield Match("learn is called in a loop, and counts its steps from zero each time", learn.place)
 
 
-class ResetByHand(ScriptRule):
+@script_rule("L12", "reset-by-hand", Severity.WARNING)
+def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) -> Iterator[Match]:
     """Finds `env.reset()` between calls of `learn` that go on where the last one stopped.
 
     Why: The model goes on with the last observation that it saw. After a reset by hand that belongs to an episode that
@@ -439,23 +379,16 @@ class ResetByHand(ScriptRule):
         for iteration in range(610):
             model.learn(total_timesteps=16_384, reset_num_timesteps=False)
     """
-
-    id, name, severity = "L12", "reset-by-hand", Severity.WARNING
-
-    def check(self, training: TrainingReader, machine: Machine) -> Iterator[Finding]:
-        """Yield for every reset in the loop of a `learn` that continues."""
-        script = training.script
-        origins = [run.environments.origin for run in training.runs if run.environments.origin is not None]
-        loops = {
-            id(script.loop(call))
-            for call, made in training.learn_calls
-            if made is not None and script.loop(call) is not None and _continues(training, call)
-        }
-        for call, env in script.method_calls("reset"):
-            if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
-                yield self.finding("the environment is reset by hand between two calls of learn", script.place(call))
+    origins = [run.environments.origin for run in training.runs if run.environments.origin is not None]
+    loops = {
+        id(script.loop(call))
+        for call, made in training.learn_calls
+        if made is not None and script.loop(call) is not None and _continues(training, call)
+    }
+    for call, env in script.method_calls("reset"):
+        if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
+            yield Match("the environment is reset by hand between two calls of learn", script.place(call))
 
 
 def _continues(training: TrainingReader, call: ast.Call) -> bool:
-    value = [k.value for k in call.keywords if k.arg == "reset_num_timesteps"]
-    return bool(value) and training.evaluator.value(value[0]) is False
+    return training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False

@@ -19,7 +19,7 @@ from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, KnownLength, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source.evaluate import Evaluator
-from holdall.tools.lint.source.script import Function
+from holdall.tools.lint.source.script import Function, argument_of
 from holdall.tools.plan import leaves_of
 
 _DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
@@ -236,7 +236,7 @@ class EnvironmentReader:
         )
 
     def _made(self, node: ast.Call, is_atari: bool) -> Environments:
-        first = node.args[0] if node.args else next((k.value for k in node.keywords if k.arg == "env_id"), None)
+        first = argument_of(node, "env_id", 0)
         one = self.read(first) if isinstance(first, ast.Constant) else self._callable(first)
         wrapper = self._evaluator.argument(node, 5, "wrapper_class", None) if not is_atari else None
         if is_atari or (isinstance(wrapper, Reference) and wrapper.last == "AtariWrapper"):

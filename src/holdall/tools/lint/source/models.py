@@ -26,7 +26,7 @@ from holdall.tools.lint.run import (
 )
 from holdall.tools.lint.source.environments import EnvironmentReader, space_of
 from holdall.tools.lint.source.evaluate import Evaluator
-from holdall.tools.lint.source.script import Script
+from holdall.tools.lint.source.script import Script, argument_of
 from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm, read_vec_env
 
 _DEEPEST = 4  # names that stand for names that ...
@@ -130,18 +130,11 @@ class TrainingReader:
             algorithm.name,
             algorithm,
             given,
-            self.environments(self._argument(call, "env", 1)),
+            self.environments(argument_of(call, "env", 1)),
             learns,
             self.script.place(call),
             has_more,
         )
-
-    @staticmethod
-    def _argument(call: ast.Call, name: str, index: int) -> ast.expr | None:
-        for keyword in call.keywords:
-            if keyword.arg == name:
-                return keyword.value
-        return call.args[index] if index < len(call.args) else None
 
     # ------------------------------------------------------------ learn and its callbacks
 
@@ -151,7 +144,7 @@ class TrainingReader:
         loop = self.script.loop(call)
         return LearnCall(
             given.get("total_timesteps", Setting(UNKNOWN, place)),
-            tuple(self._callbacks(self._argument(call, "callback", 1))),
+            tuple(self._callbacks(argument_of(call, "callback", 1))),
             place,
             loop is not None and loop not in self.script.ancestors(model),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
@@ -180,10 +173,10 @@ class TrainingReader:
         if not kind:
             return
         given, _ = self.settings(call, _CALLBACK_ARGUMENTS.get(kind, ()))
-        evaluated = self._argument(call, "eval_env", 0) if "Eval" in kind else None
+        evaluated = argument_of(call, "eval_env", 0) if "Eval" in kind else None
         yield Callback(kind, given, self.script.place(call), self.environments(evaluated) if evaluated else None)
         if kind == "CallbackList":
-            yield from self._callbacks(self._argument(call, "callbacks", 0))
+            yield from self._callbacks(argument_of(call, "callbacks", 0))
 
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:

@@ -120,11 +120,25 @@ class Script:
         found = [node for node in self.nodes if isinstance(node, ast.Call)]
         return sorted(found, key=lambda call: (call.lineno, call.col_offset))
 
+    def calls_of(self, *names: str) -> Iterator[ast.Call]:
+        """Yield the calls of functions by their full names."""
+        return (call for call in self.calls if self.dotted(call.func) in names)
+
     def method_calls(self, name: str) -> Iterator[tuple[ast.Call, ast.expr]]:
         """Yield the calls of a method of whatever object, each with the expression of the object."""
         for call in self.calls:
             if isinstance(call.func, ast.Attribute) and call.func.attr == name:
                 yield call, call.func.value
+
+    @cached_property
+    def attributes(self) -> frozenset[str]:
+        """The names of all attributes that the file reads or sets."""
+        return frozenset(node.attr for node in self.nodes if isinstance(node, ast.Attribute))
+
+    @cached_property
+    def keywords(self) -> frozenset[str]:
+        """The names of all arguments that the file passes by name."""
+        return frozenset(node.arg for node in self.nodes if isinstance(node, ast.keyword) and node.arg)
 
     @cached_property
     def classes(self) -> dict[str, ast.ClassDef]:
@@ -237,6 +251,12 @@ class Script:
             if statement in block and id(block) in blocks:
                 return block.index(statement) < blocks[id(block)]
         return False
+
+
+def argument_of(call: ast.Call, name: str, index: int | None = None) -> ast.expr | None:
+    """Return what a call passes for an argument, by name or at an index; None if it passes nothing."""
+    given = next((keyword.value for keyword in call.keywords if keyword.arg == name), None)
+    return call.args[index] if given is None and index is not None and index < len(call.args) else given
 
 
 def _position(node: ast.AST) -> tuple[int, int]:
