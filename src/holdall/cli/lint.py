@@ -16,21 +16,11 @@ import typer
 import holdall
 from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError
-from holdall.tools.lint import (
-    RULES,
-    Finding,
-    LintSettings,
-    apply_edits,
-    as_json,
-    as_sarif,
-    as_text,
-    check_text,
-    find_files,
-    find_settings,
-    read_text,
-    write_text,
-)
-from holdall.tools.lint import explain as explain_rule
+from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
+from holdall.tools.lint.finding import Finding, apply_edits
+from holdall.tools.lint.output import as_json, as_sarif, as_text
+from holdall.tools.lint.output import explain as explain_rule
+from holdall.tools.lint.rules import RULES
 
 FOUND = 3  # exit code: the files were read, and something was found
 

@@ -16,16 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.conventions import AsJson, Verbose, set_error_code, writing
-from holdall.tools.plan import (
-    Plan,
-    RunPhase,
-    count_or_dash,
-    largest_phase,
-    make_plan,
-    parse_count,
-    read_config_file,
-    spec_from_settings,
-)
+from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
+from holdall.tools.plan.phases import RunPhase, largest_phase
+from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
 from holdall.units import format_bytes, parse_bytes
 
 UNREADABLE = 64
@@ -103,7 +96,7 @@ def plan(
         environment=environment,
     )
     if html is not None:
-        from holdall.tools.plan import write_plan_page  # noqa: PLC0415 only a page needs the charts
+        from holdall.tools.plan.html_page import write_plan_page  # noqa: PLC0415 only a page needs the charts
 
         with writing("html", html):
             html.write_text(write_plan_page(planned), encoding="utf-8")

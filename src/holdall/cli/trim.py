@@ -9,7 +9,8 @@ import typer
 
 from holdall.cli.conventions import AsJson, Verbose
 from holdall.errors import ArgumentError
-from holdall.tools.watch import ProcessWatcher, trim_process, trim_self
+from holdall.tools.watch.agent_files import trim_process, trim_self
+from holdall.tools.watch.process_watcher import ProcessWatcher
 from holdall.units import format_bytes
 
 

@@ -22,19 +22,11 @@ from rich.text import Text
 
 from holdall.cli.conventions import Verbose
 from holdall.errors import ArgumentError, WatchError
-from holdall.tools.watch import (
-    GROUPS,
-    AttributedPart,
-    LaunchedCommand,
-    MemoryReading,
-    PrometheusServer,
-    ReadingHistory,
-    WatchLoop,
-    WatchPass,
-    WatchRecorder,
-    WatchVerdict,
-    record_header,
-)
+from holdall.tools.watch.one_pass import WatchLoop, WatchPass
+from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
+from holdall.tools.watch.session import LaunchedCommand
+from holdall.tools.watch.verdicts import WatchVerdict
+from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import format_bytes, parse_bytes
 
 DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns

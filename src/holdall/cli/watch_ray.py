@@ -15,7 +15,7 @@ from rich.text import Text
 from holdall.cli.watch import OutputOptions, curve_of, verdict_line
 from holdall.cluster.security import use_token
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.watch import ReadingHistory
+from holdall.tools.watch.reading import ReadingHistory
 from holdall.units import format_bytes
 
 if TYPE_CHECKING:

@@ -17,8 +17,11 @@ from stable_baselines3.common.callbacks import BaseCallback
 from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
-from holdall.tools.lint import Finding, Severity, as_line
-from holdall.tools.watch import GROUPS, MemoryReading, OnPressure, Watch, start
+from holdall.tools.lint.finding import Finding, Severity
+from holdall.tools.lint.output import as_line
+from holdall.tools.watch.guard import OnPressure
+from holdall.tools.watch.reading import GROUPS, MemoryReading
+from holdall.tools.watch.session import Watch, start
 
 _MIB = 2.0**20
 _LOG = logging.getLogger("holdall")

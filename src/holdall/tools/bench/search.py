@@ -16,15 +16,11 @@ from typing import Any
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench.child_process import ChildError, OnProgress, run_task
 from holdall.tools.bench.settings import SHIPPED_ENVS, BenchSettings
-from holdall.tools.plan import (
-    FitVerdict,
-    PlanInputs,
-    Spec,
-    code_to_paste,
-    largest_size,
-    make_plan,
-    spec_from_settings,
-)
+from holdall.tools.plan.config import spec_from_settings
+from holdall.tools.plan.phases import FitVerdict, PlanInputs
+from holdall.tools.plan.planner import make_plan
+from holdall.tools.plan.recommend import code_to_paste, largest_size
+from holdall.tools.plan.spec import Spec
 from holdall.units import format_bytes
 
 _PROJECTED_FROM = 0.2

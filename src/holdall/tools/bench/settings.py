@@ -14,17 +14,11 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.machine import Limit, memory_limits
 from holdall.tools.bench.child_process import OnProgress, Task, run_task
-from holdall.tools.plan import (
-    ALGORITHMS,
-    PROFILES,
-    MachineLimits,
-    MeasuredCosts,
-    PlanInputs,
-    Spec,
-    need_from_spaces,
-    share_profiles,
-    space_from_dict,
-)
+from holdall.tools.plan.environments import space_from_dict
+from holdall.tools.plan.measure_memory import need_from_spaces
+from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs
+from holdall.tools.plan.recommend import PROFILES, share_profiles
+from holdall.tools.plan.spec import ALGORITHMS, Spec
 from holdall.units import parse_bytes
 
 ALGOS = ("sac", "td3", "dqn", "ppo")

@@ -26,7 +26,8 @@ from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.tools.bench.child_process import Task, emit, folder_bytes
-from holdall.tools.plan import ALGORITHMS, has_images, make_single_env, space_to_dict
+from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
+from holdall.tools.plan.spec import ALGORITHMS
 
 PATCH_PX = 12  # what the network sees at once
 _EMIT_EVERY_S = 0.2

@@ -10,27 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.lint.engine import (
-    LintSettings,
-    check_runs,
-    check_text,
-    find_files,
-    find_settings,
-    read_text,
-    write_text,
-)
-from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange, apply_edits
-from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.output import as_json, as_line, as_sarif, as_text, explain
-from holdall.tools.lint.rule import REFERENCE_MACHINE
-from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.engine import LintSettings, check_runs, check_text, find_files, read_text
+from holdall.tools.lint.finding import Finding
 from holdall.tools.lint.source.models import read_model
-
-__all__ = [
-    "REFERENCE_MACHINE", "RULES", "Edit", "Finding", "LintSettings", "Machine", "Severity", "SourceRange",
-    "apply_edits", "as_json", "as_line", "as_sarif", "as_text", "check_text", "explain", "files", "find_files",
-    "find_settings", "model", "read_text", "text", "write_text",
-]  # fmt: skip
 
 
 def text(source: str, path: str = "train.py", settings: LintSettings | None = None) -> list[Finding]:

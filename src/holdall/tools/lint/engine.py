@@ -26,7 +26,7 @@ from holdall.tools.lint.run import ConfiguredRun
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
-from holdall.tools.plan import parse_version
+from holdall.tools.plan.buffer_layout import parse_version
 from holdall.units import parse_bytes
 
 ALL_RULES = "ALL"

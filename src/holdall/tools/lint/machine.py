@@ -20,7 +20,7 @@ from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
 from holdall.tools.lint.run import ConfiguredRun, Reference
-from holdall.tools.plan import (
+from holdall.tools.plan.buffer_layout import (
     BufferLayout,
     Version,
     default_class,

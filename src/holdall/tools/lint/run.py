@@ -15,7 +15,7 @@ import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import SourceRange
-from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm
+from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 # The names that rl-baselines3-zoo gives to files and folders.
 _ZOO_NAMES = {name.lower(): name for name in ALGORITHM_CLASSES} | {"ppo_lstm": "RecurrentPPO"}

@@ -11,7 +11,7 @@ from holdall.tools.lint.finding import Edit, Severity
 from holdall.tools.lint.machine import Machine, buffer_need, percent, sized
 from holdall.tools.lint.rule import Match, run_rule
 from holdall.tools.lint.run import ConfiguredRun, OneOf, Reference, candidates
-from holdall.tools.plan import ROLLOUTS_KEEP_DTYPES
+from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES
 
 _FLATTEN_SHARE = 0.25  # of the limit
 _VRAM_SHARE = 0.85

@@ -20,7 +20,7 @@ from holdall.tools.lint.finding import SourceRange
 from holdall.tools.lint.run import UNKNOWN, Environments, KnownLength, OneOf, Reference, SpaceInfo, whole
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Function, argument_of
-from holdall.tools.plan import leaves_of
+from holdall.tools.plan.buffer_layout import leaves_of
 
 _DTYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
 _PACKAGES = ("gymnasium", "gym")

@@ -29,7 +29,8 @@ from holdall.tools.lint.run import (
 from holdall.tools.lint.source.environments import atari_space, space_of
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Script
-from holdall.tools.plan import Algorithm, parse_observation
+from holdall.tools.plan.environments import parse_observation
+from holdall.tools.plan.spec import Algorithm
 
 _ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
 _MARKS = frozenset(

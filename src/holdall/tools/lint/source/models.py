@@ -27,7 +27,8 @@ from holdall.tools.lint.run import (
 from holdall.tools.lint.source.environments import EnvironmentReader, space_of
 from holdall.tools.lint.source.evaluate import Evaluator
 from holdall.tools.lint.source.script import Script, argument_of
-from holdall.tools.plan import ALGORITHM_CLASSES, Algorithm, read_vec_env
+from holdall.tools.plan.environments import read_vec_env
+from holdall.tools.plan.spec import ALGORITHM_CLASSES, Algorithm
 
 _DEEPEST = 4  # names that stand for names that ...
 
