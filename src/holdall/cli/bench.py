@@ -16,46 +16,35 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    MofNCompleteColumn,
-    Progress,
-    ProgressColumn,
-    TextColumn,
-    TimeElapsedColumn,
-    TimeRemainingColumn,
-)
 from rich.table import Table
 from typer.core import TyperCommand, TyperGroup
 
-from holdall.cli.conventions import AsJson, Verbose, writing
+from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
-from holdall.tools.bench import (
+from holdall.tools.bench.buffer_libraries import setups_named
+from holdall.tools.bench.compare_buffers import (
     CASES,
-    BenchSettings,
     BufferCase,
-    Calibration,
-    ResultWriter,
-    Search,
-    SearchTrial,
-    bench_tables,
-    calibrate,
     case_named,
     case_table,
     cases_of,
+    measure_buffers,
+    remarks,
+)
+from holdall.tools.bench.ranking import bench_tables, rankings
+from holdall.tools.bench.run import (
+    ResultWriter,
     expected_seconds,
     header,
-    measure_buffers,
     planned_runs,
-    rankings,
     read_results,
-    remarks,
     run_bench,
     runs_of,
-    settings_of,
-    setups_named,
 )
+from holdall.tools.bench.search import Search, SearchTrial
+from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
 from holdall.tools.report import TrainingRun
 from holdall.units import format_bytes
 
@@ -102,25 +91,22 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
 
 
-def _progress(console: Console, *columns: ProgressColumn) -> Progress:
+def _progress(console: Console, *columns: progress.ProgressColumn) -> progress.Progress:
     """Return a bar that is gone when the work is done."""
-    return Progress(TextColumn("{task.description}"), BarColumn(), *columns, console=console, transient=True)
+    shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns)
+    return progress.Progress(*shown, console=console, transient=True)
 
 
 def buffers(
-    case: Annotated[list[str] | None, typer.Option(help=f"What is played: {', '.join(CASES)}.")] = None,
-    trace: Annotated[list[Path] | None, typer.Option(help="Recorded traces (.npz), in place of cases.")] = None,
-    env: Annotated[str | None, typer.Option(help="An environment, ID or module:Class, in place of cases.")] = None,
-    wrapper: Annotated[str, typer.Option(help="atari: Stable-Baselines3's AtariWrapper.")] = "",
-    frame_stack: Annotated[int, typer.Option(help="Frames that are stacked.", min=1)] = 1,
-    libraries: Annotated[
-        list[str] | None, typer.Option(help="sb3, sb3-extra-buffers, cpprb, torchrl, tianshou, holdall, or all.")
-    ] = None,
-    transitions: Annotated[
-        int | None, typer.Option(help="Held at the end; 20,000, or all of a trace.", min=512)
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Processes per library; figures are medians over them.", min=1)] = 3,
-    out: Annotated[Path | None, typer.Option(help="Write the results there, a JSON object a line.")] = None,
+    case: Annotated[OptTexts, option(f"What is played: {', '.join(CASES)}.")] = None,
+    trace: Annotated[list[Path] | None, option("Recorded traces (.npz), in place of cases.")] = None,
+    env: Annotated[OptText, option("An environment, ID or module:Class, in place of cases.")] = None,
+    wrapper: Annotated[str, option("atari: Stable-Baselines3's AtariWrapper.")] = "",
+    frame_stack: Annotated[int, option("Frames that are stacked.", min=1)] = 1,
+    libraries: Annotated[OptTexts, option("sb3, sb3-extra-buffers, cpprb, torchrl, tianshou, holdall, or all.")] = None,
+    transitions: Annotated[OptInt, option("Held at the end; 20,000, or all of a trace.", min=512)] = None,
+    rounds: Annotated[int, option("Processes per library; figures are medians over them.", min=1)] = 3,
+    out: Annotated[OptPath, option("Write the results there, a JSON object a line.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -135,8 +121,8 @@ def buffers(
         if out is not None:
             with writing("out", out):
                 lines = stack.enter_context(out.open("w", encoding="utf-8"))
-        share = TextColumn("{task.percentage:3.0f}%")
-        bars = stack.enter_context(_progress(console, share, TimeElapsedColumn()))
+        share = progress.TextColumn("{task.percentage:3.0f}%")
+        bars = stack.enter_context(_progress(console, share, progress.TimeElapsedColumn()))
         task = bars.add_task("", total=1.0)
         try:
             for record in measure_buffers(
@@ -181,15 +167,13 @@ def _show_buffers(records: list[dict[str, Any]]) -> None:
 
 
 def search(
-    env: Annotated[str, typer.Option(help="demo, an ID that gymnasium knows, or module:Class.")] = "demo",
-    algo: Annotated[str, typer.Option(help="sac, td3 or dqn.")] = "sac",
-    buffer: Annotated[str, typer.Option(help="sb3 or holdall.")] = "holdall",
-    trials: Annotated[int, typer.Option(help="Trials, those that the storage holds already among them.", min=1)] = 20,
-    timesteps: Annotated[int | None, typer.Option(help="Steps to train, once the buffer is full.", min=50)] = None,
-    limit: Annotated[str | None, typer.Option(help='What a run may take: "2GiB", or machine; for demo 2GiB.')] = None,
-    storage: Annotated[Path, typer.Option(help="Remembers trials; the same one again goes on.")] = Path(
-        "search.journal"
-    ),
+    env: Annotated[str, option("demo, an ID that gymnasium knows, or module:Class.")] = "demo",
+    algo: Annotated[str, option("sac, td3 or dqn.")] = "sac",
+    buffer: Annotated[str, option("sb3 or holdall.")] = "holdall",
+    trials: Annotated[int, option("Trials, those that the storage holds already among them.", min=1)] = 20,
+    timesteps: Annotated[OptInt, option("Steps to train, once the buffer is full.", min=50)] = None,
+    limit: Annotated[OptText, option('What a run may take: "2GiB", or machine; for demo 2GiB.')] = None,
+    storage: Annotated[Path, option("Remembers trials; the same one again goes on.")] = Path("search.journal"),
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -198,7 +182,12 @@ def search(
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
         console.print(f"{before} trials are in {storage} already.")
-    columns = (MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+    columns = (
+        progress.MofNCompleteColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TextColumn("left"),
+        progress.TimeRemainingColumn(),
+    )
     with _progress(console, *columns) as bars:
         task = bars.add_task("", total=trials, completed=before)
         try:
@@ -248,23 +237,17 @@ bench.command("search")(search)
 @bench.callback()
 def profiles(
     context: typer.Context,
-    env: Annotated[str, typer.Option(help="demo, an ID that gymnasium knows, or module:Class.")] = "demo",
-    algo: Annotated[str, typer.Option(help="sac, td3, dqn or ppo.")] = "sac",
-    profiles: Annotated[
-        list[str] | None, typer.Option(help="memory-efficient fast balanced quality aggressive, or all.")
-    ] = None,
-    timesteps: Annotated[int | None, typer.Option(help="Steps to train, once the buffer is full.", min=50)] = None,
-    seeds: Annotated[int, typer.Option(help="Trainings per profile and buffer.", min=1)] = 3,
-    buffers: Annotated[list[str] | None, typer.Option(help="sb3 holdall: either or both.")] = None,
-    limit: Annotated[
-        str | None, typer.Option(help='What the profiles are shares of: "2GiB", or machine; for demo 2GiB.')
-    ] = None,
-    threads: Annotated[
-        int | None, typer.Option(help="torch's threads; for demo 1, else its own number.", min=1)
-    ] = None,
-    fill: Annotated[bool, typer.Option(help="Fill buffers before training; without, memory is not ranked.")] = True,
-    out: Annotated[Path, typer.Option(help="Results, a JSON object a line.")] = Path("results.jsonl"),
-    resume: Annotated[Path | None, typer.Option(help="Finish a bench that was stopped: its results.")] = None,
+    env: Annotated[str, option("demo, an ID that gymnasium knows, or module:Class.")] = "demo",
+    algo: Annotated[str, option("sac, td3, dqn or ppo.")] = "sac",
+    profiles: Annotated[OptTexts, option("memory-efficient fast balanced quality aggressive, or all.")] = None,
+    timesteps: Annotated[OptInt, option("Steps to train, once the buffer is full.", min=50)] = None,
+    seeds: Annotated[int, option("Trainings per profile and buffer.", min=1)] = 3,
+    buffers: Annotated[OptTexts, option("sb3 holdall: either or both.")] = None,
+    limit: Annotated[OptText, option('What the profiles are shares of: "2GiB", or machine; for demo 2GiB.')] = None,
+    threads: Annotated[OptInt, option("torch's threads; for demo 1, else its own number.", min=1)] = None,
+    fill: Annotated[bool, option("Fill buffers before training; without, memory is not ranked.")] = True,
+    out: Annotated[Path, option("Results, a JSON object a line.")] = Path("results.jsonl"),
+    resume: Annotated[OptPath, option("Finish a bench that was stopped: its results.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -277,17 +260,8 @@ def profiles(
         settings, calibration, done, first = _resumed(resume)
         out = resume
     else:
-        settings = settings_of(
-            env,
-            algo,
-            profiles or ["all"],
-            timesteps,
-            seeds,
-            buffers or ["sb3", "holdall"],
-            limit,
-            fills=fill,
-            threads=threads,
-        )
+        which, kinds = profiles or ["all"], buffers or ["sb3", "holdall"]
+        settings = settings_of(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
         calibration, done = _calibrated(settings, console), []
         first = header(settings, calibration, expected_seconds(settings, calibration))
     _announce(settings, calibration, done, console)
@@ -337,7 +311,9 @@ def _run_all(
     runs = list(done)
     total = expected_seconds(settings, calibration, done)
     start = time.perf_counter()
-    with _progress(console, TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()) as bars:
+    with _progress(
+        console, progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
+    ) as bars:
         task = bars.add_task("", total=total)
         try:
             for run in run_bench(

@@ -16,21 +16,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import progress
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TaskProgressColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
 from rich.table import Table
 
 from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
-from holdall.cli.conventions import AsJson, OneLineErrors, Verbose
+from holdall.cli.conventions import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
@@ -97,7 +88,7 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
 @checkpoint.command()
 def verify(
     url: Url,
-    number: Annotated[int | None, typer.Option(help="Only this checkpoint; all of them otherwise.")] = None,
+    number: Annotated[OptInt, option("Only this checkpoint; all of them otherwise.")] = None,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -109,7 +100,7 @@ def verify(
         raise CheckpointError(f"{reader.url} holds no checkpoint")
     coder = chosen_kernels().coder
     results = []
-    with _byte_progress() as bar:
+    with _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
         for each in numbers:
             try:
                 manifest = reader.manifest(each)
@@ -136,7 +127,7 @@ def verify(
 @checkpoint.command()
 def gc(
     url: Url,
-    keep: Annotated[int, typer.Option(min=1, help="How many checkpoints stay.")] = 3,
+    keep: Annotated[int, option("How many checkpoints stay.", min=1)] = 3,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:
@@ -161,8 +152,8 @@ def export(
     """Write the newest checkpoint's transitions as a local Minari dataset, without loss."""
     from holdall.tools.datasets import export_minari  # noqa: PLC0415  not for every command
 
-    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as progress:
-        episodes, transitions = export_minari(memory, dataset, progress), len(memory)
+    with ReplayMemory.load(url, sampler=PlaceholderSampler()) as memory, _transition_progress("exporting") as advance:
+        episodes, transitions = export_minari(memory, dataset, advance), len(memory)
     typer.echo(f"{transitions} transitions in {episodes} episodes: minari.load_dataset({dataset!r})")
 
 
@@ -171,8 +162,7 @@ def import_(
     source: Annotated[str, typer.Argument(help="Stable-Baselines3's buffer.pkl, or minari:robots/dog-v0.")],
     url: Url,
     trust: Annotated[
-        bool,
-        typer.Option("--trust", help="Unpickle it, which runs the code that it holds: only for your own files."),
+        bool, option("Unpickle it, which runs the code that it holds: only for your own files.", "--trust")
     ] = False,
     verbose: Verbose = False,
 ) -> None:
@@ -180,8 +170,8 @@ def import_(
     if source.startswith(_MINARI):
         from holdall.tools.datasets import import_minari  # noqa: PLC0415  not for every command
 
-        with _transition_progress("importing") as progress:
-            imported = import_minari(source.removeprefix(_MINARI), progress)
+        with _transition_progress("importing") as advance:
+            imported = import_minari(source.removeprefix(_MINARI), advance)
         _save(imported, url)
         return
     file = Path(source)
@@ -201,8 +191,8 @@ def import_(
             raise ArgumentError(f"source ({source!r}) could not be read as a replay buffer ({reason})")
         from holdall.tools.datasets import memory_from_arrays  # noqa: PLC0415  torch is loaded with it
 
-        with _transition_progress("importing") as progress:
-            imported = memory_from_arrays(Path(folder), progress)
+        with _transition_progress("importing") as advance:
+            imported = memory_from_arrays(Path(folder), advance)
         _save(imported, url)
 
 
@@ -215,12 +205,11 @@ def _save(memory: ReplayMemory, url: str) -> None:
 @contextlib.contextmanager
 def _transition_progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar over transitions, with rate and time left; yield the function that moves it."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TaskProgressColumn(show_speed=True))
-    with Progress(*columns, TimeRemainingColumn(), console=Console(stderr=True)) as bar:
+    with _progress(progress.MofNCompleteColumn(), progress.TaskProgressColumn(show_speed=True)) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
-def _byte_progress() -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(binary_units=True))
-    return Progress(*columns, TransferSpeedColumn(), TimeRemainingColumn(), console=Console(stderr=True))
+def _progress(*columns: progress.ProgressColumn) -> progress.Progress:
+    shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns, progress.TimeRemainingColumn())
+    return progress.Progress(*shown, console=Console(stderr=True))

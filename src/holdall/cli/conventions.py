@@ -16,7 +16,22 @@ from typer.core import TyperGroup
 
 from holdall.errors import ArgumentError, HoldallError
 
-_VERBOSE, _ERROR_CODE = "holdall.verbose", "holdall.error_code"
+_VERBOSE = "holdall.verbose"
+ERROR_CODE = "holdall.error_code"
+"""A command sets it in its context's `meta` where 1, the exit code of errors, means something else."""
+# The types of options that may be left out.
+OptBool = bool | None
+OptInt = int | None
+OptPath = Path | None
+OptText = str | None
+OptTexts = list[str] | None
+
+
+def option(meaning: str, *names: str, **limits: Any) -> Any:
+    """Describe an option; without names it is called like the parameter."""
+    return typer.Option(*names, help=meaning, **limits)
+
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
 
@@ -42,12 +57,7 @@ class OneLineErrors(TyperGroup):
             if ctx.meta.get(_VERBOSE, False):
                 raise
             typer.echo(f"holdall: {error}", err=True)
-            raise typer.Exit(ctx.meta.get(_ERROR_CODE, 1)) from error
-
-
-def set_error_code(context: typer.Context, code: int) -> None:
-    """Choose the exit code of a command's errors, where 1 means something else."""
-    context.meta[_ERROR_CODE] = code
+            raise typer.Exit(ctx.meta.get(ERROR_CODE, 1)) from error
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from holdall.cli.conventions import AsJson, Verbose
+from holdall.cli.conventions import AsJson, OptText, Verbose, option
 from holdall.tools.demo import run_demo, table, verdict
 from holdall.units import parse_bytes
 
@@ -19,12 +19,10 @@ DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold
 
 
 def demo(
-    steps: Annotated[int, typer.Option(help="Environment steps to train for.")] = 500,
-    transitions: Annotated[int, typer.Option(help="Transitions to hold while memory is measured.")] = 30_000,
-    limit: Annotated[
-        str | None, typer.Option(help="What the plan is held against; half-way between both needs by default.")
-    ] = None,
-    out: Annotated[Path, typer.Option(help="Where checkpoint, record and page are left.")] = Path("holdall-demo"),
+    steps: Annotated[int, option("Environment steps to train for.")] = 500,
+    transitions: Annotated[int, option("Transitions to hold while memory is measured.")] = 30_000,
+    limit: Annotated[OptText, option("What the plan is held against; half-way between both needs by default.")] = None,
+    out: Annotated[Path, option("Where checkpoint, record and page are left.")] = Path("holdall-demo"),
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:

@@ -14,7 +14,7 @@ from typing import Annotated
 import typer
 
 import holdall
-from holdall.cli.conventions import Verbose
+from holdall.cli.conventions import OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
 from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
 from holdall.tools.lint.finding import Finding, apply_edits
@@ -35,25 +35,21 @@ class LintFormat(StrEnum):
 
 def lint(
     paths: Annotated[list[Path] | None, typer.Argument(help="Scripts, YAML files, or directories of them.")] = None,
-    select: Annotated[list[str] | None, typer.Option(help="Only these rules: ids or prefixes, as M or M01.")] = None,
-    ignore: Annotated[list[str] | None, typer.Option(help="All but these rules: ids or prefixes.")] = None,
-    form: Annotated[LintFormat, typer.Option("--format", help="How to print the findings.")] = LintFormat.TEXT,
-    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
-    fix: Annotated[bool, typer.Option("--fix", help="Make the safe corrections in the files.")] = False,
-    explain: Annotated[str | None, typer.Option(help="Explain one rule, and check nothing.")] = None,
+    select: Annotated[OptTexts, option("Only these rules: ids or prefixes, as M or M01.")] = None,
+    ignore: Annotated[OptTexts, option("All but these rules: ids or prefixes.")] = None,
+    form: Annotated[LintFormat, option("How to print the findings.", "--format")] = LintFormat.TEXT,
+    json: Annotated[bool, option("The same as --format json.", "--json")] = False,
+    fix: Annotated[bool, option("Make the safe corrections in the files.", "--fix")] = False,
+    explain: Annotated[OptText, option("Explain one rule, and check nothing.")] = None,
     fail_on: Annotated[
-        str | None, typer.Option(help="What makes the exit code 3: error (the default), warning, info or never.")
+        OptText, option("What makes the exit code 3: error (the default), warning, info or never.")
     ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Compare with this much memory instead of this machine's: 32GB.")
-    ] = None,
-    vram: Annotated[str | None, typer.Option(help="The memory of the GPU: 16GiB. Not known otherwise.")] = None,
+    budget: Annotated[OptText, option("Compare with this much memory instead of this machine's: 32GB.")] = None,
+    vram: Annotated[OptText, option("The memory of the GPU: 16GiB. Not known otherwise.")] = None,
     sb3_version: Annotated[
-        str | None, typer.Option(help="Assume this version of Stable-Baselines3 instead of the installed one.")
+        OptText, option("Assume this version of Stable-Baselines3 instead of the installed one.")
     ] = None,
-    exclude: Annotated[
-        list[str] | None, typer.Option(help="Leave these out of directories: names or patterns.")
-    ] = None,
+    exclude: Annotated[OptTexts, option("Leave these out of directories: names or patterns.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Find mistakes in training scripts and hyperparameter files, without running them."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
@@ -15,57 +14,50 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.conventions import AsJson, Verbose, set_error_code, writing
+from holdall.cli.conventions import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
 from holdall.tools.plan.phases import RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
 from holdall.units import format_bytes, parse_bytes
 
-UNREADABLE = 64
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
-
-_File = Annotated[Path | None, typer.Argument(help="TOML, YAML or rl-zoo hyperparameter file.")]
-_Obs = Annotated[list[str] | None, typer.Option(help="[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")]
-_Text = str | None
 
 
 def plan(
     context: typer.Context,
-    file: _File = None,
-    obs: _Obs = None,
-    action: Annotated[_Text, typer.Option(help="8 for eight numbers, discrete(4) for four choices.")] = None,
-    algo: Annotated[_Text, typer.Option(help="dqn, ddpg, td3, sac, ppo, a2c, or one of sb3-contrib.")] = None,
-    capacity: Annotated[_Text, typer.Option(help="Transitions of the replay buffer, as in 1e6.")] = None,
-    num_envs: Annotated[_Text, typer.Option(help="Environments that step together.")] = None,
-    n_steps: Annotated[_Text, typer.Option(help="Steps of a rollout, or of n-step returns.")] = None,
-    batch_size: Annotated[_Text, typer.Option(help="Transitions in one update.")] = None,
-    policy: Annotated[_Text, typer.Option(help="MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
-    net_arch: Annotated[_Text, typer.Option(help="Hidden layers, as in 256,256.")] = None,
-    vec_env: Annotated[_Text, typer.Option(help="dummy, subproc or shared.")] = None,
-    start_method: Annotated[_Text, typer.Option(help="fork, forkserver or spawn.")] = None,
-    preload: Annotated[bool | None, typer.Option("--preload", help="The fork server imports torch once.")] = None,
-    device: Annotated[_Text, typer.Option(help="cpu or cuda.")] = None,
-    timesteps: Annotated[_Text, typer.Option(help="Steps of the whole run: the buffer may never fill.")] = None,
-    frame_stack: Annotated[_Text, typer.Option(help="Frames that are stacked onto the observation given.")] = None,
-    buffer_class: Annotated[
-        _Text, typer.Option(help="A buffer class of Stable-Baselines3, as HerReplayBuffer.")
-    ] = None,
+    file: Annotated[OptPath, typer.Argument(help="TOML, YAML or rl-zoo hyperparameter file.")] = None,
+    obs: Annotated[OptTexts, option("[NAME=]84x84x3:uint8, 31, discrete(4); repeat for a Dict.")] = None,
+    action: Annotated[OptText, option("8 for eight numbers, discrete(4) for four choices.")] = None,
+    algo: Annotated[OptText, option("dqn, ddpg, td3, sac, ppo, a2c, or one of sb3-contrib.")] = None,
+    capacity: Annotated[OptText, option("Transitions of the replay buffer, as in 1e6.")] = None,
+    num_envs: Annotated[OptText, option("Environments that step together.")] = None,
+    n_steps: Annotated[OptText, option("Steps of a rollout, or of n-step returns.")] = None,
+    batch_size: Annotated[OptText, option("Transitions in one update.")] = None,
+    policy: Annotated[OptText, option("MlpPolicy, CnnPolicy or MultiInputPolicy.")] = None,
+    net_arch: Annotated[OptText, option("Hidden layers, as in 256,256.")] = None,
+    vec_env: Annotated[OptText, option("dummy, subproc or shared.")] = None,
+    start_method: Annotated[OptText, option("fork, forkserver or spawn.")] = None,
+    preload: Annotated[OptBool, option("The fork server imports torch once.", "--preload")] = None,
+    device: Annotated[OptText, option("cpu or cuda.")] = None,
+    timesteps: Annotated[OptText, option("Steps of the whole run: the buffer may never fill.")] = None,
+    frame_stack: Annotated[OptText, option("Frames that are stacked onto the observation given.")] = None,
+    buffer_class: Annotated[OptText, option("A buffer class of Stable-Baselines3, as HerReplayBuffer.")] = None,
     optimize_memory_usage: Annotated[bool | None, typer.Option("--optimize-memory-usage")] = None,
-    no_timeouts: Annotated[bool | None, typer.Option("--no-timeouts", help="handle_timeout_termination=False.")] = None,
-    save_buffer: Annotated[bool | None, typer.Option("--save-buffer", help="Checkpoints hold the buffer.")] = None,
-    holdall: Annotated[bool | None, typer.Option("--holdall", help="The run uses holdall's buffer.")] = None,
-    sb3: Annotated[_Text, typer.Option(help="Version of Stable-Baselines3; the installed one by default.")] = None,
-    env: Annotated[_Text, typer.Option(help="Environment, made in a throwaway process: ID or module:Class.")] = None,
-    wrapper: Annotated[_Text, typer.Option(help="atari: Stable-Baselines3's AtariWrapper.")] = None,
-    probe: Annotated[str, typer.Option(help="Steps of real training to measure; 0 for none.")] = "0",
-    prefer: Annotated[str, typer.Option(help="holdall's preference when compression is measured.")] = "balanced",
-    budget: Annotated[_Text, typer.Option(help='A further limit, as in "8GiB" or "16 GB".')] = None,
-    memory: Annotated[_Text, typer.Option(help="Free memory of another machine, in place of this one's.")] = None,
-    vram: Annotated[_Text, typer.Option(help="Free memory of a GPU that is not here.")] = None,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Where checkpoints go; the disk is checked.")] = None,
-    networks: Annotated[bool, typer.Option(help="Trace an update, or count buffers and libraries alone.")] = True,
+    no_timeouts: Annotated[OptBool, option("handle_timeout_termination=False.", "--no-timeouts")] = None,
+    save_buffer: Annotated[OptBool, option("Checkpoints hold the buffer.", "--save-buffer")] = None,
+    holdall: Annotated[OptBool, option("The run uses holdall's buffer.", "--holdall")] = None,
+    sb3: Annotated[OptText, option("Version of Stable-Baselines3; the installed one by default.")] = None,
+    env: Annotated[OptText, option("Environment, made in a throwaway process: ID or module:Class.")] = None,
+    wrapper: Annotated[OptText, option("atari: Stable-Baselines3's AtariWrapper.")] = None,
+    probe: Annotated[str, option("Steps of real training to measure; 0 for none.")] = "0",
+    prefer: Annotated[str, option("holdall's preference when compression is measured.")] = "balanced",
+    budget: Annotated[OptText, option('A further limit, as in "8GiB" or "16 GB".')] = None,
+    memory: Annotated[OptText, option("Free memory of another machine, in place of this one's.")] = None,
+    vram: Annotated[OptText, option("Free memory of a GPU that is not here.")] = None,
+    checkpoint_dir: Annotated[OptPath, option("Where checkpoints go; the disk is checked.")] = None,
+    networks: Annotated[bool, option("Trace an update, or count buffers and libraries alone.")] = True,
     json: AsJson = False,
-    html: Annotated[Path | None, typer.Option(help="Write one self-contained page with plots.")] = None,
+    html: Annotated[OptPath, option("Write one self-contained page with plots.")] = None,
     verbose: Verbose = False,
 ) -> None:
     """Check whether a training run fits in memory before you start it, phase by phase, and see what would fit."""
@@ -78,7 +70,7 @@ def plan(
         "uses_holdall": holdall, "sb3": sb3, "env": env, "wrapper": wrapper, "budget": budget,
         "memory": memory, "vram": vram,
     }  # fmt: skip
-    set_error_code(context, UNREADABLE)  # 1 and 2 are verdicts of this command
+    context.meta[ERROR_CODE] = 64  # 1 and 2 are verdicts of this command
     if net_arch is not None:
         given["policy_kwargs"] = {"net_arch": [parse_count(width, "net_arch") for width in net_arch.split(",")]}
     from_file = read_config_file(file, (algo or "").lower(), env or "") if file is not None else {}

@@ -9,20 +9,16 @@ from typing import Annotated
 
 import typer
 
-from holdall.cli.conventions import Verbose, writing
+from holdall.cli.conventions import OptPath, Verbose, option, writing
 from holdall.errors import ArgumentError
 from holdall.tools.report import read_report
 
 
 def report(
     file: Annotated[Path, typer.Argument(help="What `holdall watch --record` or `holdall bench` wrote.")],
-    output: Annotated[
-        Path | None, typer.Option("--output", "-o", help="The page; FILE with the ending .html by default.")
-    ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Open the page in the browser.")] = False,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print a summary as one JSON object, and write no page.")
-    ] = False,
+    output: Annotated[OptPath, option("The page; FILE with the ending .html by default.", "--output", "-o")] = None,
+    show: Annotated[bool, option("Open the page in the browser.", "--open")] = False,
+    json: Annotated[bool, option("Print a summary as one JSON object, and write no page.", "--json")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Turn a recorded run, or the results of a bench, into one HTML page that needs nothing else."""

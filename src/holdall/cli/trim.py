@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from holdall.cli.conventions import AsJson, Verbose
+from holdall.cli.conventions import AsJson, Verbose, option
 from holdall.errors import ArgumentError
 from holdall.tools.watch.agent_files import trim_process, trim_self
 from holdall.tools.watch.process_watcher import ProcessWatcher
@@ -16,8 +16,8 @@ from holdall.units import format_bytes
 
 def trim(
     pid: Annotated[int | None, typer.Argument(help="A process with an agent: see `holdall watch`.")] = None,
-    this: Annotated[bool, typer.Option("--self", help="Trim this very process, to see that it works.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what a trim would return.")] = False,
+    this: Annotated[bool, option("Trim this very process, to see that it works.", "--self")] = False,
+    dry_run: Annotated[bool, option("Only say what a trim would return.", "--dry-run")] = False,
     json: AsJson = False,
     verbose: Verbose = False,
 ) -> None:

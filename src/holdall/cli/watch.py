@@ -7,9 +7,9 @@ the command line.
 
 from __future__ import annotations
 
-import json as json_
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +20,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.conventions import Verbose
+from holdall.cli.conventions import OptInt, OptPath, OptText, Verbose, option
 from holdall.errors import ArgumentError, WatchError
 from holdall.tools.watch.one_pass import WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
@@ -51,15 +51,15 @@ def watch(
         ),
     ] = None,
     ray: Annotated[
-        bool, typer.Option("--ray", help="Watch all memories of the Ray cluster at TARGET, or of this machine's.")
+        bool, option("Watch all memories of the Ray cluster at TARGET, or of this machine's.", "--ray")
     ] = False,
-    once: Annotated[bool, typer.Option("--once", help="Take one reading, print it, and end.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two readings.")] = 2.0,
-    record: Annotated[Path | None, typer.Option(help="Write every reading here, for `holdall report`.")] = None,
-    prometheus: Annotated[int | None, typer.Option(help="Serve the newest reading on this port.")] = None,
-    bind: Annotated[str, typer.Option(help="The address to serve on.")] = "127.0.0.1",
-    limit: Annotated[str | None, typer.Option(help="Memory that the process tree may use, as in 8GiB.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON lines, as they are recorded.")] = False,
+    once: Annotated[bool, option("Take one reading, print it, and end.", "--once")] = False,
+    interval: Annotated[float, option("Seconds between two readings.", min=0.1)] = 2.0,
+    record: Annotated[OptPath, option("Write every reading here, for `holdall report`.")] = None,
+    prometheus: Annotated[OptInt, option("Serve the newest reading on this port.")] = None,
+    bind: Annotated[str, option("The address to serve on.")] = "127.0.0.1",
+    limit: Annotated[OptText, option("Memory that the process tree may use, as in 8GiB.")] = None,
+    json: Annotated[bool, option("Print JSON lines, as they are recorded.", "--json")] = False,
     verbose: Verbose = False,
 ) -> None:
     """Watch a process that runs, or start one and watch it; or the memories of a Ray cluster."""
@@ -84,12 +84,9 @@ def watch(
         command = _command_line_of(pid) if launched is None else target
         title = f"{' '.join(Path(word).name if '/' in word else word for word in command)} ({pid})"
         first = record_header(pid, command, interval)
-        outputs = options.open(first, lambda turn, width: process_view(turn, turns.history, title, width))
-        try:
-            _watch_until_end(turns, outputs, launched, once)
-        finally:
-            for output in outputs:
-                output.close()
+        options.show(
+            _passes(turns, launched), first, lambda turn, width: process_view(turn, turns.history, title, width)
+        )
     except KeyboardInterrupt:
         pass
     finally:
@@ -99,9 +96,7 @@ def watch(
         raise typer.Exit(code)
 
 
-def _watch_until_end(
-    turns: WatchLoop, outputs: list[WatchOutput], launched: LaunchedCommand | None, once: bool
-) -> None:
+def _passes(turns: WatchLoop, launched: LaunchedCommand | None) -> Iterator[WatchPass]:
     while turns.watcher.is_alive():
         try:
             turn = turns.run_pass()
@@ -109,10 +104,7 @@ def _watch_until_end(
             if turns.watcher.is_alive() or not turns.history.readings:
                 raise
             return
-        for output in outputs:
-            output.show(turn)
-        if once:
-            return
+        yield turn
         if turns.pause(None if launched is None else launched.ended_within):
             return
 
@@ -122,21 +114,6 @@ def _command_line_of(pid: int) -> list[str]:
         return list(psutil.Process(pid).cmdline())
     except psutil.Error as error:
         raise ArgumentError(f"pid ({pid}) is no process that runs; see 'ps' for its id") from error
-
-
-class JsonLinesOutput:
-    """JSON lines on stdout."""
-
-    def __init__(self, first: dict[str, object]) -> None:
-        typer.echo(json_.dumps(first))
-
-    def show(self, turn: WatchPass) -> None:
-        """Print what is new."""
-        for line in turn.lines():
-            typer.echo(json_.dumps(line))
-
-    def close(self) -> None:
-        """Do nothing: stdout stays open."""
 
 
 class LiveOutput:
@@ -177,7 +154,7 @@ class PrintedOutput:
             console.print(self._draw(self._last, console.width))
 
 
-WatchOutput = JsonLinesOutput | LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
+WatchOutput = LiveOutput | PrintedOutput | WatchRecorder | PrometheusServer
 
 
 class OutputOptions(NamedTuple):
@@ -194,17 +171,28 @@ class OutputOptions(NamedTuple):
         """Whether a reading is drawn over the one before."""
         return sys.stdout.isatty() and not self.once and not self.json
 
-    def open(self, first: dict[str, Any], draw: DrawPass) -> list[WatchOutput]:
-        """Open the outputs; `first` is the first line of a record."""
+    def show(self, turns: Iterable[Any], first: dict[str, Any], draw: DrawPass) -> None:
+        """Show one turn after the other; `first` is the first line of a record."""
+        with ExitStack() as stack:
+            outputs: list[WatchOutput] = []
+            for output in self._outputs(first, draw):
+                outputs.append(output)
+                stack.callback(output.close)
+            for turn in turns:
+                for output in outputs:
+                    output.show(turn)
+                if self.once:
+                    return
+
+    def _outputs(self, first: dict[str, Any], draw: DrawPass) -> Iterator[WatchOutput]:
         if self.json:
-            outputs: list[WatchOutput] = [JsonLinesOutput(first)]
+            yield WatchRecorder(None, first)
         else:
-            outputs = [LiveOutput(draw) if self.shows_live else PrintedOutput(draw)]
+            yield LiveOutput(draw) if self.shows_live else PrintedOutput(draw)
         if self.record is not None:
-            outputs.append(WatchRecorder(self.record, first))
+            yield WatchRecorder(self.record, first)
         if self.prometheus is not None:
-            outputs.append(PrometheusServer(self.prometheus, self.bind))
-        return outputs
+            yield PrometheusServer(self.prometheus, self.bind)
 
 
 def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: int = 80) -> RenderableType:

@@ -6,6 +6,7 @@ In:  the address of Ray's head.  Out: a table of shards for every memory, for 80
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
@@ -19,7 +20,7 @@ from holdall.tools.watch.reading import ReadingHistory
 from holdall.units import format_bytes
 
 if TYPE_CHECKING:
-    from holdall.cluster.watch import ClusterPass, SeenMemory, SeenShard
+    from holdall.cluster.watch import ClusterPass, ClusterWatch, SeenMemory, SeenShard
 
 
 _QUIET_RAY_SETTINGS = {
@@ -43,28 +44,26 @@ def watch_ray(target: list[str], interval: float, options: OutputOptions) -> Non
         os.environ.setdefault(name, value)
     use_token(os.environ)
     try:
-        from holdall.cluster.watch import ClusterMonitor, ClusterWatch  # noqa: PLC0415  an extra
+        from holdall.cluster import watch  # noqa: PLC0415  an extra
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise MissingPackageError("--ray needs ray; run \"pip install 'holdall[ray]'\"") from error
-    monitor = ClusterMonitor(target[0] if target else None, min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S))
-    turns = ClusterWatch(monitor, interval)
-    outputs = options.open(turns.header(), lambda turn, width: cluster_view(turn, turns.history, width))
+    timeout_s = min(max(interval, _SHORTEST_TIMEOUT_S), _LONGEST_TIMEOUT_S)
+    monitor = watch.ClusterMonitor(target[0] if target else None, timeout_s)
+    turns = watch.ClusterWatch(monitor, interval)
     try:
-        while True:
-            turn = turns.take()
-            for output in outputs:
-                output.show(turn)
-            if options.once:
-                break
-            turns.pause()
+        options.show(_passes(turns), turns.header(), lambda turn, width: cluster_view(turn, turns.history, width))
     except KeyboardInterrupt:
         pass
     finally:
-        for output in outputs:
-            output.close()
         monitor.close()
+
+
+def _passes(turns: ClusterWatch) -> Iterator[ClusterPass]:
+    while True:
+        yield turns.take()
+        turns.pause()
 
 
 def cluster_view(turn: ClusterPass, history: ReadingHistory, width: int = 80) -> RenderableType:

@@ -12,6 +12,7 @@ import contextlib
 import json
 import platform
 import socket
+import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -49,11 +50,11 @@ def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit
 
 
 class WatchRecorder:
-    """Writes a record, line by line."""
+    """Writes a record, line by line; to stdout if there is no path."""
 
-    def __init__(self, path: Path, first: dict[str, Any]) -> None:
+    def __init__(self, path: Path | None, first: dict[str, Any]) -> None:
         try:
-            self._file = path.open("w", encoding="utf-8")
+            self._file = sys.stdout if path is None else path.open("w", encoding="utf-8")
         except OSError as error:
             raise WatchError(f"--record ({path}) cannot be written ({error.strerror}); name another file") from error
         self._write([first])
@@ -64,7 +65,8 @@ class WatchRecorder:
 
     def close(self) -> None:
         """End the file."""
-        self._file.close()
+        if self._file is not sys.stdout:
+            self._file.close()
 
     def _write(self, lines: list[dict[str, Any]]) -> None:
         self._file.write("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
