@@ -57,6 +57,10 @@ class BufferArray:
         """Bytes of the whole array."""
         return prod(self.shape) * self.dtype.itemsize
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return {"name": self.name, "shape": list(self.shape), "dtype": self.dtype.name, "bytes": self.nbytes}
+
 
 @dataclass(frozen=True, slots=True)
 class BufferLayout:

@@ -16,13 +16,7 @@ from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.plan.buffer_layout import REPLAY_CLASSES, installed_version, parse_version
-from holdall.tools.plan.environments import (
-    parse_observation,
-    parse_space,
-    read_vec_env,
-    space_from_dict,
-    stacked_space,
-)
+from holdall.tools.plan.environments import parse_observation, parse_space, read_vec_env, space_from_dict, stacked_space
 from holdall.tools.plan.spec import ALGORITHMS, Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
@@ -79,18 +73,13 @@ def parse_count(value: Any, argument: str) -> int:
 
 
 def _spaces(given: Mapping[str, Any], environment: Mapping[str, Any] | None, frames: int) -> tuple[Any, Any]:
-    if "obs" in given:
-        observation = _observation(given["obs"])
-    elif environment is not None:
-        observation = space_from_dict(environment["observation"])
-    else:
+    if environment is None and "obs" not in given:
         raise ArgumentError("obs is missing; write --obs 84x84x4:uint8, or name the environment with --env")
-    if "action" in given:
-        action = parse_space(str(given["action"]), "action")
-    elif environment is not None:
-        action = space_from_dict(environment["action"])
-    else:
+    if environment is None and "action" not in given:
         raise ArgumentError("action is missing; write --action 8 or --action 'discrete(4)', or name an --env")
+    made = environment or {}
+    observation = _observation(given["obs"]) if "obs" in given else space_from_dict(made["observation"])
+    action = parse_space(str(given["action"]), "action") if "action" in given else space_from_dict(made["action"])
     return stacked_space(observation, frames), action
 
 

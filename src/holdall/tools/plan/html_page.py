@@ -9,31 +9,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from holdall.tools.plan.phases import LimitCheck, PhasePart, RunPhase, largest_phase
+from holdall.tools.plan.phases import PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, count_or_dash
-from holdall.tools.report import (
+from holdall.tools.report.charts import (
     BarPiece,
     BarRow,
-    Card,
     Child,
     Markup,
     Plot,
     PlotLayer,
     Scale,
-    Tile,
     bars,
     bytes_scale,
-    cards,
-    code,
-    document,
     joined,
-    section,
-    sentence,
-    table,
     tag,
-    tiles,
-    toned_word,
 )
+from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.units import format_bytes
 
 _TONES = {"fits": "good", "tight": "warning", "does not fit": "error"}
@@ -59,13 +50,9 @@ def _verdict_badge(verdict: object) -> Markup:
 
 def _tiles(plan: Plan) -> Markup:
     check = max(plan.checks, key=lambda check: check.verdict)  # the one that decides
-    verdict = str(plan.verdict)
-    shown = [
-        Tile("verdict", verdict, check.what, _TONES[verdict]),
-        Tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}"),
-        Tile("free", format_bytes(check.limit.free_bytes), check.limit.name),
-    ]
-    return tiles(shown)
+    verdict = Tile("verdict", str(plan.verdict), check.what, _TONES[str(plan.verdict)])
+    needs = Tile("needs", format_bytes(check.need_bytes), f"at most {format_bytes(check.most_bytes)}")
+    return tiles([verdict, needs, Tile("free", format_bytes(check.limit.free_bytes), check.limit.name)])
 
 
 def _answer(plan: Plan) -> Markup:
@@ -80,19 +67,12 @@ def _answer(plan: Plan) -> Markup:
 
 def _checks(plan: Plan) -> Markup:
     heads = ["", "", "needs", "at most", "free"]
-    rows = [
-        [
-            joined(check.what, tag("small", f"of {check.limit.name}")),
-            _verdict_badge(check.verdict),
-            both_units(check.need_bytes),
-            both_units(check.most_bytes),
-            both_units(check.limit.free_bytes),
-        ]
-        for check in plan.checks
-    ]
-    lead = (
-        "A run fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
-    )
+    rows: list[list[Child]] = []
+    for check in plan.checks:
+        name = joined(check.what, tag("small", f"of {check.limit.name}"))
+        sizes = map(both_units, (check.need_bytes, check.most_bytes, check.limit.free_bytes))
+        rows.append([name, _verdict_badge(check.verdict), *sizes])
+    lead = "It fits if even the upper bound of its largest phase is below the limit; it is tight if only the need is."
     return section("Need and limits", table(heads, rows, "Checks", words=2), lead=lead)
 
 
@@ -104,15 +84,11 @@ def _phases(plan: Plan) -> list[Markup]:
     charts = [_chart(title, phases, scale, limit.free_bytes) for title, phases in groups if phases]
     lead = f"A run needs the largest of its phases, not their sum. {_PROVENANCE}"
     shown = [section("Memory by phase", *charts, lead=lead)]
-    gpu = next((check for check in plan.checks if check.what.startswith("GPU")), None)
     if plan.vram:
-        shown.append(section("On the GPU", _gpu_chart(plan.vram, gpu), lead=_PROVENANCE))
+        free = next((check.limit.free_bytes for check in plan.checks if check.what.startswith("GPU")), 0)
+        chart = _chart("GPU memory", plan.vram, _scale_with_limit(free, plan.vram), free)
+        shown.append(section("On the GPU", chart, lead=_PROVENANCE))
     return shown
-
-
-def _gpu_chart(phases: Sequence[RunPhase], check: LimitCheck | None) -> Markup:
-    free = 0 if check is None else check.limit.free_bytes
-    return _chart("GPU memory", phases, _scale_with_limit(free, phases), free)
 
 
 def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
@@ -122,35 +98,25 @@ def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
 
 
 def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> Markup:
-    names = list(dict.fromkeys(part.name for phase in phases for part in phase.parts if part.nbytes))
-    colours = {name: _colour(name) for name in names}
-    peak = largest_phase(phases)
-    rows = [
-        BarRow(
-            phase.name,
-            [
-                BarPiece(part.nbytes, colours[part.name], f"{phase.name}: {part.name}\n{_sizes(part)}")
-                for part in phase.parts
-                if part.nbytes
-            ],
-            format_bytes(phase.nbytes),
-            "" if phase.happens else "not in this run",
-            strong=phase is peak,
-        )
-        for phase in phases
-    ]  # fmt: skip
+    peak, rows = largest_phase(phases), []
+    colours: dict[str, str] = {}
+    for phase in phases:
+        pieces = [_piece(phase, part) for part in phase.parts if part.nbytes]
+        colours |= {part.name: _colour(part) for part in phase.parts if part.nbytes}
+        said = "" if phase.happens else "not in this run"
+        rows.append(BarRow(phase.name, pieces, format_bytes(phase.nbytes), said, strong=phase is peak))
     named = (float(limit), f"limit {format_bytes(limit)}") if limit else None
-    legend = list(colours.items())
-    return tag("div", tag("h4", title), bars(rows, scale, title, legend=legend, limit=named))
+    return tag("div", tag("h4", title), bars(rows, scale, title, legend=list(colours.items()), limit=named))
 
 
-def _sizes(part: PhasePart) -> str:
-    return f"{both_units(part.nbytes)}, {part.how}\nat most {format_bytes(part.most_bytes)}"
+def _piece(phase: RunPhase, part: PhasePart) -> BarPiece:
+    sizes = f"{both_units(part.nbytes)}, {part.how}\nat most {format_bytes(part.most_bytes)}"
+    return BarPiece(part.nbytes, _colour(part), f"{phase.name}: {part.name}\n{sizes}")
 
 
-def _colour(name: str) -> str:
+def _colour(part: PhasePart) -> str:
     """Give a part the same colour in every chart of the page."""
-    return next((colour for word, colour in _COLOURS.items() if word in name), "c6")
+    return next((colour for word, colour in _COLOURS.items() if word in part.name), "c6")
 
 
 def _capacities(plan: Plan) -> Markup:
@@ -184,24 +150,16 @@ def _curves(plan: Plan) -> Markup:
     heads = [f"{plan.size_word} {size:,.0f}" for size in sizes]
     marked = {0, len(sizes) - 1, len(sizes) // 2}
     ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
-    named = (float(limit), f"limit {format_bytes(limit)}")
-    plot = Plot(
-        f"{plan.size_word.capitalize()} against memory", sizes / sizes[-1], heads, layers, scale, ticks, False, named
-    )
-    return plot.markup()
+    title, named = f"{plan.size_word.capitalize()} against memory", (float(limit), f"limit {format_bytes(limit)}")
+    return Plot(title, sizes / sizes[-1], heads, layers, scale, ticks, False, named).markup()
 
 
 def _profiles(plan: Plan) -> Markup:
     heads = ["profile", "of the limit", "for the run", "batch", "SB3 holds", "holdall holds"]
-    rows = [
-        [
-            profile.name,
-            f"{profile.share:.0%}",
-            both_units(profile.limit_bytes),
-            count_or_dash(profile.batch_size),
-            count_or_dash(profile.sb3_size),
-            "-" if profile.holdall_size is None else count_or_dash(profile.holdall_size),
-        ]
-        for profile in plan.profiles
-    ]
+    rows: list[list[Child]] = []
+    for profile in plan.profiles:
+        counts = (profile.batch_size, profile.sb3_size, profile.holdall_size or 0)
+        rows.append(
+            [profile.name, f"{profile.share:.0%}", both_units(profile.limit_bytes), *map(count_or_dash, counts)]
+        )
     return section("Profiles", table(heads, rows, "Profiles"), lead="Shares of the limit for the whole run.")

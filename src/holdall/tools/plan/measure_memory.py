@@ -172,14 +172,9 @@ def environment_steps(spec: Spec) -> Iterator[StepArrays]:
     lanes = [_stacked_steps(spec, lane) for lane in range(spec.num_envs)]
     while True:
         obs, action, reward, next_obs, terminated, truncated = zip(*(next(lane) for lane in lanes), strict=True)
-        yield (
-            _stack_envs(spec.observation, obs),
-            _stack_envs(spec.action, action),
-            np.array(reward, np.float32),
-            _stack_envs(spec.observation, next_obs),
-            np.array(terminated),
-            np.array(truncated),
-        )
+        before, after = _stack_envs(spec.observation, obs), _stack_envs(spec.observation, next_obs)
+        ends = np.array(terminated), np.array(truncated)
+        yield before, _stack_envs(spec.action, action), np.array(reward, np.float32), after, *ends
 
 
 def _stacked_steps(spec: Spec, seed: int) -> Iterator[tuple[Any, ...]]:

@@ -9,7 +9,7 @@ not exact. "Fits" is said only if the upper bound of the largest phase is below 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -115,6 +115,11 @@ class RunPhase:
         """Upper bound of all parts."""
         return sum(part.most_bytes for part in self.parts)
 
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        sums = {"name": self.name, "bytes": self.nbytes, "most_bytes": self.most_bytes, "happens": self.happens}
+        return sums | {"parts": [asdict(part) for part in self.parts]}
+
 
 class UpdateBytes(NamedTuple):
     """Bytes of an update at one batch size."""
@@ -160,19 +165,19 @@ def host_phases(spec: Spec, measured: MeasuredCosts, holdall: HoldallNeed | None
     weights = [] if networks is None else [PhasePart.exact("network weights", networks.weights)]
     settled = [] if networks is None else [_kept_between_updates(networks)]
     buffer = _buffer(spec, holdall)
-    objects = (
-        [PhasePart.exact("infos of the buffer", layout.object_bytes)] if layout.object_bytes and not holdall else []
-    )
+    infos = 0 if holdall else layout.object_bytes
+    objects = [PhasePart.exact("infos of the buffer", infos)] if infos else []
     steady = [*around, *settled, buffer]
     phases = [RunPhase("construct", (*around, *weights, *objects)), RunPhase("collect", tuple(steady))]
     copies = 0 if holdall else layout.flatten_bytes
     if spec.on_policy:
         phases.append(RunPhase("flatten", (*steady, PhasePart.exact("rollout, copied", copies))))
-    phases.append(RunPhase("train", (*steady, *_update(spec, networks, measured, 0 if holdall else copies))))
-    if spec.on_policy:
-        return [*phases, RunPhase("save", tuple(steady))]
-    loaded = buffer if holdall else PhasePart.exact("replay buffer, loaded", layout.nbytes)
-    return [*phases, RunPhase("save", tuple(steady)), RunPhase("load", (*around, *settled, loaded), spec.saves_buffer)]
+    phases.append(RunPhase("train", (*steady, *_update(spec, networks, measured, copies))))
+    phases.append(RunPhase("save", tuple(steady)))
+    if not spec.on_policy:
+        loaded = buffer if holdall else PhasePart.exact("replay buffer, loaded", layout.nbytes)
+        phases.append(RunPhase("load", (*around, *settled, loaded), spec.saves_buffer))
+    return phases
 
 
 def vram_phases(spec: Spec, measured: MeasuredCosts) -> list[RunPhase]:
@@ -180,11 +185,10 @@ def vram_phases(spec: Spec, measured: MeasuredCosts) -> list[RunPhase]:
     networks = measured.networks(spec.batch)
     if not spec.device.startswith("cuda") or networks is None:
         return []
-    context = measured.vram_context
-    known = _CONTEXT_BYTES if context is None else context
-    base = PhasePart(
-        "CUDA context and libraries", known, "estimate" if context is None else "measured", int(1.1 * known)
-    )
+    context, how = measured.vram_context, "measured"
+    if context is None:
+        context, how = _CONTEXT_BYTES, "estimate"
+    base = PhasePart("CUDA context and libraries", context, how, int(1.1 * context))
     activations = networks.live - networks.settled
     used, kept = int(_CONVOLUTION_SPREAD * activations), int(_POOL_SPREAD * activations) + 128 * MIB
     pool = PhasePart("batch, activations and workspace", used + _BLAS_BYTES, "traced", kept + _BLAS_BYTES)
@@ -328,6 +332,12 @@ class LimitCheck:
         if self.need_bytes > self.limit.free_bytes:
             return FitVerdict.DOES_NOT_FIT
         return FitVerdict.FITS if self.most_bytes <= self.limit.free_bytes else FitVerdict.TIGHT
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        data = {"what": self.what, "need_bytes": self.need_bytes, "most_bytes": self.most_bytes}
+        limit = {"limit": self.limit.name, "free_bytes": self.limit.free_bytes}
+        return data | limit | {"verdict": str(self.verdict)}
 
 
 def largest_phase(phases: Sequence[RunPhase]) -> RunPhase:

@@ -83,14 +83,8 @@ class Plan:
 
     def largest_sizes(self) -> Iterator[tuple[str, str]]:
         """Name the largest sizes that fit, each if nothing else changes."""
-        names = {
-            "sb3_size": f"{self.size_word} with SB3's buffer",
-            "holdall_size": f"{self.size_word} with holdall's",
-            "batch_size": "batch",
-            "num_envs": "environments",
-        }
-        for key, name in names.items():
-            found = self.largest[key]
+        names = (f"{self.size_word} with SB3's buffer", f"{self.size_word} with holdall's", "batch", "environments")
+        for name, found in zip(names, self.largest.values(), strict=True):
             if found is not None:
                 yield name, f"{found:,}" if found else "none"
 
@@ -114,31 +108,15 @@ class Plan:
                 "transitions": layout.transitions,
                 "bytes": layout.nbytes,
                 "bytes_per_transition": layout.bytes_per_transition,
-                "arrays": [
-                    {"name": a.name, "shape": list(a.shape), "dtype": a.dtype.name, "bytes": a.nbytes}
-                    for a in layout.arrays
-                ],
+                "arrays": [array.as_dict() for array in layout.arrays],
             },
             "holdall": None if self.known.need is None else asdict(self.known.need),
-            "checks": [
-                {
-                    "what": check.what,
-                    "need_bytes": check.need_bytes,
-                    "most_bytes": check.most_bytes,
-                    "limit": check.limit.name,
-                    "free_bytes": check.limit.free_bytes,
-                    "verdict": str(check.verdict),
-                }
-                for check in self.checks
-            ],
+            "checks": [check.as_dict() for check in self.checks],
             "limits": [asdict(limit) for limit in self.known.limits.memory],
-            "phases": [_phase(phase) for phase in self.phases],
-            "holdall_phases": [_phase(phase) for phase in self.holdall_phases],
-            "vram_phases": [_phase(phase) for phase in self.vram],
-            "table": [
-                {name: str(value) if isinstance(value, FitVerdict) else value for name, value in asdict(row).items()}
-                for row in self.table
-            ],
+            "phases": [phase.as_dict() for phase in self.phases],
+            "holdall_phases": [phase.as_dict() for phase in self.holdall_phases],
+            "vram_phases": [phase.as_dict() for phase in self.vram],
+            "table": [row.as_dict() for row in self.table],
             "profiles": [asdict(profile) for profile in self.profiles],
             "largest": dict(self.largest),
             "change": None if self.change is None else {"title": self.change.title, "why": self.change.why},
@@ -252,16 +230,6 @@ def _measure(
         vram_context=vram["context"] if vram else None,
     )
     return measured, Limit("free GPU memory", vram["free"], vram["total"]) if vram else None
-
-
-def _phase(phase: RunPhase) -> dict[str, Any]:
-    return {
-        "name": phase.name,
-        "bytes": phase.nbytes,
-        "most_bytes": phase.most_bytes,
-        "happens": phase.happens,
-        "parts": [asdict(part) for part in phase.parts],
-    }
 
 
 def both_units(count: int) -> str:

@@ -7,7 +7,8 @@ Invariant: every recommendation went through the same arithmetic as the run itse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES, installed_version
 from holdall.tools.plan.phases import FitVerdict, PlanInputs
@@ -31,6 +32,10 @@ class CapacityRow:
     sb3_verdict: FitVerdict
     holdall_bytes: int | None
     holdall_verdict: FitVerdict | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return plain data, ready for JSON."""
+        return {name: str(one) if isinstance(one, FitVerdict) else one for name, one in asdict(self).items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,10 +136,8 @@ def largest_int(fits: Callable[[int], bool], top: int = _LARGEST_SIZE) -> int:
 
 def cheapest_change(spec: Spec, known: PlanInputs) -> SuggestedChange | None:
     """Return the first change that makes the run fit, those first that do not alter what is learnt."""
-    for change in _changes(spec, known):
-        if known.fits(change.spec, holdall=change.spec.uses_holdall):
-            return change
-    return None
+    changes = _changes(spec, known)
+    return next((change for change in changes if known.fits(change.spec, holdall=change.spec.uses_holdall)), None)
 
 
 def _changes(spec: Spec, known: PlanInputs) -> Iterator[SuggestedChange]:

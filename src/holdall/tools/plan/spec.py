@@ -56,33 +56,19 @@ class Algorithm:
     @property
     def positional(self) -> tuple[str, ...]:
         """The leading arguments, whose order no version has changed."""
-        if not self.on_policy:
-            return ("policy", "env", "learning_rate", "buffer_size", "learning_starts", "batch_size")
-        return (
-            "policy",
-            "env",
-            "learning_rate",
-            "n_steps",
-            *(("batch_size",) if "batch_size" in self.defaults else ()),
-        )
+        own = ("n_steps",) if self.on_policy else ("buffer_size", "learning_starts")
+        return ("policy", "env", "learning_rate", *own, *(("batch_size",) if "batch_size" in self.defaults else ()))
 
 
-def _off_policy(name: str, batch_size: int, package: str = "stable_baselines3") -> Algorithm:
-    defaults: dict[str, Any] = {
-        "buffer_size": 1_000_000,
-        "learning_starts": 100,
-        "batch_size": batch_size,
-        "train_freq": 1,
-        "gradient_steps": 1,
-        "replay_buffer_class": None,
-        "replay_buffer_kwargs": None,
-        "optimize_memory_usage": False,
-        "n_steps": 1,
-        "device": "auto",
-    }
-    if name in {"DQN", "QRDQN"}:
-        defaults |= {"train_freq": 4, "target_update_interval": 10_000}
-    return Algorithm(name, False, defaults, package)
+_OFF_POLICY = {
+    "buffer_size": 1_000_000, "learning_starts": 100, "batch_size": 256, "train_freq": 1, "gradient_steps": 1,
+    "replay_buffer_class": None, "replay_buffer_kwargs": None, "optimize_memory_usage": False, "n_steps": 1,
+    "device": "auto",
+}  # fmt: skip
+
+
+def _off_policy(name: str, package: str = "stable_baselines3", **defaults: Any) -> Algorithm:
+    return Algorithm(name, False, _OFF_POLICY | defaults, package)
 
 
 def _on_policy(
@@ -101,14 +87,14 @@ ALGORITHM_CLASSES = {
     algorithm.name: algorithm
     for algorithm in (
         _on_policy("A2C", 5, None),
-        _off_policy("DDPG", 256),
-        _off_policy("DQN", 32),
+        _off_policy("DDPG"),
+        _off_policy("DQN", batch_size=32, train_freq=4, target_update_interval=10_000),
         _on_policy("PPO", 2048, 64),
-        _off_policy("SAC", 256),
-        _off_policy("TD3", 256),
-        _off_policy("CrossQ", 256, _CONTRIB),
-        _off_policy("QRDQN", 32, _CONTRIB),
-        _off_policy("TQC", 256, _CONTRIB),
+        _off_policy("SAC"),
+        _off_policy("TD3"),
+        _off_policy("CrossQ", _CONTRIB),
+        _off_policy("QRDQN", _CONTRIB, batch_size=32, train_freq=4, target_update_interval=10_000),
+        _off_policy("TQC", _CONTRIB),
         _on_policy("TRPO", 2048, 128, _CONTRIB),
         _on_policy("MaskablePPO", 2048, 64, _CONTRIB, plain=False),
         _on_policy("RecurrentPPO", 128, 128, _CONTRIB, plain=False),
@@ -219,21 +205,11 @@ class Spec:
         """Lay out the buffer as the version of Stable-Baselines3 allocates it."""
         observation = leaves_of(self.observation, "obs")
         (action,) = leaves_of(self.action, "action")
-        sb3 = self.sb3 or installed_version()
+        kind: dict[str, Any] = {"buffer_class": self.sb3_buffer, "sb3": self.sb3 or installed_version()}
         if self.on_policy:
-            return rollout_buffer(
-                observation, action, self.rollout_steps, self.num_envs, buffer_class=self.sb3_buffer, sb3=sb3
-            )
-        return replay_buffer(
-            observation,
-            action,
-            self.capacity,
-            self.num_envs,
-            buffer_class=self.sb3_buffer,
-            optimize_memory_usage=self.optimize_memory_usage,
-            handle_timeout_termination=self.handle_timeout_termination,
-            sb3=sb3,
-        )
+            return rollout_buffer(observation, action, self.rollout_steps, self.num_envs, **kind)
+        kind |= {name: getattr(self, name) for name in ("optimize_memory_usage", "handle_timeout_termination")}
+        return replay_buffer(observation, action, self.capacity, self.num_envs, **kind)
 
     def but(self, **changes: Any) -> Spec:
         """Return the same run with some values changed."""

@@ -12,11 +12,11 @@ import mmap
 import os
 import re
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Self
+from typing import ClassVar, Self
 
 from holdall.machine import Mapping
 
@@ -27,6 +27,7 @@ ARENA_BYTES = 64 * 2**20
 _PACKAGE_PATH = re.compile(r"/(?:site|dist)-packages/([A-Za-z0-9_-]+)")
 _SHARED_PATH = re.compile(r"^(?:/dev/shm/|/memfd:|/SYSV|/dev/zero|/run/shm/)")
 _DEVICE_PATH = re.compile(r"^/dev/(?:nvidia|kfd|dri)")
+_STACK_LIMIT = re.compile(r"^Max stack size\s+(\S+)", re.MULTILINE)
 _PT_LOAD = 1
 _ET_EXEC = 2
 """A program that is always loaded to the addresses in its header."""
@@ -43,9 +44,11 @@ _MOST_READS = 4096
 class ProcFile:
     """One file of `/proc/PID`; also a context manager."""
 
-    def __init__(self, pid: int, name: str, proc: Path) -> None:
+    name: ClassVar[str]
+
+    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
         try:
-            self._file: int | None = os.open(proc / str(pid) / name, os.O_RDONLY)
+            self._file: int | None = os.open(proc / str(pid) / self.name, os.O_RDONLY)
         except OSError:
             self._file = None
 
@@ -61,16 +64,12 @@ class ProcFile:
 class PageMap(ProcFile):
     """The page map of one process, open for some reads: eight bytes a page, with the highest bit set if it is there."""
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        super().__init__(pid, "pagemap", proc)
+    name = "pagemap"
 
-    def resident(self, ranges: Iterable[tuple[int, int]]) -> int | None:
-        """Return the bytes of the ranges that are in memory; pages that one begins or ends in count in part."""
+    def resident(self, start: int, end: int) -> int | None:
+        """Return the bytes of a range that are in memory; pages that it begins or ends in count in part."""
         if self._file is None:
             return None
-        return sum(self._resident(start, end) for start, end in ranges if end > start)
-
-    def _resident(self, start: int, end: int) -> int:
         first, last = start // mmap.PAGESIZE, (end - 1) // mmap.PAGESIZE
         found = 0
         for page in range(first, last + 1, _CHUNK_PAGES):
@@ -171,7 +170,8 @@ def _bss_segments(file: Path) -> tuple[bool, tuple[tuple[int, int], ...]]:
             header = stream.read(64)
             if header[:5] != b"\x7fELF\x02":
                 return False, ()
-            kind, (first, size, count) = struct.unpack_from("<H", header, 16)[0], _program_headers(header)
+            (kind,), (first,) = struct.unpack_from("<H", header, 16), struct.unpack_from("<Q", header, 32)
+            size, count = struct.unpack_from("<HH", header, 54)
             stream.seek(first)
             table = stream.read(size * count)
     except (OSError, struct.error):
@@ -184,10 +184,6 @@ def _bss_segments(file: Path) -> tuple[bool, tuple[tuple[int, int], ...]]:
     return kind == _ET_EXEC, tuple(found)
 
 
-def _program_headers(header: bytes) -> tuple[int, int, int]:
-    return struct.unpack_from("<Q", header, 32)[0], *struct.unpack_from("<HH", header, 54)
-
-
 def _page_up(address: int) -> int:
     return -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
 
@@ -197,10 +193,8 @@ def stack_ranges(pid: int, found: list[Mapping], proc: Path = Path("/proc")) -> 
     most = _longest_stack(proc / str(pid) / "limits")
     ranges = {}
     for below, here in pairwise(found):
-        is_guard = (
-            below.permissions.startswith("---") and below.end == here.start and below.nbytes <= _LARGEST_GUARD_BYTES
-        )
-        if is_guard and _may_be_stack(here):
+        is_guard = below.permissions.startswith("---") and below.nbytes <= _LARGEST_GUARD_BYTES
+        if is_guard and below.end == here.start and _may_be_stack(here):
             # The kernel joins neighbours: what lies behind the stack is no part of it.
             ranges[here.start] = (here.start, min(here.end, here.start + most - below.nbytes))
     starts = [one.start for one in found]
@@ -219,14 +213,12 @@ def _may_be_stack(mapping: Mapping) -> bool:
 
 def _longest_stack(limits: Path) -> int:
     try:
-        lines = limits.read_text(encoding="ascii", errors="replace").splitlines()
+        found = _STACK_LIMIT.search(limits.read_text(encoding="ascii", errors="replace"))
     except OSError:
+        found = None
+    if found is None:
         return 8 * 2**20
-    for line in lines:
-        if line.startswith("Max stack size"):
-            soft = line.split()[3]
-            return int(soft) if soft.isdigit() else _UNLIMITED_STACK_BYTES
-    return 8 * 2**20
+    return int(found[1]) if found[1].isdigit() else _UNLIMITED_STACK_BYTES
 
 
 def _stack_pointers(tasks: Path) -> list[int]:
@@ -253,8 +245,7 @@ class ProcessMemory(ProcFile):
     in one mapping, and NumPy asks for huge pages, so blocks are found by these marks and not by mappings.
     """
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        super().__init__(pid, "mem", proc)
+    name = "mem"
 
     @property
     def is_readable(self) -> bool:
@@ -263,20 +254,17 @@ class ProcessMemory(ProcFile):
 
     def blocks(self, mappings: list[Mapping]) -> Iterator[tuple[int, int]]:
         """Yield the ranges that malloc mapped on their own, in mappings without a name that are in order."""
-        if self._file is None:
-            return
-        run: list[Mapping] = []
-        for mapping in mappings:
-            if run and run[-1].end != mapping.start:
-                yield from self._in_run(run)
-                run = []
-            run.append(mapping)
-        yield from self._in_run(run)
+        runs: list[list[Mapping]] = []
+        for mapping in mappings if self._file is not None else ():
+            if runs and runs[-1][-1].end == mapping.start:
+                runs[-1].append(mapping)
+            else:
+                runs.append([mapping])
+        for run in runs:
+            yield from self._in_run(run)
 
     def _in_run(self, run: list[Mapping]) -> Iterator[tuple[int, int]]:
         """Yield the blocks in mappings that lie one behind the other."""
-        if not run:
-            return
         here, end = run[0].start, run[-1].end
         # Where a mapping begins, a block may have begun a page before.
         borders = sorted({border for one in run for border in (one.start - mmap.PAGESIZE, one.start)})

@@ -17,7 +17,7 @@ import sys
 import threading
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -159,7 +159,10 @@ class Agent:
             if time.monotonic() >= self._networks_due:
                 self._in_networks = tuple(self._network_regions())
                 self._networks_due = time.monotonic() + _NETWORKS_EVERY_S
-            self._regions = tuple(_without_duplicates([*buffers, *self._in_networks]))
+            found: dict[int, Region] = {}
+            for region in [*buffers, *self._in_networks]:
+                found.setdefault(region.address, region)  # a view of an array that has a name already is left out
+            self._regions = tuple(found.values())
         models = self._living_models()
         torch: Any = sys.modules.get("torch")  # never imported to find out
         return AgentReport(
@@ -221,15 +224,6 @@ def _sb3_buffer_regions(name: str, buffer: Any, memories: list[Any]) -> Iterator
         yield from buffer_regions(name, buffer)
 
 
-def _without_duplicates(regions: Iterable[Region]) -> Iterator[Region]:
-    """Leave out what comes twice: a view of an array that has a name already."""
-    seen: set[int] = set()
-    for region in regions:
-        if region.address not in seen:
-            seen.add(region.address)
-            yield region
-
-
 def _model_goal(model: Any) -> int | None:
     goal = getattr(model, "_total_timesteps", None)
     return int(goal) if goal else None
@@ -238,9 +232,7 @@ def _model_goal(model: Any) -> int | None:
 def _model_phase(model: Any) -> str | None:
     """Return what an on-policy model is doing, by its buffer; off-policy ones switch many times a second."""
     buffer = getattr(model, "rollout_buffer", None)
-    if buffer is None:
-        return None
-    return "train" if getattr(buffer, "full", False) else "collect"
+    return None if buffer is None else "train" if getattr(buffer, "full", False) else "collect"
 
 
 def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
@@ -249,22 +241,16 @@ def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
     if cuda is None or not cuda.is_initialized():
         return {}
     stats, device = cuda.memory_stats(), int(cuda.current_device())
-    return {
-        "device": device,
-        "requested": int(stats.get("requested_bytes.all.current", 0)),
-        "allocated": int(stats.get("allocated_bytes.all.current", 0)),
-        "reserved": int(stats.get("reserved_bytes.all.current", 0)),
-        "fragmented": int(stats.get("inactive_split_bytes.all.current", 0)),
-        "limit": int(cuda.get_device_properties(device).total_memory),
-    }
+    names = {"requested": "requested", "allocated": "allocated", "reserved": "reserved", "fragmented": "inactive_split"}
+    found = {name: int(stats.get(f"{torch_name}_bytes.all.current", 0)) for name, torch_name in names.items()}
+    return {"device": device, **found, "limit": int(cuda.get_device_properties(device).total_memory)}
 
 
 def _spilled_bytes() -> dict[str, int]:
-    found: dict[str, int] = {}
+    found: Counter[str] = Counter()
     for memory in tracked.living():
-        folder = getattr(memory, "spill_dir", None)
-        if folder is not None:
-            found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(getattr(memory, "disk_bytes", 0))
+        if (folder := getattr(memory, "spill_dir", None)) is not None:
+            found[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))
     return found
 
 
@@ -286,14 +272,14 @@ def memory_regions(memories: Iterable[Tracked]) -> Iterator[Region]:
 
     NumPy arrays are unknown to the garbage collector, so memories list them themselves.
     """
-    taken: dict[str, int] = {}
+    taken: Counter[str] = Counter()
     for memory in memories:
         kind = "rollout" if "Rollout" in type(memory).__name__ else "replay"
-        taken[kind] = taken.get(kind, 0) + 1
+        taken[kind] += 1
         prefix = kind if taken[kind] == 1 else f"{kind} {taken[kind]}"
         fill = float(memory.fill)
         for name, array in memory.arrays():
-            yield from _regions("buffers", f"{prefix}.{name}", array, fill)
+            yield from array_regions(f"{prefix}.{name}", array, fill)
 
 
 def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
@@ -305,7 +291,7 @@ def buffer_regions(name: str, buffer: Any) -> Iterator[Region]:
         fill = 1.0 if attributes.get("full") else position / size
     for key, value in list(attributes.items()):
         for field, array in _arrays(key, value):
-            yield from _regions("buffers", f"{name}.{field}", array, fill)
+            yield from array_regions(f"{name}.{field}", array, fill)
 
 
 def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterator[Region]:
@@ -322,22 +308,13 @@ def network_regions(modules: Iterable[Any], optimizers: Iterable[Any]) -> Iterat
                     yield from _tensor_regions("optimizer state", value)
 
 
-def array_regions(name: str, array: Any, fill: float | None) -> Iterator[Region]:
-    """Yield what one array or tensor of a user lies in."""
-    yield from _regions("buffers", name, array, fill)
-
-
 def _arrays(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for inner, array in list(value.items()):
-            if _is_array(array):
-                yield f"{key}.{inner}", array
-    elif _is_array(value):
-        yield key, value
-
-
-def _is_array(value: Any) -> bool:
-    return _is_ndarray(value) or (hasattr(value, "data_ptr") and hasattr(value, "untyped_storage"))
+    held = (
+        {f"{key}.{inner}": array for inner, array in list(value.items())} if isinstance(value, dict) else {key: value}
+    )
+    for name, array in held.items():
+        if _is_ndarray(array) or (hasattr(array, "data_ptr") and hasattr(array, "untyped_storage")):
+            yield name, array
 
 
 def _is_ndarray(value: Any) -> bool:
@@ -346,15 +323,16 @@ def _is_ndarray(value: Any) -> bool:
     return numpy is not None and isinstance(value, numpy.ndarray)
 
 
-def _regions(group: str, name: str, array: Any, fill: float | None) -> Iterator[Region]:
+def array_regions(name: str, array: Any, fill: float | None) -> Iterator[Region]:
+    """Yield what one array or tensor of a buffer, or of a user, lies in."""
     if not _is_ndarray(array):
-        yield from _tensor_regions(name, array, group, fill)
+        yield from _tensor_regions(name, array, "buffers", fill)
         return
     owner: Any = array
     while _is_ndarray(owner.base):
         owner = owner.base  # a view may be of a part, and two views of the same
     if owner.nbytes:
-        yield Region(group, name, _address(owner), owner.nbytes, fill, not _is_mapped(owner))
+        yield Region("buffers", name, _address(owner), owner.nbytes, fill, not _is_mapped(owner))
 
 
 def _tensor_regions(name: str, tensor: Any, group: str = "torch", fill: float | None = None) -> Iterator[Region]:

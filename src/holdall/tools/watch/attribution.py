@@ -11,18 +11,11 @@ import bisect
 import mmap
 from collections import defaultdict
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from holdall.machine import Mapping, mappings
-from holdall.tools.watch.address_ranges import (
-    PageMap,
-    ProcessMemory,
-    bss_ranges,
-    heap_ranges,
-    is_nameless,
-    named_mappings,
-    stack_ranges,
-)
+from holdall.tools.watch import address_ranges as ranges
+from holdall.tools.watch.address_ranges import PageMap, ProcessMemory, is_nameless
 from holdall.tools.watch.agent_files import AgentReport, Region
 from holdall.tools.watch.reading import GROUPS, AttributedPart
 from holdall.units import format_bytes
@@ -40,11 +33,11 @@ class _Sum:
     fill: float | None = None
 
 
-@dataclass(slots=True)
 class _Sums:
     """Parts under way."""
 
-    by_name: dict[tuple[str, str], _Sum] = field(default_factory=lambda: defaultdict(_Sum))
+    def __init__(self) -> None:
+        self.by_name: dict[tuple[str, str], _Sum] = defaultdict(_Sum)
 
     def add(self, group: str, name: str, resident: int, allocated: int, fill: float | None = None) -> None:
         part = self.by_name[group, name]
@@ -72,7 +65,7 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     """Read a process and return where its memory is."""
     found = mappings(pid)
     sums = _Sums()
-    named = list(named_mappings(found))
+    named = list(ranges.named_mappings(found))
     for mapping, group, name in named:
         sums.add(group, name, mapping.proportional, mapping.nbytes)
     whole = {mapping.start for mapping, _, _ in named}
@@ -111,9 +104,9 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
 def _claims(
     pid: int, found: list[Mapping], libraries: list[tuple[Mapping, str]], report: AgentReport | None
 ) -> list[_Claim]:
-    claims = [_Claim(start, end, _HEAP) for start, end in heap_ranges(found)]
-    claims += [_Claim(start, end, _STACK) for start, end in stack_ranges(pid, found).values()]
-    zeroed = bss_ranges(pid, libraries)
+    claims = [_Claim(start, end, _HEAP) for start, end in ranges.heap_ranges(found)]
+    claims += [_Claim(start, end, _STACK) for start, end in ranges.stack_ranges(pid, found).values()]
+    zeroed = ranges.bss_ranges(pid, libraries)
     regions = [Region("libraries", name, start, end - start, in_heap=False) for start, end, name in zeroed]
     regions += () if report is None else report.regions
     claims += [_Claim(one.address, one.address + one.nbytes, one.group, one) for one in regions]
@@ -142,7 +135,7 @@ def _by_mapping(plain: list[Mapping], claims: list[_Claim]) -> Iterable[tuple[Ma
             mapping = plain[at]
             start, end = max(claim.start, mapping.start), min(claim.end, mapping.end)
             if start < end:
-                touching.setdefault(mapping.start, []).append(_Claim(start, end, claim.kind, claim.region))
+                touching.setdefault(mapping.start, []).append(replace(claim, start=start, end=end))
             at += 1
     return [(mapping, touching.get(mapping.start, [])) for mapping in plain]
 
@@ -181,7 +174,7 @@ def _without_overlaps(claims: list[_Claim]) -> Iterable[_Claim]:
     for claim in claims:
         start = max(claim.start, reached)
         if start < claim.end:
-            yield _Claim(start, claim.end, claim.kind, claim.region)
+            yield replace(claim, start=start)
             reached = claim.end
 
 
@@ -192,7 +185,7 @@ def _touched(mapping: Mapping, claim: _Claim, pages: PageMap, *, is_alone: bool)
     length = claim.end - claim.start
     if is_alone and length >= mapping.nbytes - mmap.PAGESIZE:  # the allocator's header stands before an array
         return mapping.proportional
-    resident = length if length < mmap.PAGESIZE else pages.resident([(claim.start, claim.end)])
+    resident = length if length < mmap.PAGESIZE else pages.resident(claim.start, claim.end)
     if resident is None:  # without the page map, pages are taken to lie evenly
         resident = mapping.resident * length // mapping.nbytes
     return resident * mapping.proportional // mapping.resident
@@ -223,13 +216,9 @@ def _assign_blocks_by_total(left: int, report: AgentReport | None, claims: list[
     if report is None or report.heap is None:
         return 0
     heaps = [claim for claim in claims if claim.kind == _HEAP]
-    own = sum(
-        claim.end - claim.start
-        for claim in claims
-        if claim.region is not None
-        and claim.region.in_heap
-        and not any(heap.start <= claim.start < heap.end for heap in heaps)
-    )
+    named = [claim for claim in claims if claim.region is not None and claim.region.in_heap]
+    mapped = [claim for claim in named if not any(heap.start <= claim.start < heap.end for heap in heaps)]
+    own = sum(claim.end - claim.start for claim in mapped)
     blocks.allocated = max(report.heap.mapped - own, 0)
     blocks.resident = min(blocks.allocated, left)
     return blocks.resident

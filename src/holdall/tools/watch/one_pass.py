@@ -108,14 +108,12 @@ class AlertThrottle:
 
     def of(self, verdicts: Iterable[WatchVerdict], moment: float) -> list[WatchVerdict]:
         """Return the verdicts that must be reported now."""
-        return [one for one in verdicts if self._is_due(one, moment)]
-
-    def _is_due(self, verdict: WatchVerdict, moment: float) -> bool:
-        key = f"{verdict.name} {verdict.evidence.get('buffer', verdict.evidence.get('of', ''))}"
-        if moment - self._reported.get(key, 0.0) < _REPEAT_AFTER_S:
-            return False
-        self._reported[key] = moment
-        return True
+        due = {}
+        for one in verdicts:
+            key = f"{one.name} {one.evidence.get('buffer', one.evidence.get('of', ''))}"
+            if moment - self._reported.get(key, 0.0) >= _REPEAT_AFTER_S:
+                due[key], self._reported[key] = one, moment
+        return list(due.values())
 
 
 def publish_latest(pid: int, latest: WatchPass) -> None:

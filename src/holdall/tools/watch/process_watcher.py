@@ -177,10 +177,8 @@ def worker_parts(pid: int, without: Collection[int] = ()) -> list[AttributedPart
         if worker.pid in passed:
             continue
         try:
-            held = held_bytes(worker.pid).proportional
-            parts.append(
-                AttributedPart("workers", f"{worker.pid} {_worker_name(worker)}", held, int(worker.memory_info().vms))
-            )
+            held, addresses = held_bytes(worker.pid).proportional, int(worker.memory_info().vms)
+            parts.append(AttributedPart("workers", f"{worker.pid} {_worker_name(worker)}", held, addresses))
         except (psutil.Error, OSError):  # it ended, or belongs to somebody else
             continue
     return sorted(parts, key=lambda part: -part.resident)
@@ -246,9 +244,8 @@ def _amd(sysfs: Path) -> tuple[int, int] | None:
 
 def headroom(pid: int, budget_bytes: int | None = None) -> dict[str, int]:
     """Return the bytes that are left, by what limits them."""
-    return {limit.name: limit.free_bytes for limit in memory_limits(None, process=pid)} | (
-        {} if budget_bytes is None else {"--limit": budget_bytes}
-    )
+    own = {} if budget_bytes is None else {"--limit": budget_bytes}
+    return {limit.name: limit.free_bytes for limit in memory_limits(None, process=pid)} | own
 
 
 def stalled_percent() -> float | None:

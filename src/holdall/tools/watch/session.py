@@ -240,20 +240,11 @@ class _ModelImportFinder(importlib.abc.MetaPathFinder):
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(fullname)
         if spec is not None and spec.loader is not None:
-            spec.loader = _ModelImportLoader(spec.loader)
+            load = spec.loader.exec_module
+
+            def load_and_follow(module: ModuleType) -> None:
+                load(module)
+                follow_models(module)
+
+            spec.loader.exec_module = load_and_follow  # type: ignore[method-assign]  # of this one loader
         return spec
-
-
-class _ModelImportLoader(importlib.abc.Loader):
-    """Loads a module as its own loader would, and then looks at it."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
-        created: ModuleType | None = self._loader.create_module(spec)
-        return created
-
-    def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        follow_models(module)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory, Trend, buffers_of, in_common_phase, steady_growth
 from holdall.units import format_bytes
@@ -129,16 +129,12 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
             if held
         ]
         grows = all(after[1] >= before[1] for before, after in pairwise(known))
-        if (
-            len(known) < _FEWEST_FILL_READINGS
-            or not grows
-            or known[-1][1] <= known[0][1]
-            or known[-1][0] <= known[0][0]
-        ):
+        if len(known) < _FEWEST_FILL_READINGS or not grows:
             continue  # a rollout starts again and again: that is no filling
-        distance = known[-1][0] - known[0][0]
-        left = (1.0 - share) / ((known[-1][1] - known[0][1]) / distance)
-        slope = max((known[-1][2] - known[0][2]) / distance, 0.0)
+        distance, filled, taken = (last - first for first, last in zip(known[0], known[-1], strict=True))
+        if distance <= 0 or filled <= 0:
+            continue
+        left, slope = (1.0 - share) / (filled / distance), max(taken / distance, 0.0)
         found.append(FillingBuffer(name, share, known[-1][2], slope, left))
     return found
 
@@ -165,8 +161,7 @@ def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     return verdicts
 
 
-@dataclass(frozen=True, slots=True)
-class Leak:
+class Leak(NamedTuple):
     """Something that grows."""
 
     trend: Trend
@@ -234,9 +229,8 @@ def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[W
     newest = history.newest
     swing = max(reading.pss for reading in history.readings[-_RECENT_READINGS:]) - newest.pss
     slope = sum(leak.trend.slope for leak in leaking)
-    ahead: list[tuple[float, str, int]] = []
-    for name, left in (newest.headroom or {}).items():
-        ahead.append((distance_to(left - swing, filling_buffers(history), slope), name, left))
+    filling, room = filling_buffers(history), (newest.headroom or {}).items()
+    ahead = [(distance_to(left - swing, filling, slope), name, left) for name, left in room]
     ahead += _gpu_limit(history) + _disk_limit(history)
     distance, name, left = min(ahead, default=(_NEVER, "", 0))
     to_goal = (newest.goal or _NEVER) - (newest.step or 0) if history.counts_steps else _NEVER
@@ -286,16 +280,14 @@ def _running_out_verdict(history: ReadingHistory, distance: float, name: str, le
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
     step = history.position(newest) + distance if history.counts_steps else None
     seconds = distance / rate if rate > 0 else None
-    ends = [
-        *([] if step is None else [f"at step {step:,.0f}"]),
-        *([] if seconds is None else [f"in {format_time_span(seconds)}"]),
-    ]
+    at = [] if step is None else [f"at step {step:,.0f}"]
+    ends = at if seconds is None else [*at, f"in {format_time_span(seconds)}"]
     text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
     if left <= 0:
         text = f"{name}: exceeded by {format_bytes(-left)}"
     severity: Severity = "error" if step is None or newest.goal is not None else "warning"
     remedy = (
-        "a smaller buffer, holdall's memory with a budget and a spill_dir, or on_pressure='spill'; see 'holdall plan'"
+        "a smaller buffer, holdall's memory with a budget and spill_dir, or on_pressure='spill'; see 'holdall plan'"
     )
     evidence = {"limit": name, "left": left, "distance": distance, "step": step, "seconds": seconds}
     return WatchVerdict("running out", severity, text, remedy, evidence)
@@ -338,13 +330,9 @@ def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
     """Report that memory is steady, if the newest third of the history is."""
     recent = history.readings[-len(history.readings) // 3 :]
     levels = [reading.pss for reading in recent]
-    if (
-        len(levels) < _FEWEST_SHAPE_READINGS
-        or max(levels) - min(levels) > _STEADY_SHARE * max(levels)
-        or filling_buffers(history)
-    ):
+    low, high = min(levels, default=0), max(levels, default=0)
+    if len(levels) < _FEWEST_SHAPE_READINGS or high - low > _STEADY_SHARE * high or filling_buffers(history):
         return []
-    low, high = min(levels), max(levels)
     text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
     return [WatchVerdict("plateau", "info", text, "nothing to do", {"low": low, "high": high, "readings": len(levels)})]
 
