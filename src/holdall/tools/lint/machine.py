@@ -11,6 +11,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -19,7 +20,7 @@ from holdall.errors import HoldallError
 from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
-from holdall.tools.lint.run import ConfiguredRun, Reference
+from holdall.tools.lint.run import ConfiguredRun, Reference, SpaceInfo
 from holdall.tools.plan.buffer_layout import (
     BufferLayout,
     Version,
@@ -29,8 +30,7 @@ from holdall.tools.plan.buffer_layout import (
     rollout_buffer,
 )
 
-_DECIMAL = ((10**9, "GB"), (10**6, "MB"), (10**3, "kB"))
-_BINARY = {"GB": (2**30, "GiB"), "MB": (2**20, "MiB"), "kB": (2**10, "KiB")}
+_UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
 _NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
 
 
@@ -77,9 +77,8 @@ def detect_machine(
 
 def sized(count: float) -> str:
     """Write bytes in decimal and in binary units: `42.63 GB (39.70 GiB)`."""
-    for size, name in _DECIMAL:
+    for size, name, binary, binary_name in _UNITS:
         if abs(count) >= size:
-            binary, binary_name = _BINARY[name]
             return f"{count / size:,.2f} {name} ({count / binary:,.2f} {binary_name})"
     return f"{count:,.0f} B"
 
@@ -110,53 +109,37 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     observation, count = run.environments.observation, run.environments.number
     if observation is None or count is None or not run.algorithm.has_plain_buffer:
         return None
-    layout = _layout(run, machine, count)
+    try:
+        layout = _layout(run, observation, count, machine.sb3)
+    except HoldallError:  # Stable-Baselines3 refuses it too; other rules say so
+        return None
     if layout is None:
         return None
     # A rollout is always collected to its end; a replay buffer holds what there was to add.
-    resident = layout.resident_bytes(None if run.algorithm.on_policy else run.total_timesteps)
-    is_certain = run.algorithm.on_policy or run.total_timesteps is not None
-    return BufferNeed(
-        layout, resident, resident + layout.flatten_bytes, run.environments.action is not None, is_certain
-    )
+    steps = None if run.algorithm.on_policy else run.total_timesteps
+    resident, is_certain = layout.resident_bytes(steps), run.algorithm.on_policy or steps is not None
+    is_exact = run.environments.action is not None
+    return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
 
 
-def _layout(run: ConfiguredRun, machine: Machine, count: int) -> BufferLayout | None:
-    observation, steps = run.environments.observation, run.count("n_steps")
-    if observation is None or steps is None:
-        return None
+def _layout(run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: Version | None) -> BufferLayout | None:
+    """Lay out the run's buffer; None where a size is not known, or the class is not Stable-Baselines3's."""
+    steps = run.count("n_steps")
+    given = run.value("rollout_buffer_class" if run.algorithm.on_policy else "replay_buffer_class")
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
-    if run.algorithm.on_policy and run.value("rollout_buffer_class") is not None:
+    if steps is None:
         return None
-    try:
-        if run.algorithm.on_policy:
-            kind = default_class(True, observation.is_dict)
-            return rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=machine.sb3)
-        size, kind_, kwargs = run.count("buffer_size"), _replay_class(run), run.value("replay_buffer_kwargs")
-        optimised, extra = run.value("optimize_memory_usage"), {} if kwargs is None else kwargs
-        if size is None or kind_ is None or not isinstance(optimised, bool) or not isinstance(extra, dict):
+    kind = default_class(run.algorithm.on_policy, observation.is_dict, steps)
+    if run.algorithm.on_policy:
+        if given is not None:
             return None
-        handles = extra.get("handle_timeout_termination", True)
-        return replay_buffer(
-            observation.leaves,
-            action,
-            size,
-            count,
-            buffer_class=kind_,
-            optimize_memory_usage=optimised,
-            handle_timeout_termination=handles is not False,
-            sb3=machine.sb3,
-        )
-    except HoldallError:  # Stable-Baselines3 refuses it too; other rules say so
+        return rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
+    if isinstance(given, Reference) and given.dotted.startswith("stable_baselines3"):
+        kind, given = given.last, None
+    size, optimised = run.count("buffer_size"), run.value("optimize_memory_usage")
+    kwargs = {} if (extra := run.value("replay_buffer_kwargs")) is None else extra
+    if size is None or given is not None or not isinstance(optimised, bool) or not isinstance(kwargs, dict):
         return None
-
-
-def _replay_class(run: ConfiguredRun) -> str | None:
-    """Return the name of the buffer class of Stable-Baselines3 that the run uses, or None for another one."""
-    given = run.value("replay_buffer_class")
-    is_dict = bool(run.environments.observation and run.environments.observation.is_dict)
-    if given is None:
-        return default_class(False, is_dict, run.count("n_steps") or 1)
-    if not isinstance(given, Reference) or not given.dotted.startswith("stable_baselines3"):
-        return None
-    return given.last
+    options: dict[str, Any] = {"buffer_class": kind, "optimize_memory_usage": optimised, "sb3": sb3}
+    options["handle_timeout_termination"] = kwargs.get("handle_timeout_termination", True) is not False
+    return replay_buffer(observation.leaves, action, size, count, **options)

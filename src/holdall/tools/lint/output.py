@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -51,41 +52,18 @@ def as_json(findings: Sequence[Finding], files: int) -> dict[str, Any]:
 
 
 def _finding(finding: Finding) -> dict[str, Any]:
-    place = finding.place
-    return {
-        "rule": finding.rule,
-        "name": finding.name,
-        "severity": finding.severity.word,
-        "message": finding.message,
-        "path": place.path,
-        "line": place.line,
-        "column": place.column,
-        "end_line": place.end_line,
-        "end_column": place.end_column,
-        "numbers": dict(finding.numbers),
-        "fixable": finding.edit is not None,
-    }
+    what = {"rule": finding.rule, "name": finding.name, "severity": finding.severity.word, "message": finding.message}
+    return what | asdict(finding.place) | {"numbers": dict(finding.numbers), "fixable": finding.edit is not None}
 
 
 def as_sarif(findings: Sequence[Finding], rules: Mapping[str, Rule], version: str) -> dict[str, Any]:
     """Return a SARIF 2.1.0 log with one run."""
     indices = {name: index for index, name in enumerate(rules)}
-    driver = {
-        "name": "holdall lint",
-        "semanticVersion": version,
-        "rules": [_descriptor(rule) for rule in rules.values()],
-    }
-    return {
-        "$schema": _SARIF_SCHEMA,
-        "version": "2.1.0",
-        "runs": [
-            {
-                "tool": {"driver": driver},
-                "columnKind": "unicodeCodePoints",
-                "results": [_result(finding, indices[finding.rule]) for finding in findings],
-            }
-        ],
-    }
+    described = [_descriptor(rule) for rule in rules.values()]
+    driver = {"name": "holdall lint", "semanticVersion": version, "rules": described}
+    results = [_result(finding, indices[finding.rule]) for finding in findings]
+    run = {"tool": {"driver": driver}, "columnKind": "unicodeCodePoints", "results": results}
+    return {"$schema": _SARIF_SCHEMA, "version": "2.1.0", "runs": [run]}
 
 
 def _descriptor(rule: Rule) -> dict[str, Any]:
@@ -100,22 +78,19 @@ def _descriptor(rule: Rule) -> dict[str, Any]:
 
 
 def _result(finding: Finding, index: int) -> dict[str, Any]:
+    location = {"artifactLocation": _artifact(finding.place), "region": _region(finding.place)}
     result: dict[str, Any] = {
         "ruleId": finding.rule,
         "ruleIndex": index,
         "level": _LEVELS[finding.severity],
         "message": {"text": finding.message},
-        "locations": [
-            {"physicalLocation": {"artifactLocation": _artifact(finding.place), "region": _region(finding.place)}}
-        ],
+        "locations": [{"physicalLocation": location}],
         "partialFingerprints": {"holdall/v1": _fingerprint(finding)},
     }
     if finding.edit is not None:
-        replacement = {
-            "deletedRegion": _region(finding.edit.place),
-            "insertedContent": {"text": finding.edit.text},
-        }
-        change = {"artifactLocation": _artifact(finding.edit.place), "replacements": [replacement]}
+        edit = finding.edit
+        replacement = {"deletedRegion": _region(edit.place), "insertedContent": {"text": edit.text}}
+        change = {"artifactLocation": _artifact(edit.place), "replacements": [replacement]}
         result["fixes"] = [{"description": {"text": f"--fix for {finding.rule}"}, "artifactChanges": [change]}]
     return result
 
@@ -126,12 +101,8 @@ def _artifact(place: SourceRange) -> dict[str, str]:
 
 
 def _region(place: SourceRange) -> dict[str, int]:
-    return {
-        "startLine": place.line,
-        "startColumn": place.column,
-        "endLine": place.end_line,
-        "endColumn": place.end_column,
-    }
+    start = {"startLine": place.line, "startColumn": place.column}
+    return start | {"endLine": place.end_line, "endColumn": place.end_column}
 
 
 def _fingerprint(finding: Finding) -> str:

@@ -36,14 +36,9 @@ _TRANSPARENT = frozenset(
 _DEEPEST = 12
 
 
-def box_leaf(name: str, shape: tuple[int, ...], dtype: str) -> Leaf:
-    """Return a leaf by its dtype's name."""
-    return Leaf(name, shape, np.dtype(dtype))
-
-
 def atari_space(place: SourceRange) -> SpaceInfo:
     """Return what AtariWrapper gives: one grey frame of 84 x 84."""
-    return SpaceInfo((box_leaf("", ATARI_SHAPE, "uint8"),), is_dict=False, place=place, bounds={"": (0, 255)})
+    return SpaceInfo((Leaf("", ATARI_SHAPE, np.dtype(np.uint8)),), is_dict=False, place=place, bounds={"": (0, 255)})
 
 
 def space_of(space: Any, argument: str, place: SourceRange) -> SpaceInfo | None:
@@ -113,13 +108,13 @@ def _leaf(evaluator: Evaluator, node: ast.Call, kind: str) -> Leaf | None:
         case "Box":
             return _box(evaluator, node)
         case "Discrete":
-            return box_leaf("", (), "int64")
+            return Leaf("", (), np.dtype(np.int64))
         case "MultiBinary":
             count = whole(evaluator.argument(node, 0, "n"))
-            return None if count is None else box_leaf("", (count,), "int8")
+            return None if count is None else Leaf("", (count,), np.dtype(np.int8))
         case "MultiDiscrete":
             counts = evaluator.argument(node, 0, "nvec")
-            return box_leaf("", (len(counts),), "int64") if isinstance(counts, list | tuple) else None
+            return Leaf("", (len(counts),), np.dtype(np.int64)) if isinstance(counts, list | tuple) else None
     return None
 
 
@@ -131,7 +126,7 @@ def _box(evaluator: Evaluator, node: ast.Call) -> Leaf | None:
         return None
     axes = [whole(axis) for axis in shape]
     known = tuple(axis for axis in axes if axis is not None and axis >= 0)
-    return box_leaf("", known, name) if len(known) == len(axes) else None
+    return Leaf("", known, np.dtype(name)) if len(known) == len(axes) else None
 
 
 class EnvironmentReader:
@@ -178,18 +173,15 @@ class EnvironmentReader:
         if kind in {"make_vec_env", "make_atari_env"}:
             return self._made(node, is_atari=kind == "make_atari_env")
         if kind == "make" and dotted.partition(".")[0] in {"gymnasium", "gym"}:
-            return Environments(
-                count=1, vector="single", episode_steps=self._evaluator.argument(node, 99, "max_episode_steps")
-            )
+            steps = self._evaluator.argument(node, 99, "max_episode_steps")
+            return Environments(count=1, vector="single", episode_steps=steps)
         return self._wrapped(node, kind) if node.args else Environments()
 
     # ------------------------------------------------------------ one environment
 
     def _instance(self, made: ast.ClassDef) -> Environments:
-        spaces = {name: self._space_of(made, name) for name in ("observation_space", "action_space")}
-        return Environments(
-            count=1, vector="single", observation=spaces["observation_space"], action=spaces["action_space"]
-        )
+        observation, action = self._space_of(made, "observation_space"), self._space_of(made, "action_space")
+        return Environments(count=1, vector="single", observation=observation, action=action)
 
     def _space_of(self, made: ast.ClassDef, name: str) -> SpaceInfo | None:
         in_class = self._script.bindings(made, name)
@@ -227,13 +219,11 @@ class EnvironmentReader:
 
     def _vector(self, node: ast.Call, vector: str) -> Environments:
         functions = node.args[0] if node.args else None
-        one = self._callable(_first(functions))
-        return replace(
-            one,
-            count=_length(self._evaluator.value(functions)),
-            vector=vector,
-            start_method=self._evaluator.argument(node, 1, "start_method", None),
+        count, start = (
+            _length(self._evaluator.value(functions)),
+            self._evaluator.argument(node, 1, "start_method", None),
         )
+        return replace(self._callable(_first(functions)), count=count, vector=vector, start_method=start)
 
     def _made(self, node: ast.Call, is_atari: bool) -> Environments:
         first = argument_of(node, "env_id", 0)

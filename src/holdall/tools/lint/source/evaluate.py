@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from holdall.tools.lint.run import UNKNOWN, KnownLength, OneOf, Reference, whole
@@ -20,31 +20,15 @@ _LONGEST = 10_000
 _DEEPEST = 40
 
 _BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: operator.pow,
-    ast.LShift: operator.lshift,
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod, ast.Pow: operator.pow, ast.LShift: operator.lshift,
     ast.RShift: operator.rshift,
-}
+}  # fmt: skip
 _UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {
-    ast.USub: operator.neg,
-    ast.UAdd: operator.pos,
-    ast.Not: operator.not_,
-}
+    ast.USub: operator.neg, ast.UAdd: operator.pos, ast.Not: operator.not_,
+}  # fmt: skip
 _CONVERSIONS: Mapping[str, Callable[..., Any]] = {
-    "int": int,
-    "float": float,
-    "bool": bool,
-    "max": max,
-    "min": min,
-    "round": round,
-    "abs": abs,
-    "tuple": tuple,
-    "list": list,
+    function.__name__: function for function in (int, float, bool, max, min, round, abs, tuple, list)
 }
 # Packages whose functions leave their arguments as they are.
 _TRUSTED = ("stable_baselines3.", "sb3_contrib.", "gymnasium.")
@@ -146,14 +130,14 @@ class Evaluator:
     def _only_reads(self, name: ast.Name) -> bool:
         parent = self.script.parent(name)
         match parent:
-            case ast.keyword(arg=None) | ast.Starred() | ast.For() | ast.comprehension():
+            case (
+                ast.keyword(arg=None) | ast.Starred() | ast.For() | ast.comprehension() | ast.Subscript(ctx=ast.Load())
+            ):
                 return True
             case ast.keyword(arg=str()):
                 call = self.script.parent(parent)
                 called = self.script.dotted(call.func) if isinstance(call, ast.Call) else ""
                 return called.startswith(_TRUSTED)
-            case ast.Subscript(ctx=ast.Load()):
-                return True
             case ast.Attribute(attr=attr):
                 return attr in _READS
             case ast.Call(func=ast.Name(id=called)):
@@ -174,13 +158,8 @@ class Evaluator:
         owner = self.script.enclosing_class(node) if node.value.id == "self" else self._class_of(node.value)
         if owner is None:
             return None
-        stored = [
-            statement
-            for statement in self.script.nodes
-            if isinstance(statement, ast.Attribute)
-            and statement.attr == node.attr
-            and isinstance(statement.ctx, ast.Store | ast.Del)
-        ]
+        same = [one for one in self.script.nodes if isinstance(one, ast.Attribute) and one.attr == node.attr]
+        stored = [one for one in same if isinstance(one.ctx, ast.Store | ast.Del)]
         in_class = self.script.bindings(owner, node.attr)
         if len(stored) == 1 and not in_class and self.script.enclosing_class(stored[0]) is owner:
             parent = self.script.parent(stored[0])
@@ -235,16 +214,16 @@ class Evaluator:
         if len(node.generators) != 1 or node.generators[0].ifs:
             return UNKNOWN
         over = node.generators[0].iter
-        match over:
-            case ast.Call(func=ast.Name(id="range"), args=bounds):
-                return _spread(_range, [self.value(bound) for bound in bounds])
+        if isinstance(over, ast.Call) and isinstance(over.func, ast.Name) and over.func.id == "range":
+            return _spread(_range, [self.value(bound) for bound in over.args])
         items = self.length(over)
         return UNKNOWN if items is None else KnownLength(items)
 
     def _call(self, node: ast.Call) -> object:
         match node.func:
             case ast.Name(id="dict") if not node.args:
-                return dict(self._keywords(node)) if all(k.arg for k in node.keywords) else UNKNOWN
+                given = {k.arg: self.value(k.value) for k in node.keywords}
+                return UNKNOWN if None in given else given
             case ast.Name(id="len") if len(node.args) == 1:
                 length = self.length(node.args[0])
                 return UNKNOWN if length is None else length
@@ -259,11 +238,6 @@ class Evaluator:
                 ends = [whole(self.value(end)) for end in node.args[1:]]
                 return UNKNOWN if None in ends else OneOf(tuple(ends))
         return UNKNOWN
-
-    def _keywords(self, node: ast.Call) -> Iterator[tuple[str, object]]:
-        for keyword in node.keywords:
-            if keyword.arg:
-                yield keyword.arg, self.value(keyword.value)
 
 
 def _bounded(function: Callable[..., Any], *values: object) -> object:

@@ -8,7 +8,7 @@ Nothing in the file is executed: strings such as "dict(net_arch=[64])" are read 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import PurePath
 from typing import Any
@@ -33,13 +33,9 @@ from holdall.tools.plan.environments import parse_observation
 from holdall.tools.plan.spec import Algorithm
 
 _ALGORITHM_KEYS = ("algo", "algorithm", "model_class")
-_MARKS = frozenset(
-    {"capacity", "obs", "policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"}
-)
+_MARKS = {"capacity", "obs", "policy", "n_timesteps", "buffer_size", "n_steps", "batch_size", "learning_rate"}
 # Keys of the zoo that are not arguments of an algorithm.
-_NOT_ARGUMENTS = frozenset(
-    {"n_timesteps", "n_envs", "frame_stack", "env_wrapper", "vec_env_wrapper", "normalize", "callback"}
-)
+_NOT_ARGUMENTS = {"n_timesteps", "n_envs", "frame_stack", "env_wrapper", "vec_env_wrapper", "normalize", "callback"}
 # The words of `holdall plan` for what the zoo, or an algorithm, calls otherwise.
 _RENAMED = {
     "buffer_class": "replay_buffer_class",
@@ -62,21 +58,13 @@ class YamlError(ValueError):
 
 def read_runs(text: str, path: str) -> tuple[ConfiguredRun, ...]:
     """Return the runs of a file; none if it holds no hyperparameters."""
-    return tuple(_runs(text, path))
-
-
-def _runs(text: str, path: str) -> Iterator[ConfiguredRun]:
-    document = _document(text, path)
-    if document is None:
-        return
-    stem = PurePath(path).stem
+    document, stem = _document(text, path) or {}, PurePath(path).stem
     if _is_entry(document) and (algorithm := _algorithm(document, stem)):
-        yield _run(stem, algorithm, {_RENAMED.get(name, name): value for name, value in document.items()})
-        return
-    for title, setting in document.items():
-        entry = setting.value
-        if isinstance(entry, dict) and _is_entry(entry) and (algorithm := _algorithm(entry, stem)):
-            yield _run(title, algorithm, entry)
+        entry = {_RENAMED.get(name, name): value for name, value in document.items()}
+        return (_run(stem, algorithm, entry),)
+    entries = [(title, one.value) for title, one in document.items() if isinstance(one.value, dict)]
+    known = [(title, _algorithm(entry, stem), entry) for title, entry in entries if _is_entry(entry)]
+    return tuple(_run(title, algorithm, entry) for title, algorithm, entry in known if algorithm)
 
 
 def _is_entry(entry: Entry) -> bool:
@@ -84,10 +72,7 @@ def _is_entry(entry: Entry) -> bool:
 
 
 def _algorithm(entry: Entry, stem: str) -> Algorithm | None:
-    for key in _ALGORITHM_KEYS:
-        if key in entry:
-            return algorithm_by_zoo_name(str(entry[key].value))
-    return algorithm_by_zoo_name(stem)
+    return algorithm_by_zoo_name(next((str(entry[key].value) for key in _ALGORITHM_KEYS if key in entry), stem))
 
 
 def _run(title: str, algorithm: Algorithm, entry: Entry) -> ConfiguredRun:
@@ -109,19 +94,13 @@ def _environments(entry: Entry, place: SourceRange) -> Environments:
         return Environments(count=count, place=place)
     return Environments(
         count=count,
-        vector=_vector(entry, count),
+        vector=str(entry["vec_env"].value) if "vec_env" in entry else "single" if count == 1 else "dummy",
         start_method=entry["start_method"].value if "start_method" in entry else None,
         observation=observation.stacked(stack) if observation else None,
         action=_space(entry, "action"),
         stack=stack,
         place=place,
     )
-
-
-def _vector(entry: Entry, count: object) -> str:
-    if "vec_env" in entry:
-        return str(entry["vec_env"].value)
-    return "single" if count == 1 else "dummy"
 
 
 def _space(entry: Entry, name: str) -> SpaceInfo | None:
@@ -193,12 +172,9 @@ def _document(text: str, path: str) -> dict[str, Setting] | None:
         node = loader.get_single_node()
         return _mapping(loader, node, path, depth=2) if isinstance(node, yaml.MappingNode) else None
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark
-        at = (
-            SourceRange(path, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
-            if mark
-            else SourceRange.whole(path)
-        )
+        at, mark = SourceRange.whole(path), error.problem_mark
+        if mark:
+            at = SourceRange(path, mark.line + 1, mark.column + 1, mark.line + 1, mark.column + 2)
         raise YamlError(str(error.problem or error.context), at) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise YamlError(str(error).splitlines()[0], SourceRange.whole(path)) from error

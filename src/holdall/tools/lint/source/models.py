@@ -40,6 +40,7 @@ _CALLBACK_ARGUMENTS = {
     "EveryNTimesteps": ("n_steps", "callback"),
     "CallbackList": ("callbacks",),
 }
+_CALLBACK_SETTINGS = ("save_freq", "eval_freq", "save_replay_buffer")
 _POLICIES = {
     "MultiInputActorCriticPolicy": "MultiInputPolicy",
     "ActorCriticCnnPolicy": "CnnPolicy",
@@ -127,15 +128,8 @@ class TrainingReader:
         given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
         learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
         learns += tuple(self._unknown_learn(learn) for learn, made in self.learn_calls if made is None)
-        return ConfiguredRun(
-            algorithm.name,
-            algorithm,
-            given,
-            self.environments(argument_of(call, "env", 1)),
-            learns,
-            self.script.place(call),
-            has_more,
-        )
+        environments, place = self.environments(argument_of(call, "env", 1)), self.script.place(call)
+        return ConfiguredRun(algorithm.name, algorithm, given, environments, learns, place, has_more)
 
     # ------------------------------------------------------------ learn and its callbacks
 
@@ -182,9 +176,8 @@ class TrainingReader:
 
 def read_model(model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = ()) -> ConfiguredRun:
     """Describe a model."""
-    algorithm = next(
-        (ALGORITHM_CLASSES[kind.__name__] for kind in type(model).__mro__ if kind.__name__ in ALGORITHM_CLASSES), None
-    )
+    named = [kind.__name__ for kind in type(model).__mro__ if kind.__name__ in ALGORITHM_CLASSES]
+    algorithm = ALGORITHM_CLASSES[named[0]] if named else None
     if algorithm is None or not hasattr(model, "observation_space"):
         raise ArgumentError(
             f"model ({type(model).__name__}) must be a model of Stable-Baselines3: one of "
@@ -234,11 +227,8 @@ def _environments(model: Any, place: SourceRange) -> Environments:
 
 def _callbacks(callbacks: Iterable[Any], place: SourceRange) -> Iterator[Callback]:
     for callback in callbacks:
-        settings = {
-            name: Setting(value, place)
-            for name, value in vars(callback).items()
-            if name in {"save_freq", "eval_freq", "save_replay_buffer"}
-        }
+        held = {name: vars(callback)[name] for name in _CALLBACK_SETTINGS if name in vars(callback)}
+        settings = {name: Setting(value, place) for name, value in held.items()}
         evaluated = getattr(callback, "eval_env", None)
         environments = None if evaluated is None else Environments(origin=id(evaluated))
         yield Callback(type(callback).__name__, settings, place, environments)

@@ -157,9 +157,8 @@ class Script:
         for node in self.nodes:
             if isinstance(node, ast.Import):
                 for alias in node.names:
-                    full[alias.asname or alias.name.partition(".")[0]] = (
-                        alias.name if alias.asname else alias.name.partition(".")[0]
-                    )
+                    first = alias.name.partition(".")[0]
+                    full[alias.asname or first] = alias.name if alias.asname else first
             elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
                 for alias in node.names:
                     full[alias.asname or alias.name] = f"{node.module}.{alias.name}"
@@ -240,9 +239,7 @@ class Script:
             child = parent
 
     def _stands_in(self, node: ast.AST, blocks: dict[int, int]) -> bool:
-        statement = (
-            node if isinstance(node, ast.stmt) else next(a for a in self.ancestors(node) if isinstance(a, ast.stmt))
-        )
+        statement = next(a for a in (node, *self.ancestors(node)) if isinstance(a, ast.stmt))
         parent = self.parent(statement)
         # The body of a `with` runs as if its lines stood in the block around it.
         while isinstance(parent, ast.With | ast.AsyncWith) and id(parent.body) not in blocks:
