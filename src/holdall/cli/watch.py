@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,7 +21,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from holdall.cli.conventions import OptInt, OptPath, OptText, Verbose, option
+from holdall.cli.conventions import OptInt, OptPath, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError, WatchError
 from holdall.tools.watch.one_pass import WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
@@ -29,6 +30,7 @@ from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, record_header
 from holdall.units import format_bytes, parse_bytes
 
+_TARGET = "A process id; or, after --, a command to start and watch; or, with --ray, the address of Ray's head."
 DrawPass = Callable[[Any, int], RenderableType]  # draws a turn in so many columns
 _TITLES = {
     "buffers": "buffers", "torch": "torch and heap in use", "python": "Python", "heap_retained": "heap, kept",
@@ -43,13 +45,7 @@ _SEVERITY_COLOURS = {"error": "bold red", "warning": "yellow", "info": "green"}
 
 
 def watch(
-    target: Annotated[
-        list[str] | None,
-        typer.Argument(
-            help="A process id; or, after --, a command that is started and watched; or, with --ray, the address of "
-            "Ray's head."
-        ),
-    ] = None,
+    target: Annotated[OptTexts, typer.Argument(help=_TARGET)] = None,
     ray: Annotated[
         bool, option("Watch all memories of the Ray cluster at TARGET, or of this machine's.", "--ray")
     ] = False,
@@ -205,9 +201,8 @@ def process_view(turn: WatchPass, history: ReadingHistory, title: str, width: in
         lines.append(Text(f"beside it: {', '.join(beside)}", style="dim"))
     lines += [verdict_line(verdict) for verdict in turn.verdicts]
     if not reading.exact:
-        lines.append(
-            Text("This system reports only sums: there is nothing about single mappings and pages.", style="yellow")
-        )
+        missing = "This system reports only sums: there is nothing about single mappings and pages."
+        lines.append(Text(missing, style="yellow"))
     return Group(*lines)
 
 
@@ -249,11 +244,9 @@ def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
     right = ""
     if reading.headroom:
         name, free = min(reading.headroom.items(), key=lambda limit: limit[1])
-        right = f"{format_bytes(max(free, 0))} left" + (
-            " in the control group" if name.startswith("control group") else ""
-        )
-    room = max(width - len(left) - len(right) - 4, 8)
-    drawn = curve_of(history, room)
+        where = " in the control group" if name.startswith("control group") else ""
+        right = f"{format_bytes(max(free, 0))} left{where}"
+    drawn = curve_of(history, max(width - len(left) - len(right) - 4, 8))
     text = Text(no_wrap=True, overflow="crop")
     return text.append(left, style="bold cyan").append(f"  {drawn}  ", style="cyan").append(right)
 
@@ -261,10 +254,8 @@ def _curve(history: ReadingHistory, reading: MemoryReading, width: int) -> Text:
 def _table(reading: MemoryReading) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
     table.add_column("part", no_wrap=True, overflow="ellipsis", min_width=26, max_width=34)
-    table.add_column("resident", justify="right", no_wrap=True)
-    table.add_column("", width=_BAR, no_wrap=True)
-    table.add_column("allocated", justify="right", no_wrap=True)
-    table.add_column("full", justify="right", no_wrap=True)
+    for name in ("resident", "", "allocated", "full"):
+        table.add_column(name, justify="right" if name else "left", width=None if name else _BAR, no_wrap=True)
     for group in GROUPS:
         parts = [part for part in reading.parts if part.group == group]
         if not parts:
@@ -300,10 +291,5 @@ def _outside_facts(reading: MemoryReading) -> list[str]:
 
 
 def _gpu(reading: MemoryReading) -> Text:
-    gpu = reading.gpu
-    words = [] if gpu is None else [
-        f"{name} {format_bytes(value)}"
-        for name in ("requested", "allocated", "reserved", "fragmented", "other", "limit")
-        if (value := getattr(gpu, name)) is not None
-    ]  # fmt: skip
-    return Text("GPU: " + ", ".join(words))
+    held = {} if reading.gpu is None else asdict(reading.gpu)
+    return Text("GPU: " + ", ".join(f"{name} {format_bytes(one)}" for name, one in held.items() if one is not None))

@@ -32,6 +32,7 @@ _QUIET_RAY_SETTINGS = {
 _SHORTEST_TIMEOUT_S, _LONGEST_TIMEOUT_S = 0.5, 5.0
 """How long shards may take to answer; they are asked again when the next turn is due."""
 _WIDE = 92  # columns from which on there is room for more than at 80
+_COLUMNS = ("#", "node", "pid", "transitions", "full", "held", "USS", "PSS", "of limit", "unacked")
 _STATE_COLOURS = {"answers": "green", "drains": "cyan", "starts": "yellow", "restarts": "yellow"}
 _UNREACHABLE_COLOUR = "bold red"
 
@@ -104,28 +105,23 @@ def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
     if memory.limiter:
         limiter = memory.limiter
         ratio = limiter["sampled"] / max(1.0, limiter["inserted"])
-        lines.append(
-            Text(f"limiter: {ratio:.2f} samples an insert, error {limiter['error']:,.0f} "
-                 f"within {limiter['lowest']:,.0f} and {limiter['highest']:,.0f}")
-        )  # fmt: skip
+        within = f"within {limiter['lowest']:,.0f} and {limiter['highest']:,.0f}"
+        lines.append(Text(f"limiter: {ratio:.2f} samples an insert, error {limiter['error']:,.0f} {within}"))
     return lines
 
 
 def _table(memory: SeenMemory, width: int) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_edge=False, header_style="dim")
-    wide = width >= _WIDE
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("node", no_wrap=True, overflow="ellipsis", min_width=9)
-    table.add_column("pid", justify="right", no_wrap=True)
-    table.add_column("transitions", justify="right", no_wrap=True)
-    for name in ("full", "held", "USS", "PSS", "of limit", "unacked"):
-        if wide or name not in {"full", "PSS"}:
+    shown = [at for at, name in enumerate(_COLUMNS) if width >= _WIDE or name not in {"full", "PSS"}]
+    for name in (_COLUMNS[at] for at in shown):
+        if name == "node":
+            table.add_column(name, no_wrap=True, overflow="ellipsis", min_width=9)
+        else:
             table.add_column(name, justify="right", no_wrap=True)
     table.add_column("state", no_wrap=True, min_width=len("restarts"))
     for shard in memory.shards:
-        cells = _cells(shard)
-        if not wide:
-            cells = [cell for at, cell in enumerate(cells) if at not in (4, 7)]
+        every = _cells(shard)
+        cells = [every[at] for at in shown]
         answers = shard.state in {"answers", "drains"}
         colour = _STATE_COLOURS.get(shard.state, _UNREACHABLE_COLOUR)
         table.add_row(*cells, Text(shard.state, style=colour), style="" if answers else "dim")
@@ -133,7 +129,7 @@ def _table(memory: SeenMemory, width: int) -> Table:
 
 
 def _cells(shard: SeenShard) -> list[str]:
-    """Return what a shard said last: number, node, pid, transitions, full, held, USS, PSS, of limit, unacked."""
+    """Return what a shard said last, in the order of the columns."""
     status = shard.status
     if status is None or status.counters is None:
         return [str(shard.number), *[""] * 9]

@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -152,9 +152,8 @@ class AgentReport:
 
 def write_agent_report(report: AgentReport) -> None:
     """Publish the report of this process."""
-    values: dict[str, Any] = {
-        name: getattr(report, name) for name in AgentReport.__slots__
-    }  # asdict would copy every region
+    # `asdict` would copy every region.
+    values: dict[str, Any] = {name: getattr(report, name) for name in AgentReport.__slots__}
     values["phases"] = {name: asdict(phase) for name, phase in report.phases.items()}
     values["format"] = _REPORT_FORMAT
     replace_file(_report_path(own_folder(), report.pid), json.dumps(values, separators=(",", ":")).encode())
@@ -199,33 +198,21 @@ def _report_path(folder: Path, pid: int) -> Path:
 def _parse_report(content: bytes) -> AgentReport | None:
     try:
         values = json.loads(content)
-        if (
-            values["format"] != _REPORT_FORMAT
-            or len(values["regions"]) > _MOST_REGIONS
-            or len(values["events"]) > _MOST_EVENTS
-        ):
+        is_large = len(values["regions"]) > _MOST_REGIONS or len(values["events"]) > _MOST_EVENTS
+        if values["format"] != _REPORT_FORMAT or is_large:
             return None
+        optional = {name: None if values[name] is None else check(values[name]) for name, check in _OPTIONAL.items()}
         return AgentReport(
             pid=_checked_count(values["pid"]),
             started=_checked_count(values["started"]),
             time=_checked_float(values["time"]),
-            step=_checked_optional_count(values["step"]),
-            goal=_checked_optional_count(values["goal"]),
-            phase=None if values["phase"] is None else _checked_name(values["phase"]),
             regions=tuple(_checked_region(*one) for one in values["regions"]),
-            heap=None if values["heap"] is None else Heap(*map(_checked_count, values["heap"])),
-            python=None if values["python"] is None else PythonObjects(*map(_checked_count, values["python"])),
-            gpu={_checked_name(name): _checked_count(number) for name, number in values["gpu"].items()},
-            torch_threads=_checked_optional_count(values["torch_threads"]),
-            spilled={_checked_name(name): _checked_count(number) for name, number in values["spilled"].items()},
-            phases={
-                _checked_name(name): PhasePeak(
-                    _checked_count(one["peak"]), _checked_count(one["count"]), _checked_float(one["seconds"])
-                )
-                for name, one in values["phases"].items()
-            },
+            gpu=_checked_counts(values["gpu"]),
+            spilled=_checked_counts(values["spilled"]),
+            phases={_checked_name(name): _checked_phase(**phase) for name, phase in values["phases"].items()},
             events=tuple((_checked_float(moment), _checked_name(text)) for moment, text in values["events"]),
             seconds_spent=_checked_float(values["seconds_spent"]),
+            **optional,
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
@@ -244,8 +231,12 @@ def _checked_count(value: Any) -> int:
     return value
 
 
-def _checked_optional_count(value: Any) -> int | None:
-    return None if value is None else _checked_count(value)
+def _checked_counts(values: Any) -> dict[str, int]:
+    return {_checked_name(name): _checked_count(number) for name, number in values.items()}
+
+
+def _checked_phase(peak: Any, count: Any, seconds: Any) -> PhasePeak:
+    return PhasePeak(_checked_count(peak), _checked_count(count), _checked_float(seconds))
 
 
 def _checked_float(value: Any) -> float:
@@ -258,6 +249,14 @@ def _checked_name(value: Any) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST_NAME:
         raise ValueError(value)
     return "".join(letter if letter.isprintable() else "?" for letter in value)
+
+
+_OPTIONAL: dict[str, Callable[[Any], Any]] = {
+    "step": _checked_count, "goal": _checked_count, "torch_threads": _checked_count, "phase": _checked_name,
+    "heap": lambda counts: Heap(*map(_checked_count, counts)),
+    "python": lambda counts: PythonObjects(*map(_checked_count, counts)),
+}  # fmt: skip
+"""What may be None in a report, and how it is checked."""
 
 
 @dataclass(frozen=True, slots=True)

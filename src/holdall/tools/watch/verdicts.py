@@ -8,6 +8,7 @@ so that neither a filling buffer nor cached heap counts as a leak.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
@@ -40,6 +41,10 @@ _RECENT_READINGS = 40
 _NEVER = float("inf")
 _LEAST_RETAINED_BYTES = 64 * 2**20
 _LEAST_RETAINED_SHARE = 0.05
+_TRIM_REMEDY = (
+    "'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
+    "torch.cuda.empty_cache() does nothing about it"
+)
 _TIMES_CORES = 4
 _FEWEST_THREADS = 16
 _FEWEST_SHAPE_READINGS = 12
@@ -53,15 +58,10 @@ def verdicts_for(history: ReadingHistory) -> list[WatchVerdict]:
     if not history.readings:
         return []
     leaking = find_leaks(history)
-    found = [
-        *running_out_verdicts(history, leaking),
-        *(leak.verdict for leak in leaking),
-        *filling_verdicts(history),
-        *retained_heap_verdicts(history),
-        *thread_verdicts(history),
-        *sawtooth_verdicts(history),
-        *([] if leaking else plateau_verdicts(history)),
-    ]
+    judges = [filling_verdicts, retained_heap_verdicts, thread_verdicts, sawtooth_verdicts]
+    judges += [] if leaking else [plateau_verdicts]
+    found = [*running_out_verdicts(history, leaking), *(leak.verdict for leak in leaking)]
+    found += [verdict for judge in judges for verdict in judge(history)]
     return sorted(found, key=lambda verdict: ("error", "warning", "info").index(verdict.severity))
 
 
@@ -139,9 +139,8 @@ def filling_buffers(history: ReadingHistory) -> list[FillingBuffer]:
     return found
 
 
-def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+def filling_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     """Report which buffers fill, until when, and up to what size."""
-    verdicts = []
     newest = history.newest
     rate = (newest.steps_per_second or 0.0) if history.counts_steps else 1.0
     for fill in filling_buffers(history):
@@ -157,8 +156,7 @@ def filling_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
             "left": fill.left, "final": final, "final_pss": final_pss,
         }  # fmt: skip
         remedy = "nothing to do: this growth ends when the buffer is full"
-        verdicts.append(WatchVerdict("filling", "info", text, remedy, evidence))
-    return verdicts
+        yield WatchVerdict("filling", "info", text, remedy, evidence)
 
 
 class Leak(NamedTuple):
@@ -224,7 +222,7 @@ def _leak_verdict(history: ReadingHistory, of: str, where: str, remedy: str, fou
     return WatchVerdict("leak", "warning", text, remedy, evidence)
 
 
-def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[WatchVerdict]:
+def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> Iterator[WatchVerdict]:
     """Report which limit is reached first, and when; nothing if none is reached before the training ends."""
     newest = history.newest
     swing = max(reading.pss for reading in history.readings[-_RECENT_READINGS:]) - newest.pss
@@ -234,9 +232,8 @@ def running_out_verdicts(history: ReadingHistory, leaking: list[Leak]) -> list[W
     ahead += _gpu_limit(history) + _disk_limit(history)
     distance, name, left = min(ahead, default=(_NEVER, "", 0))
     to_goal = (newest.goal or _NEVER) - (newest.step or 0) if history.counts_steps else _NEVER
-    if distance == _NEVER or distance > to_goal:
-        return []
-    return [_running_out_verdict(history, distance, name, left)]
+    if distance != _NEVER and distance <= to_goal:
+        yield _running_out_verdict(history, distance, name, left)
 
 
 def distance_to(left: float, filling: list[FillingBuffer], slope: float) -> float:
@@ -293,25 +290,19 @@ def _running_out_verdict(history: ReadingHistory, distance: float, name: str, le
     return WatchVerdict("running out", severity, text, remedy, evidence)
 
 
-def retained_heap_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+def retained_heap_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     """Report how much a trim would return, if that is worth it."""
-    newest = history.newest
-    kept = newest.of("heap_retained")
-    if kept < max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * newest.pss):
-        return []
-    text = f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that"
-    remedy = (
-        "'holdall trim PID', or start with MALLOC_MMAP_THRESHOLD_=65536 MALLOC_TRIM_THRESHOLD_=131072; "
-        "torch.cuda.empty_cache() does nothing about it"
-    )
-    return [WatchVerdict("retained heap", "info", text, remedy, {"retained": kept})]
+    kept = history.newest.of("heap_retained")
+    if kept >= max(_LEAST_RETAINED_BYTES, _LEAST_RETAINED_SHARE * history.newest.pss):
+        text = f"{format_bytes(kept)} are free, but the C library keeps them; a trim would return at most that"
+        yield WatchVerdict("retained heap", "info", text, _TRIM_REMEDY, {"retained": kept})
 
 
-def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+def thread_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     """Report that there are far more threads than cores, and what their stacks really take."""
     newest = history.newest
     if newest.threads < max(_FEWEST_THREADS, _TIMES_CORES * newest.cores):
-        return []
+        return
     stacks = [part for part in newest.parts if part.group == "stacks"]
     resident, virtual = sum(part.resident for part in stacks), sum(part.allocated for part in stacks)
     text = (
@@ -323,34 +314,33 @@ def thread_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
         "threads": newest.threads, "cores": newest.cores, "torch_threads": newest.torch_threads,
         "stacks_resident": resident, "stacks_virtual": virtual,
     }  # fmt: skip
-    return [WatchVerdict("threads", "warning", text, remedy, evidence)]
+    yield WatchVerdict("threads", "warning", text, remedy, evidence)
 
 
-def plateau_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+def plateau_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     """Report that memory is steady, if the newest third of the history is."""
     recent = history.readings[-len(history.readings) // 3 :]
     levels = [reading.pss for reading in recent]
     low, high = min(levels, default=0), max(levels, default=0)
-    if len(levels) < _FEWEST_SHAPE_READINGS or high - low > _STEADY_SHARE * high or filling_buffers(history):
-        return []
-    text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
-    return [WatchVerdict("plateau", "info", text, "nothing to do", {"low": low, "high": high, "readings": len(levels)})]
+    is_steady = len(levels) >= _FEWEST_SHAPE_READINGS and high - low <= _STEADY_SHARE * high
+    if is_steady and not filling_buffers(history):
+        text = f"steady at {format_bytes(levels[-1])}, within {format_bytes(high - low)}"
+        evidence = {"low": low, "high": high, "readings": len(levels)}
+        yield WatchVerdict("plateau", "info", text, "nothing to do", evidence)
 
 
-def sawtooth_verdicts(history: ReadingHistory) -> list[WatchVerdict]:
+def sawtooth_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     """Report that memory goes up and down, and in which phase it is highest."""
     recent = history.readings[-len(history.readings) // 2 :]
     levels = [reading.pss for reading in recent]
-    if len(levels) < _FEWEST_SHAPE_READINGS:
-        return []
-    low, high = min(levels), max(levels)
+    low, high = min(levels, default=0), max(levels, default=0)
     above = [level > (low + high) / 2 for level in levels]
     crossings = sum(before != after for before, after in pairwise(above))
-    if high - low < _SWING_SHARE * high or crossings < _FEWEST_CROSSINGS:
-        return []
+    if len(levels) < _FEWEST_SHAPE_READINGS or high - low < _SWING_SHARE * high or crossings < _FEWEST_CROSSINGS:
+        return
     peak = max(recent, key=lambda reading: reading.pss)
     phase = f", highest in phase {peak.phase!r}" if peak.phase else ""
     text = f"up and down between {format_bytes(low)} and {format_bytes(high)}{phase}; the peak has to fit"
     remedy = "a smaller batch or a shorter rollout lowers the peak; it is no leak"
     evidence = {"low": low, "high": high, "crossings": crossings, "phase": peak.phase}
-    return [WatchVerdict("sawtooth", "info", text, remedy, evidence)]
+    yield WatchVerdict("sawtooth", "info", text, remedy, evidence)

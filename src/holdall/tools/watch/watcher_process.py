@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import asdict
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,10 @@ from holdall.machine import Limit, memory_limits
 from holdall.tools.watch.one_pass import WatchLoop, WatchPass, publish_latest
 
 RECORD_FORMAT = "holdall-watch-1"
+_PART_METRICS = (
+    ("resident", "holdall_memory_bytes", "Proportional set size of the process tree, by part."),
+    ("allocated", "holdall_allocated_bytes", "Addresses of a part, touched or not."),
+)
 
 
 def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit: int | None = None) -> dict[str, Any]:
@@ -120,16 +125,11 @@ def prometheus_text(latest: WatchPass) -> str:
     """Write a pass in Prometheus's text format."""
     reading = latest.reading
     lines = []
-    for name, meaning in (
-        ("resident", "# HELP holdall_memory_bytes Proportional set size of the process tree, by part."),
-        ("allocated", "# HELP holdall_allocated_bytes Addresses of a part, touched or not."),
-    ):
-        metric = meaning.split()[2]
-        lines += [meaning, f"# TYPE {metric} gauge"]
-        lines += [
-            f'{metric}{{group="{part.group}",name="{_escaped_label(part.name)}"}} {getattr(part, name)}'
-            for part in reading.parts
-        ]
+    for name, metric, meaning in _PART_METRICS:
+        lines += [f"# HELP {metric} {meaning}", f"# TYPE {metric} gauge"]
+        for part in reading.parts:
+            labels = f'group="{part.group}",name="{_escaped_label(part.name)}"'
+            lines.append(f"{metric}{{{labels}}} {getattr(part, name)}")
     gauges: dict[str, float | None] = {
         "holdall_pss_bytes": reading.pss,
         "holdall_peak_bytes": reading.peak,
@@ -143,15 +143,13 @@ def prometheus_text(latest: WatchPass) -> str:
         "holdall_headroom_bytes": min(reading.headroom.values()) if reading.headroom else None,
     }
     if reading.gpu is not None:
-        for name in ("requested", "allocated", "reserved", "fragmented", "other", "limit"):
-            gauges[f"holdall_gpu_{name}_bytes"] = getattr(reading.gpu, name)
+        gauges |= {f"holdall_gpu_{name}_bytes": count for name, count in asdict(reading.gpu).items()}
     for name, value in gauges.items():
         if value is not None:
             lines += [f"# TYPE {name} gauge", f"{name} {value}"]
     lines.append("# TYPE holdall_verdict gauge")
-    lines += [
-        f'holdall_verdict{{name="{_escaped_label(one.name)}",severity="{one.severity}"}} 1' for one in latest.verdicts
-    ]
+    for one in latest.verdicts:
+        lines.append(f'holdall_verdict{{name="{_escaped_label(one.name)}",severity="{one.severity}"}} 1')
     return "\n".join(lines) + "\n"
 
 
