@@ -218,9 +218,8 @@ def _show_search(study: Search) -> None:
             console.print(f"{len(those)} {state}, as trial {those[-1].number}: {those[-1].reason}", soft_wrap=True)
     if best:
         fastest = max(best, key=lambda one: one.samples_per_second or 0.0)
-        console.print(
-            f"\nThe fastest of them, {fastest.capacity:,} transitions:\n[cyan]{study.code(fastest)}[/]", soft_wrap=True
-        )
+        text = f"\nThe fastest of them, {fastest.capacity:,} transitions:\n[cyan]{study.code(fastest)}[/]"
+        console.print(text, soft_wrap=True)
 
 
 def _search_cells(one: SearchTrial) -> tuple[str, ...]:
@@ -294,9 +293,8 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
     console.print(f"Limit: {format_bytes(settings.limit_bytes)} ({settings.limit_said}).", soft_wrap=True)
     for name, size in calibration.sizes.items():
         more = f"; holdall's would hold {size.holdall_size:,}" if size.holdall_size else ""
-        held = (
-            f"{size.size:,} {'steps' if settings.on_policy else 'transitions'}{more}" if size.size else "nothing fits"
-        )
+        unit = "steps" if settings.on_policy else "transitions"
+        held = f"{size.size:,} {unit}{more}" if size.size else "nothing fits"
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(planned_runs(settings)) - len(done)
     seconds = expected_seconds(settings, calibration, done)

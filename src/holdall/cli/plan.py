@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json as json_format
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
@@ -20,6 +20,7 @@ from holdall.tools.plan.phases import RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
 from holdall.units import format_bytes, parse_bytes
 
+_UNITS = {"GB": 10**9, "GiB": 2**30, "MB": 10**6, "MiB": 2**20}
 _STYLES = {"fits": "green", "tight": "yellow", "does not fit": "bold red"}
 
 
@@ -160,49 +161,39 @@ def _phases(title: str, phases: Sequence[RunPhase]) -> Table:
     return table
 
 
-class ColumnUnits(NamedTuple):
-    """The decimal and the binary unit of a column, named once in its head."""
+def _column_units(sizes: Iterable[int]) -> tuple[str, str]:
+    """Choose the decimal and the binary unit in which the largest of the sizes is a handy number."""
+    return ("GB", "GiB") if max(sizes, default=0) >= 10**8 else ("MB", "MiB")
 
-    decimal: str
-    binary: str
 
-    @classmethod
-    def for_largest(cls, sizes: Iterable[int]) -> ColumnUnits:
-        """Choose the units in which the largest of the sizes is a handy number."""
-        return cls("GB", "GiB") if max(sizes, default=0) >= 10**8 else cls("MB", "MiB")
-
-    def both(self, count: int) -> tuple[str, str]:
-        """Write a count of bytes in either unit, without its name."""
-        decimal, binary = (10**9, 2**30) if self.decimal == "GB" else (10**6, 2**20)
-        return f"{count / decimal:,.2f}", f"{count / binary:,.2f}"
+def _in_units(count: int, units: tuple[str, str]) -> tuple[str, ...]:
+    """Write a count of bytes in either unit, without its name: that is in the head of the column."""
+    return tuple(f"{count / _UNITS[unit]:,.2f}" for unit in units)
 
 
 def _capacities(plan: Plan) -> Table:
-    units = ColumnUnits.for_largest(row.sb3_bytes for row in plan.table)
-    heads = [plan.size_word, f"SB3, {units.decimal}", units.binary, "the run"]
+    units = _column_units(row.sb3_bytes for row in plan.table)
+    heads = [plan.size_word, f"SB3, {units[0]}", units[1], "the run"]
     if plan.known.need is not None:
-        heads += [f"holdall, {units.decimal}", units.binary, "the run"]
+        heads += [f"holdall, {units[0]}", units[1], "the run"]
     table = _table("What fits", heads)
     for row in plan.table:
-        cells: list[RenderableType] = [
-            count_or_dash(row.size),
-            *units.both(row.sb3_bytes),
-            _styled_verdict(row.sb3_verdict),
-        ]
+        cells: list[RenderableType] = [count_or_dash(row.size)]
+        cells += [*_in_units(row.sb3_bytes, units), _styled_verdict(row.sb3_verdict)]
         if row.holdall_bytes is not None:
-            cells += [*units.both(row.holdall_bytes), _styled_verdict(row.holdall_verdict)]
+            cells += [*_in_units(row.holdall_bytes, units), _styled_verdict(row.holdall_verdict)]
         table.add_row(*cells)
     return table
 
 
 def _profiles(plan: Plan) -> Table:
-    units = ColumnUnits.for_largest(profile.limit_bytes for profile in plan.profiles)
-    heads = ("profile", "of limit", units.decimal, units.binary, "batch", "SB3 holds", "holdall holds")
+    units = _column_units(profile.limit_bytes for profile in plan.profiles)
+    heads = ("profile", "of limit", *units, "batch", "SB3 holds", "holdall holds")
     table = _table("Profiles, as shares of the limit", heads)
     for profile in plan.profiles:
         held = "" if profile.holdall_size is None else count_or_dash(profile.holdall_size)
         sizes = (count_or_dash(profile.batch_size), count_or_dash(profile.sb3_size), held)
-        table.add_row(profile.name, f"{profile.share:.0%}", *units.both(profile.limit_bytes), *sizes)
+        table.add_row(profile.name, f"{profile.share:.0%}", *_in_units(profile.limit_bytes, units), *sizes)
     return table
 
 

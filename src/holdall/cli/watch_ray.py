@@ -133,15 +133,8 @@ def _cells(shard: SeenShard) -> list[str]:
     status = shard.status
     if status is None or status.counters is None:
         return [str(shard.number), *[""] * 9]
-    return [
-        str(shard.number),
-        status.node,
-        str(status.pid),
-        f"{status.counters.transitions:,}",
-        f"{100 * status.counters.transitions / max(1, status.capacity):.0f} %",
-        format_bytes(status.held_bytes),
-        format_bytes(status.uss_bytes),
-        format_bytes(status.pss_bytes),
-        f"{100 * status.uss_bytes / max(1, status.limit_bytes):.1f} %",
-        format_bytes(status.counters.backlog),
-    ]
+    held = status.counters.transitions
+    sizes = map(format_bytes, (status.held_bytes, status.uss_bytes, status.pss_bytes))
+    full, of_limit = held / max(1, status.capacity), status.uss_bytes / max(1, status.limit_bytes)
+    cells = [str(shard.number), status.node, str(status.pid), f"{held:,}", f"{100 * full:.0f} %", *sizes]
+    return [*cells, f"{100 * of_limit:.1f} %", format_bytes(status.counters.backlog)]

@@ -30,10 +30,7 @@ def files(paths: Iterable[Path], settings: LintSettings | None = None) -> list[F
 
 
 def model(
-    model: Any,
-    total_timesteps: int | None = None,
-    callbacks: Iterable[Any] = (),
-    settings: LintSettings | None = None,
+    model: Any, total_timesteps: int | None = None, callbacks: Iterable[Any] = (), settings: LintSettings | None = None
 ) -> list[Finding]:
     """Return what is wrong with a model of Stable-Baselines3 that is about to be trained.
 

@@ -55,11 +55,8 @@ class LintSettings:
                 raise ArgumentError(
                     f"rule ({prefix!r}) is none; rules are {', '.join(RULES)}, or a prefix, or {ALL_RULES}"
                 )
-        return {
-            name: rule
-            for name, rule in RULES.items()
-            if _matches(name, self.select) and not _matches(name, self.ignore)
-        }
+        chosen = (name for name in RULES if _matches(name, self.select) and not _matches(name, self.ignore))
+        return {name: RULES[name] for name in chosen}
 
     def machine(self) -> Machine:
         """Return this machine, with the limits that were set."""
@@ -105,6 +102,7 @@ def read_settings(file: Path) -> LintSettings:
         raise ArgumentError(f"{file} cannot be read: {error}") from error
     table = document.get("tool", {}).get("holdall", {}).get("lint", {})
     known = {field.name.replace("_", "-"): field.name for field in fields(LintSettings)}
+    given = {}
     for key, value in table.items():
         if key not in known:
             raise ArgumentError(f"{file}: [tool.holdall.lint] {key} is unknown; known are {', '.join(known)}")
@@ -113,9 +111,8 @@ def read_settings(file: Path) -> LintSettings:
         if wants_list != is_list:
             wanted = "a list of strings" if wants_list else "one value"
             raise ArgumentError(f"{file}: [tool.holdall.lint] {key} ({value!r}) must be {wanted}")
-    return LintSettings().but(
-        **{known[key]: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
-    )
+        given[known[key]] = tuple(value) if is_list else value
+    return LintSettings().but(**given)
 
 
 def check_text(text: str, path: str, rules: Rules, machine: Machine) -> list[Finding]:

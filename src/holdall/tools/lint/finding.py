@@ -98,10 +98,8 @@ def read_ignores(text: str) -> list[IgnoreComment]:
 
 
 def _next_code(lines: list[str], number: int) -> int:
-    for later, line in enumerate(lines[number:], start=number + 1):
-        if line.strip() and not line.lstrip().startswith("#"):
-            return later
-    return number
+    code = (at for at, line in enumerate(lines[number:], number + 1) if line.strip() and line.lstrip()[0] != "#")
+    return next(code, number)
 
 
 def apply_edits(text: str, findings: Iterable[Finding]) -> tuple[str, list[Finding]]:
@@ -122,11 +120,9 @@ def drop_stale_edits(text: str, findings: Iterable[Finding]) -> Iterator[Finding
     """Yield findings, without the edits whose place holds something else: a name, where a value was expected."""
     lines = text.split("\n")
     for finding in findings:
-        if finding.edit is None:
-            yield finding
-            continue
-        start, end = _offsets(lines, finding.edit)
-        yield finding if text[start:end] == finding.edit.old else replace(finding, edit=None)
+        start, end = _offsets(lines, finding.edit) if finding.edit else (0, 0)
+        is_stale = finding.edit is not None and text[start:end] != finding.edit.old
+        yield replace(finding, edit=None) if is_stale else finding
 
 
 def _offsets(lines: Sequence[str], edit: Edit) -> tuple[int, int]:

@@ -39,10 +39,15 @@ def spec_from_settings(settings: Mapping[str, Any]) -> tuple[Spec, dict[str, Any
         raise ArgumentError(f"algo ({algo or None}) must be one of {', '.join(ALGORITHMS)}; name it with --algo")
     values: dict[str, Any] = {"algo": algo}
     values |= {name: parse_count(given[name], name) for name in _COUNTS if name in given}
-    values |= {name: _switch(given[name], name) for name in _SWITCHES if name in given}
+    values |= {name: given[name] for name in (*_SWITCHES, "policy_kwargs") if name in given}
     values |= {name: str(given[name]) for name in _TEXTS if name in given}
-    if "policy_kwargs" in given:
-        values["policy_kwargs"] = _kwargs(given["policy_kwargs"])
+    for name in _SWITCHES:
+        if not isinstance(values.get(name, False), bool):
+            raise ArgumentError(f"{name} ({values[name]!r}) must be true or false")
+    if not isinstance(values.get("policy_kwargs", {}), Mapping):
+        raise ArgumentError(
+            f"policy_kwargs ({given['policy_kwargs']!r}) must be a table, such as net_arch = [256, 256]"
+        )
     if "sb3" in given:
         values["sb3"] = parse_version(str(given["sb3"]))
     environment = None
@@ -88,18 +93,6 @@ def _observation(given: Any) -> Any:
         return parse_observation([f"{name}={text}" for name, text in given.items()])
     texts = [str(text) for text in given] if isinstance(given, list | tuple) else [str(given)]
     return parse_observation(texts)
-
-
-def _switch(value: Any, argument: str) -> bool:
-    if not isinstance(value, bool):
-        raise ArgumentError(f"{argument} ({value!r}) must be true or false")
-    return value
-
-
-def _kwargs(value: Any) -> dict[str, Any]:
-    if not isinstance(value, Mapping):
-        raise ArgumentError(f"policy_kwargs ({value!r}) must be a table, such as net_arch = [256, 256]")
-    return dict(value)
 
 
 def read_config_file(path: Path, algo: str = "", env: str = "") -> dict[str, Any]:
@@ -164,8 +157,8 @@ def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict
     if "atari" in str(entry.get("env_wrapper", "")).lower():
         found |= {"wrapper": "atari"} | ({"obs": "84x84x1:uint8"} if key == "atari" else {})
     if entry.get("policy_kwargs"):
-        found["policy_kwargs"] = _data_of(entry["policy_kwargs"], "policy_kwargs")
-    replay = _data_of(entry.get("replay_buffer_kwargs") or {}, "replay_buffer_kwargs")
+        found["policy_kwargs"] = read_literal(entry["policy_kwargs"], "policy_kwargs")
+    replay = read_literal(entry.get("replay_buffer_kwargs") or {}, "replay_buffer_kwargs")
     if "handle_timeout_termination" in replay:
         found["handle_timeout_termination"] = bool(replay["handle_timeout_termination"])
     if str(entry.get("replay_buffer_class", "")) in REPLAY_CLASSES:
@@ -173,12 +166,10 @@ def _zoo_entry(path: Path, data: Mapping[str, Any], algo: str, env: str) -> dict
     return found
 
 
-def _data_of(value: Any, argument: str) -> Any:
-    return read_literal(value, argument) if isinstance(value, str) else value
-
-
-def read_literal(text: str, argument: str) -> Any:
+def read_literal(text: Any, argument: str) -> Any:
     """Read a value that is written as Python: numbers, lists, dicts, names; nothing is evaluated."""
+    if not isinstance(text, str):
+        return text
     try:
         return _value(ast.parse(text.strip(), mode="eval").body)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -266,15 +257,11 @@ def _policy_name(model: Any) -> str:
 
 def _plain_policy_kwargs(policy_kwargs: dict[str, Any]) -> dict[str, Any]:
     """Keep what is data, and the names of torch's classes; the rest cannot travel to another process."""
-    kept = {}
-    for name, value in policy_kwargs.items():
-        if name == "use_sde":
-            continue
-        if isinstance(value, type) and value.__module__.startswith("torch."):
-            kept[name] = value.__name__
-        elif _is_data(value):
-            kept[name] = value
-    return kept
+    known = {
+        name: value.__name__ if isinstance(value, type) and value.__module__.startswith("torch.") else value
+        for name, value in policy_kwargs.items()
+    }
+    return {name: value for name, value in known.items() if name != "use_sde" and _is_data(value)}
 
 
 def _is_data(value: Any) -> bool:

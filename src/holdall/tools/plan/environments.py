@@ -12,7 +12,9 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import gymnasium as gym
@@ -63,7 +65,7 @@ def space_to_dict(space: spaces.Space[Any]) -> dict[str, Any]:
     """Return a space as plain data."""
     if isinstance(space, spaces.Box):
         low, high = (float(np.min(space.low)), float(np.max(space.high))) if space.low.size else (0.0, 0.0)
-        bounds = {"low": _finite(low), "high": _finite(high)}
+        bounds = {"low": low if np.isfinite(low) else None, "high": high if np.isfinite(high) else None}
         return {"kind": "box", "shape": list(space.shape), "dtype": np.dtype(space.dtype).name} | bounds
     if isinstance(space, spaces.Discrete):
         return {"kind": "discrete", "counts": [int(space.n)], "dtype": np.dtype(space.dtype).name}
@@ -103,12 +105,9 @@ def stacked_space(space: spaces.Space[Any], frames: int) -> spaces.Space[Any]:
         raise ArgumentError(
             f"frame_stack ({frames}) makes observations of more than {_MOST_ELEMENTS:,} elements; pass fewer frames"
         )
-    first = _is_image(space) and space.shape[0] < space.shape[-1]
-    return spaces.Box(
-        np.repeat(space.low, frames, axis=0 if first else -1),
-        np.repeat(space.high, frames, axis=0 if first else -1),
-        dtype=np.dtype(space.dtype).type,
-    )
+    axis = 0 if _is_image(space) and space.shape[0] < space.shape[-1] else -1
+    low, high = np.repeat(space.low, frames, axis), np.repeat(space.high, frames, axis)
+    return spaces.Box(low, high, dtype=np.dtype(space.dtype).type)
 
 
 def has_images(space: spaces.Space[Any]) -> bool:
@@ -136,13 +135,10 @@ def _box(
             f"write it like {_FORMS}"
         )
     if low is None or high is None:
-        low, high = (-np.inf, np.inf) if kind.kind == "f" else (0, 1) if kind.kind == "b" else _range(kind)
+        low, high = (-np.inf, np.inf) if kind.kind == "f" else (0, 1)
+        if kind.kind in "iu":
+            low, high = int(np.iinfo(kind).min), int(np.iinfo(kind).max)
     return spaces.Box(low, high, shape, kind.type)
-
-
-def _range(kind: np.dtype[Any]) -> tuple[int, int]:
-    info = np.iinfo(kind)
-    return int(info.min), int(info.max)
 
 
 def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None = None) -> spaces.Space[Any]:
@@ -155,10 +151,6 @@ def _counted_space(kind: str, counts: list[int], called: str, dtype: str | None 
     if kind == "multibinary":
         return spaces.MultiBinary(counts[0] if len(counts) == 1 else counts)
     raise ArgumentError(f"{called} takes one count; write it like {_FORMS}")
-
-
-def _finite(value: float) -> float | None:
-    return value if np.isfinite(value) else None
 
 
 def make_single_env(env_id: str, wrapper: str = "") -> Any:
@@ -195,29 +187,23 @@ def measure_environment(env_id: str, wrapper: str, with_torch: bool = False) -> 
     if with_torch or wrapper:
         importlib.import_module("stable_baselines3")
     had_torch = "torch" in sys.modules
-    before = held_bytes()
-    first = make_single_env(env_id, wrapper)
-    _warm_up(first)
-    between = held_bytes()
-    second = make_single_env(env_id, wrapper)
-    _warm_up(second)
-    after = held_bytes()
+    held, envs = [held_bytes()], []
+    for _ in range(2):
+        envs.append(make_single_env(env_id, wrapper))
+        deque(islice(random_steps(envs[-1], seed=0), _FEW_STEPS), maxlen=0)
+        held.append(held_bytes())
+    before, between, after = held
     found = {
-        "observation": space_to_dict(first.observation_space),
-        "action": space_to_dict(first.action_space),
+        "observation": space_to_dict(envs[0].observation_space),
+        "action": space_to_dict(envs[0].action_space),
         "first_bytes": max(between.resident - before.resident, 0),
         "first_anonymous_bytes": max(between.anonymous - before.anonymous, 0),
         "each_bytes": max(after.anonymous - between.anonymous, 0),
         "brought_torch": "torch" in sys.modules and not had_torch,
     }
-    first.close()
-    second.close()
+    for env in envs:
+        env.close()
     return found
-
-
-def _warm_up(env: Any) -> None:
-    for _, _ in zip(range(_FEW_STEPS), random_steps(env, seed=0), strict=False):
-        pass
 
 
 def random_steps(env: Any, seed: int) -> Iterator[tuple[Any, Any, float, Any, bool, bool]]:

@@ -208,7 +208,6 @@ def _measure(
     notes: list[str],
 ) -> tuple[MeasuredCosts, Limit | None]:
     probe = run_probe("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
-    traced = base.get("traced")
     vram = base.get("vram")
     if environment is None and not probe:
         notes.append("the environment itself is not counted: name it with --env")
@@ -217,12 +216,14 @@ def _measure(
     if spec.device.startswith("cuda") and vram is None:
         notes.append("no GPU was found here: its need is calculated; give its free memory with --vram")
     env = environment or {}
+    traces: dict[str, Any] = {}
+    if traced := base.get("traced"):
+        once, twice = UpdateBytes(*traced["once"]), UpdateBytes(*traced["twice"])
+        traces = {"traced_batch": traced["batch"], "traced": once, "traced_twice": twice}
     measured = MeasuredCosts(
         libraries=base.get("updated", base["imported"]),
         libraries_anonymous=base["imported_anonymous"],
-        traced_batch=traced["batch"] if traced else 0,
-        traced=UpdateBytes(*traced["once"]) if traced else None,
-        traced_twice=UpdateBytes(*traced["twice"]) if traced else None,
+        **traces,
         env_first=env.get("first_bytes"),
         env_first_anonymous=env.get("first_anonymous_bytes", 0),
         env_each=env.get("each_bytes", 0),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, SupportsFloat
@@ -37,6 +37,7 @@ EPISODE_STEPS = 200
 _UPDATES = 40
 _BATCHES = 3  # batches in a shortened rollout
 _ROLLOUTS = 3
+_TORCH_CLASSES = {"activation_fn": (torch.nn, torch.nn.Module), "optimizer_class": (torch.optim, torch.optim.Optimizer)}
 _CONVOLUTIONS = (torch.ops.aten.convolution.default, torch.ops.aten.convolution_backward.default)
 
 
@@ -71,13 +72,11 @@ def build_model(spec: Spec, *, capacity: int | None = None, env: VecEnv | None =
             "or leave networks out with --no-networks"
         ) from error
     if spec.on_policy:
-        settings |= {"n_steps": spec.rollout_steps}
-        if spec.algo == "ppo":
-            settings |= {"n_epochs": 1}
+        settings |= {"n_steps": spec.rollout_steps} | ({"n_epochs": 1} if spec.algo == "ppo" else {})
     else:
-        settings |= {"buffer_size": spec.capacity if capacity is None else capacity}
-        settings |= {"optimize_memory_usage": spec.optimize_memory_usage}
-        settings |= {"replay_buffer_kwargs": {"handle_timeout_termination": spec.handle_timeout_termination}}
+        kwargs = {"handle_timeout_termination": spec.handle_timeout_termination}
+        settings |= {"optimize_memory_usage": spec.optimize_memory_usage, "replay_buffer_kwargs": kwargs}
+        settings["buffer_size"] = spec.capacity if capacity is None else capacity
     if algorithm.batch_size is not None:
         settings["batch_size"] = spec.batch
     policy_kwargs = {name: _torch_class_or_value(name, value) for name, value in spec.policy_kwargs.items()}
@@ -120,14 +119,9 @@ def _zero_observation(space: spaces.Space[Any]) -> Any:
 
 def _torch_class_or_value(name: str, value: Any) -> Any:
     """Turn the names of torch's activations and optimizers into the classes; everything else is data."""
-    if name == "activation_fn" and isinstance(value, str):
-        return _class_of(torch.nn, value, torch.nn.Module, name)
-    if name == "optimizer_class" and isinstance(value, str):
-        return _class_of(torch.optim, value, torch.optim.Optimizer, name)
-    return value
-
-
-def _class_of(module: Any, value: str, base: type, name: str) -> type:
+    if name not in _TORCH_CLASSES or not isinstance(value, str):
+        return value
+    module, base = _TORCH_CLASSES[name]
     found = getattr(module, value.rpartition(".")[2], None)
     if not isinstance(found, type) or not issubclass(found, base):
         raise ArgumentError(f"policy_kwargs[{name!r}] ({value!r}) names no {base.__name__} of {module.__name__}")
@@ -174,11 +168,8 @@ def _off_policy(model: Any, spec: Spec, steps: int) -> int:
 
 def _child_processes() -> list[dict[str, int]]:
     """Read what the processes of the vector environment hold, the fork server among them."""
-    found = []
-    for child in psutil.Process().children(recursive=True):
-        held = held_bytes(child.pid)
-        found.append({"unique": held.unique, "proportional": held.proportional, "resident": held.resident})
-    return found
+    all_held = [held_bytes(child.pid) for child in psutil.Process().children(recursive=True)]
+    return [{"unique": one.unique, "proportional": one.proportional, "resident": one.resident} for one in all_held]
 
 
 def trace_update(spec: Spec) -> UpdateBytes:
@@ -192,20 +183,13 @@ def trace_update(spec: Spec) -> UpdateBytes:
         model = build_model(small, capacity=spec.batch)
         fill_without_writing(model)
         weights = live.now
-        updates = _update_call(model, spec)
-        updates()
+        update_with = {} if spec.on_policy else {"gradient_steps": 1, "batch_size": spec.batch}
+        model.train(**update_with)
         settled = live.now
         live.peak = live.highest = live.now
-        updates()
-    return UpdateBytes(
-        weights, max(settled, live.now), live.heap, live.peak - live.highest_heap, live.highest_heap, live.highest
-    )
-
-
-def _update_call(model: Any, spec: Spec) -> Callable[[], None]:
-    if spec.on_policy:
-        return model.train  # type: ignore[no-any-return]  # Stable-Baselines3's algorithms are Any here
-    return lambda: model.train(gradient_steps=1, batch_size=spec.batch)
+        model.train(**update_with)
+    stays, mapped = max(settled, live.now), live.peak - live.highest_heap
+    return UpdateBytes(weights, stays, live.heap, mapped, live.highest_heap, live.highest)
 
 
 class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not type its modes
@@ -263,16 +247,12 @@ class LiveTensorBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]  # to
 
 def _convolution_copies(args: tuple[Any, ...], out: Any) -> list[int]:
     """Bytes of the copies that a convolution on a CPU works on: channels in blocks of sixteen."""
-    maps = [value for value in [*tree_leaves(args), *tree_leaves(out)] if _is_feature_map(value)]
-    return [m.numel() // m.shape[1] * _padded_channels(m.shape[1]) * m.element_size() for m in maps]
+    tensors = [value for value in [*tree_leaves(args), *tree_leaves(out)] if isinstance(value, torch.Tensor)]
+    return [m.numel() // m.shape[1] * _padded_channels(m.shape[1]) * m.element_size() for m in tensors if m.dim() == 4]
 
 
 def _padded_channels(channels: int) -> int:
     return channels if channels <= 4 else -(-channels // 16) * 16
-
-
-def _is_feature_map(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() == 4
 
 
 class PlaceholderValues(TorchFunctionMode):

@@ -78,29 +78,21 @@ def measure_baseline(spec: Spec, networks: bool) -> dict[str, Any]:
     begin_peak()
     sb3_model.fill_without_writing(tiny)
     for _ in range(2):
-        if spec.on_policy:
-            tiny.train()
-        else:
-            tiny.train(gradient_steps=1, batch_size=_TINY_BATCH)
+        tiny.train(**({} if spec.on_policy else {"gradient_steps": 1, "batch_size": _TINY_BATCH}))
     found["updated"] = held_bytes().resident
     if free_before is not None:
         found["vram"] = _context_bytes(free_before)
     # Everything that an update holds grows with the batch in a straight line, so two batches give the line.
     twice = spec.but(batch_size=2 * spec.batch, n_steps=2 * spec.rollout_steps if spec.on_policy else spec.n_steps)
-    found["traced"] = {
-        "batch": spec.batch,
-        "once": list(sb3_model.trace_update(spec)),
-        "twice": list(sb3_model.trace_update(twice)),
-    }
+    traces = {"once": list(sb3_model.trace_update(spec)), "twice": list(sb3_model.trace_update(twice))}
+    found["traced"] = {"batch": spec.batch} | traces
     return found
 
 
 def _tiny_spec(spec: Spec) -> Spec:
     """Return a run of the same algorithm whose networks are next to nothing."""
-    convolves = spec.policy_name != "MlpPolicy"
     image, vector = spaces.Box(0, 255, _TINY_IMAGE, np.uint8), spaces.Box(-1, 1, (3,), np.float32)
-    steps = _TINY_BATCH if spec.on_policy else 0
-    seen = image if convolves else vector
+    steps, seen = _TINY_BATCH if spec.on_policy else 0, vector if spec.policy_name == "MlpPolicy" else image
     return Spec(spec.algo, seen, spec.action, batch_size=_TINY_BATCH, device=spec.device, n_steps=steps)
 
 

@@ -92,7 +92,10 @@ def attribute_memory(pid: int, report: AgentReport | None) -> list[AttributedPar
     uses_torch = any(group == "libraries" and name == "torch" for group, name in sums.by_name)
     group = "torch" if uses_torch else "python"
     _split_heap(heap, named_heap, report, group, sums)
-    nameless = _assign_python(nameless, report, sums)
+    if report is not None and report.python is not None:
+        objects = min(report.python.taken, nameless)
+        sums.add("python", "objects", objects, report.python.taken)
+        nameless -= objects
     if not is_readable:
         nameless -= _assign_blocks_by_total(nameless, report, claims, blocks)
     if report is not None:
@@ -200,15 +203,6 @@ def _split_heap(heap: int, named: int, report: AgentReport | None, group: str, s
     live = min(max(report.heap.in_use - named, 0), heap)
     sums.add(group, "C heap in use", live, live)
     sums.add("heap_retained", "free, kept by the C library", heap - live, report.heap.free)
-
-
-def _assign_python(left: int, report: AgentReport | None, sums: _Sums) -> int:
-    """Give Python's arenas what they hold; return what is left."""
-    if report is None or report.python is None:
-        return left
-    objects = min(report.python.taken, left)
-    sums.add("python", "objects", objects, report.python.taken)
-    return left - objects
 
 
 def _assign_blocks_by_total(left: int, report: AgentReport | None, claims: list[_Claim], blocks: _Sum) -> int:

@@ -7,6 +7,7 @@ Invariant: it acts while some memory is left, and it never raises: training goes
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -120,12 +121,10 @@ class MemoryGuard:
     def _relieve(self, wanted: int) -> str:
         """Ask every memory to give up its share."""
         memories = [memory for memory in tracked.living() if hasattr(memory, "relieve")]
-        sizes = [_memory_bytes(memory) for memory in memories]
+        sizes = [sum(int(array.nbytes) for _, array in memory.arrays()) for memory in memories]
         for memory, size in zip(memories, sizes, strict=True):
-            try:
+            with contextlib.suppress(ClosedError):
                 memory.relieve(-(-wanted * size // max(sum(sizes), 1)))
-            except ClosedError:
-                continue
         if not memories:
             return "no memory of holdall can give some back"
         return f"holdall's memories must hold {format_bytes(wanted)} less"
@@ -137,10 +136,6 @@ class MemoryGuard:
             except Exception:  # a guard that fails must not end the training
                 _LOG.exception("the memory guard failed; training goes on without it")
                 return
-
-
-def _memory_bytes(memory: Any) -> int:
-    return sum(int(array.nbytes) for _, array in memory.arrays())
 
 
 class NearestLimit(NamedTuple):

@@ -294,16 +294,7 @@ def _first(node: ast.expr | None) -> ast.expr | None:
 
 def _only_return(function: Function) -> ast.expr | None:
     """Return what a function returns, if there is exactly one place where it does."""
-    returns = [
-        node
-        for statement in function.body
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Return) and node.value is not None and _owner(statement, node) is None
-    ]
-    return returns[0].value if len(returns) == 1 else None
-
-
-def _owner(statement: ast.stmt, wanted: ast.Return) -> ast.AST | None:
-    """Return the inner function of a statement that a return belongs to, if any."""
-    inner = [node for node in ast.walk(statement) if isinstance(node, Function | ast.Lambda)]
-    return next((node for node in inner if any(part is wanted for part in ast.walk(node))), None)
+    nodes = [node for statement in function.body for node in ast.walk(statement)]
+    of_others = {part for inner in nodes if isinstance(inner, Function | ast.Lambda) for part in ast.walk(inner)}
+    returned = [node.value for node in nodes if isinstance(node, ast.Return) and node.value and node not in of_others]
+    return returned[0] if len(returned) == 1 else None

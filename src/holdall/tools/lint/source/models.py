@@ -98,15 +98,14 @@ class TrainingReader:
                 break
             given[name] = self._setting(argument)
         for keyword in call.keywords:
+            unpacked = None if keyword.arg else self.evaluator.value(keyword.value)
             if keyword.arg:
                 given[keyword.arg] = self._setting(keyword.value)
-                continue
-            unpacked = self.evaluator.value(keyword.value)
-            if not isinstance(unpacked, dict):
+            elif isinstance(unpacked, dict):
+                place = self.script.place(keyword.value)
+                given |= {str(name): Setting(value, place) for name, value in unpacked.items()}
+            else:
                 has_more = True
-                continue
-            place = self.script.place(keyword.value)
-            given |= {str(name): Setting(value, place) for name, value in unpacked.items()}
         return given, has_more
 
     def _setting(self, node: ast.expr) -> Setting:
@@ -127,7 +126,9 @@ class TrainingReader:
         given, has_more = self.settings(call, algorithm.positional)
         given.setdefault("policy", Setting(UNKNOWN, self.script.place(call)))
         learns = tuple(self._learn(learn, call) for learn, made in self.learn_calls if made is call)
-        learns += tuple(self._unknown_learn(learn) for learn, made in self.learn_calls if made is None)
+        # A call on a model that is not certain may be this run's, so the steps are not known.
+        places = [self.script.place(learn) for learn, made in self.learn_calls if made is None]
+        learns += tuple(LearnCall(Setting(UNKNOWN, at), (), at, reset_num_timesteps=UNKNOWN) for at in places)
         environments, place = self.environments(argument_of(call, "env", 1)), self.script.place(call)
         return ConfiguredRun(algorithm.name, algorithm, given, environments, learns, place, has_more)
 
@@ -144,11 +145,6 @@ class TrainingReader:
             loop is not None and loop not in self.script.ancestors(model),
             given["reset_num_timesteps"].value if "reset_num_timesteps" in given else UNKNOWN if has_more else True,
         )
-
-    def _unknown_learn(self, call: ast.Call) -> LearnCall:
-        """Return a call on a model that is not certain; it may be this run's, so the steps are not known."""
-        place = self.script.place(call)
-        return LearnCall(Setting(UNKNOWN, place), (), place, reset_num_timesteps=UNKNOWN)
 
     def _callbacks(self, node: ast.expr | None) -> Iterator[Callback]:
         """Yield the callbacks that an expression holds, as far as they are known."""
