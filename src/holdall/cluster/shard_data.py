@@ -46,6 +46,9 @@ _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
 _NO_TICK = 2**40 - 1
 """First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
+_DECODED_FROM = 0.25
+"""Share of the decoded bytes from which on a shard decodes what it sends; measured on one machine, see decision 076."""
+_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 
 Ids = NDArray[np.int64]
 
@@ -228,14 +231,6 @@ class ShardData:
     def held(self) -> Held:
         """Describe the rows that can be drawn."""
         return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store)
-
-
-_DECODED_FROM = 0.25
-"""Share of the decoded bytes from which on compressed slices are decoded at the shard: to check and copy them costs
-more than it spares, also between machines."""
-
-
-_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 
 
 class RowFinder:
