@@ -343,8 +343,10 @@ class ReplayMemory:
         calls = {
             number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
         }
-        ticks = self.capacity // self._lanes
-        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls))
+        ticks, patience = self.capacity // self._lanes, self._address.patience_s
+        snapshot = ShardsSnapshot(
+            self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
+        )
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
