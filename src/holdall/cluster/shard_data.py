@@ -294,10 +294,10 @@ class RowFinder:
         begins, ends = offsets.take(units), offsets.take(units + 1)
         if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
             return None
-        data: list[Any] = [each.data for each in coded]
+        data = [memoryview(np.asarray(each.data)) for each in coded]
         segments = where[row[example]]
         cut = [
-            data[segment][first:last].data
+            data[segment][first:last]
             for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
         ]
         bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
@@ -318,7 +318,12 @@ class RowFinder:
         keys: dict[tuple[Any, ...], int] = {}
         forms: list[SliceForm] = []
         numbers: list[int] = []
+        number, codec, last = -1, None, [0]
         for cut, each in zip(cuts, coded, strict=True):
+            if codec is each.codec and last == cut and not each.palette.size:  # most are coded like the one before
+                numbers.append(number)
+                continue
+            codec, last = each.codec, cut
             key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
             number = keys.setdefault(key, len(forms))
             if number == len(forms):
