@@ -294,7 +294,7 @@ class RowFinder:
         begins, ends = offsets.take(units), offsets.take(units + 1)
         if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
             return None
-        data = [memoryview(np.asarray(each.data)) for each in coded]
+        data = [np.asarray(each.data).data for each in coded]
         segments = where[row[example]]
         cut = [
             data[segment][first:last]
