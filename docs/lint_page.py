@@ -1,6 +1,6 @@
 """Write the generated parts of docs/lint.md: `python docs/lint_page.py`; with `--check`, say whether it is current.
 
-In:  the rule classes, and the notes in examples/.  Out: the page, between its markers.
+In:  the rules, and the notes in examples/.  Out: the page, between its markers.
 """
 
 import re

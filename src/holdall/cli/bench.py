@@ -23,16 +23,9 @@ from typer.core import TyperCommand, TyperGroup
 
 from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, Verbose, option, writing
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.tools.bench import compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
-from holdall.tools.bench.compare_buffers import (
-    CASES,
-    BufferCase,
-    case_named,
-    case_table,
-    cases_of,
-    measure_buffers,
-    remarks,
-)
+from holdall.tools.bench.compare_buffers import CASES, BufferCase
 from holdall.tools.bench.ranking import bench_tables, rankings
 from holdall.tools.bench.run import (
     ResultWriter,
@@ -125,7 +118,7 @@ def buffers(
         bars = stack.enter_context(_progress(console, share, progress.TimeElapsedColumn()))
         task = bars.add_task("", total=1.0)
         try:
-            for record in measure_buffers(
+            for record in compare_buffers.measure_buffers(
                 cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
             ):
                 records.append(record)
@@ -154,15 +147,15 @@ def _chosen_cases(
         return [BufferCase(file.stem, file=file) for file in traces]
     if env:
         return [BufferCase(env, env, wrapper, stack)]
-    return [case_named(name) for name in names or ["atari", "camera"]]
+    return [compare_buffers.case_named(name) for name in names or ["atari", "camera"]]
 
 
 def _show_buffers(records: list[dict[str, Any]]) -> None:
     console = wide_console()
-    for case in cases_of(records):
-        console.print(case_table(records, case), soft_wrap=True)
+    for case in compare_buffers.cases_of(records):
+        console.print(compare_buffers.case_table(records, case), soft_wrap=True)
         console.print()
-    for line in remarks(records):
+    for line in compare_buffers.remarks(records):
         console.print(line, style="dim", highlight=False, soft_wrap=True)
 
 

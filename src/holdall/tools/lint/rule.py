@@ -26,17 +26,7 @@ from holdall.tools.lint.source.script import Script
 from holdall.units import parse_bytes
 
 _GIB = 2**30
-REFERENCE_MACHINE = Machine(
-    cores=8,
-    ram_bytes=32 * _GIB,
-    limit_bytes=32 * _GIB,
-    limit_name="RAM",
-    vram_bytes=16 * _GIB,
-    shm_bytes=16 * _GIB,
-    disk_bytes=200 * 10**9,
-    python=(3, 11),
-    sb3=(2, 9, 2),
-)
+REFERENCE_MACHINE = Machine(8, 32 * _GIB, 32 * _GIB, "RAM", 16 * _GIB, 16 * _GIB, 200 * 10**9, (3, 11), (2, 9, 2))
 """The machine that the examples are checked for."""
 
 _CAMERA = """import numpy as np

@@ -11,19 +11,8 @@ import numpy as np
 
 from holdall.tools.plan.phases import PhasePart, RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, both_units, count_or_dash
-from holdall.tools.report.charts import (
-    BarPiece,
-    BarRow,
-    Child,
-    Markup,
-    Plot,
-    PlotLayer,
-    Scale,
-    bars,
-    bytes_scale,
-    joined,
-    tag,
-)
+from holdall.tools.report import charts
+from holdall.tools.report.charts import Child, Markup, joined, tag
 from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.units import format_bytes
 
@@ -81,9 +70,9 @@ def _phases(plan: Plan) -> list[Markup]:
     host = (*plan.phases, *plan.holdall_phases)
     scale = _scale_with_limit(limit.free_bytes, host)
     groups = [("With Stable-Baselines3's buffer", plan.phases), ("With holdall's memory", plan.holdall_phases)]
-    charts = [_chart(title, phases, scale, limit.free_bytes) for title, phases in groups if phases]
+    drawn = [_chart(title, phases, scale, limit.free_bytes) for title, phases in groups if phases]
     lead = f"A run needs the largest of its phases, not their sum. {_PROVENANCE}"
-    shown = [section("Memory by phase", *charts, lead=lead)]
+    shown = [section("Memory by phase", *drawn, lead=lead)]
     if plan.vram:
         free = next((check.limit.free_bytes for check in plan.checks if check.what.startswith("GPU")), 0)
         chart = _chart("GPU memory", plan.vram, _scale_with_limit(free, plan.vram), free)
@@ -91,27 +80,27 @@ def _phases(plan: Plan) -> list[Markup]:
     return shown
 
 
-def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> Scale:
+def _scale_with_limit(limit: int, phases: Sequence[RunPhase]) -> charts.Scale:
     """Choose a scale that holds the limit, unless it is so far away that nothing else could be seen."""
     most = max(phase.nbytes for phase in phases)
-    return bytes_scale(limit if most <= limit <= 4 * most else most)
+    return charts.bytes_scale(limit if most <= limit <= 4 * most else most)
 
 
-def _chart(title: str, phases: Sequence[RunPhase], scale: Scale, limit: int) -> Markup:
+def _chart(title: str, phases: Sequence[RunPhase], scale: charts.Scale, limit: int) -> Markup:
     peak, rows = largest_phase(phases), []
     colours: dict[str, str] = {}
     for phase in phases:
         pieces = [_piece(phase, part) for part in phase.parts if part.nbytes]
         colours |= {part.name: _colour(part) for part in phase.parts if part.nbytes}
         said = "" if phase.happens else "not in this run"
-        rows.append(BarRow(phase.name, pieces, format_bytes(phase.nbytes), said, strong=phase is peak))
+        rows.append(charts.BarRow(phase.name, pieces, format_bytes(phase.nbytes), said, strong=phase is peak))
     named = (float(limit), f"limit {format_bytes(limit)}") if limit else None
-    return tag("div", tag("h4", title), bars(rows, scale, title, legend=list(colours.items()), limit=named))
+    return tag("div", tag("h4", title), charts.bars(rows, scale, title, legend=list(colours.items()), limit=named))
 
 
-def _piece(phase: RunPhase, part: PhasePart) -> BarPiece:
+def _piece(phase: RunPhase, part: PhasePart) -> charts.BarPiece:
     sizes = f"{both_units(part.nbytes)}, {part.how}\nat most {format_bytes(part.most_bytes)}"
-    return BarPiece(part.nbytes, _colour(part), f"{phase.name}: {part.name}\n{sizes}")
+    return charts.BarPiece(part.nbytes, _colour(part), f"{phase.name}: {part.name}\n{sizes}")
 
 
 def _colour(part: PhasePart) -> str:
@@ -140,18 +129,18 @@ def _capacities(plan: Plan) -> Markup:
 def _curves(plan: Plan) -> Markup:
     rows = sorted(plan.table, key=lambda row: row.size)
     sizes = np.array([0, *(row.size for row in rows)], np.float64)
-    layers = [PlotLayer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
+    layers = [charts.PlotLayer("SB3's buffer", "c1", np.array([0, *(row.sb3_bytes for row in rows)], np.float64))]
     if plan.known.need is not None:
         ours = [plan.known.need.need(0), *(row.holdall_bytes or 0 for row in rows)]
-        layers.append(PlotLayer("holdall's memory", "c0", np.array(ours, np.float64)))
+        layers.append(charts.PlotLayer("holdall's memory", "c0", np.array(ours, np.float64)))
     limit = plan.known.limits.limit_bytes
     most = max(float(layer.values.max()) for layer in layers)
-    scale = bytes_scale(limit if most <= limit <= 2 * most else most)
+    scale = charts.bytes_scale(limit if most <= limit <= 2 * most else most)
     heads = [f"{plan.size_word} {size:,.0f}" for size in sizes]
     marked = {0, len(sizes) - 1, len(sizes) // 2}
     ticks = [(size / sizes[-1], f"{size:,.0f}") for at, size in enumerate(sizes) if at in marked]
     title, named = f"{plan.size_word.capitalize()} against memory", (float(limit), f"limit {format_bytes(limit)}")
-    return Plot(title, sizes / sizes[-1], heads, layers, scale, ticks, False, named).markup()
+    return charts.Plot(title, sizes / sizes[-1], heads, layers, scale, ticks, False, named).markup()
 
 
 def _profiles(plan: Plan) -> Markup:

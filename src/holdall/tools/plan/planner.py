@@ -31,6 +31,7 @@ from holdall.tools.plan.spec import Spec
 from holdall.tools.plan.subprocess_probe import run_probe
 
 SCHEMA = "holdall.plan/1"
+Answer = Mapping[str, Any]  # of a measurement in another process
 _GB, _GIB, _MB, _MIB = 10**9, 2**30, 10**6, 2**20
 
 
@@ -135,7 +136,7 @@ def make_plan(
     probe_steps: int = 0,
     prefer: str = "balanced",
     checkpoint_dir: Path | None = None,
-    environment: Mapping[str, Any] | None = None,
+    environment: Answer | None = None,
 ) -> Plan:
     """Measure what may be measured, and work out the rest.
 
@@ -200,12 +201,7 @@ def plan_from_inputs(spec: Spec, known: PlanInputs, notes: list[str]) -> Plan:
 
 
 def _measure(
-    spec: Spec,
-    base: Mapping[str, Any],
-    networks: bool,
-    probe_steps: int,
-    environment: Mapping[str, Any] | None,
-    notes: list[str],
+    spec: Spec, base: Answer, networks: bool, probe_steps: int, environment: Answer | None, notes: list[str]
 ) -> tuple[MeasuredCosts, Limit | None]:
     probe = run_probe("update", spec=spec, steps=probe_steps) if probe_steps and networks else None
     vram = base.get("vram")

@@ -24,17 +24,8 @@ from typing import Any
 from holdall import report as tracked
 from holdall.machine import begin_peak, peak_bytes
 from holdall.report import Tracked
-from holdall.tools.watch import allocators
-from holdall.tools.watch.agent_files import (
-    AgentReport,
-    PhasePeak,
-    Region,
-    answer_trim_request,
-    process_start,
-    remove_agent_report,
-    remove_stale_files,
-    write_agent_report,
-)
+from holdall.tools.watch import agent_files, allocators
+from holdall.tools.watch.agent_files import AgentReport, PhasePeak, Region
 
 FillFunction = Callable[[], float]
 
@@ -70,10 +61,10 @@ class Agent:
         self._spent = 0.0
         self._ended = threading.Event()
         self._publishing = threading.Lock()
-        self._pid, self._started = os.getpid(), process_start(os.getpid())
+        self._pid, self._started = os.getpid(), agent_files.process_start(os.getpid())
         self._thread = threading.Thread(target=self._run, name="holdall-watch", daemon=True)
         with contextlib.suppress(OSError):
-            remove_stale_files()
+            agent_files.remove_stale_files()
         self._thread.start()
 
     def track(self, name: str, array: Any, fill: FillFunction | None) -> None:
@@ -129,7 +120,7 @@ class Agent:
                 return
             begun = time.thread_time()
             with contextlib.suppress(OSError):  # a full disk: the watch goes without
-                write_agent_report(self._report())
+                agent_files.write_agent_report(self._report())
             spent = time.thread_time() - begun
             self._spent += spent
             self.due = time.monotonic() + max(self.interval_s, spent / _SHARE_OF_TIME)
@@ -142,12 +133,12 @@ class Agent:
             return
         self._ended.set()
         with self._publishing, contextlib.suppress(OSError):  # what is being written now is removed, too
-            remove_agent_report(self._pid)
+            agent_files.remove_agent_report(self._pid)
 
     def _run(self) -> None:
         while not self._ended.wait(max(self.due - time.monotonic(), self.interval_s)):
             with contextlib.suppress(OSError):
-                answer_trim_request()
+                agent_files.answer_trim_request()
             silent = time.monotonic() - self.due > _SILENT_INTERVALS * self.interval_s
             if time.monotonic() >= self.due and (silent or not self._is_called_by_loop):
                 self._publish()

@@ -19,7 +19,7 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -84,28 +84,23 @@ def start(
     limit_bytes = None if limit is None else parse_bytes(limit, "limit")
     own = agent()
     guard = MemoryGuard(own, on_pressure, pressure_at, limit_bytes, checkpoint)
-    return Watch(own, guard, interval_s, record, prometheus, limit_bytes)
+    path = None if record is None else os.fspath(record)
+    options = {"--interval": interval_s, "--record": path, "--prometheus": prometheus, "--limit": limit_bytes}
+    return Watch(own, guard, {name: str(value) for name, value in options.items() if value is not None})
 
 
 class Watch:
-    """A watch of this process under way; also a context manager."""
+    """A watch of this process under way; also a context manager.
 
-    def __init__(
-        self,
-        own: Agent,
-        guard: MemoryGuard,
-        interval_s: float,
-        record: str | os.PathLike[str] | None,
-        prometheus: int | None,
-        limit_bytes: int | None,
-    ) -> None:
+    Args:
+        options: Those of the watcher process.
+    """
+
+    def __init__(self, own: Agent, guard: MemoryGuard, options: Mapping[str, str]) -> None:
         self.agent, self._guard = own, guard
         own.publish()
         command = [sys.executable, "-m", "holdall.tools.watch.watcher_process", str(os.getpid())]
-        command += ["--interval", str(interval_s)]
-        path = None if record is None else os.fspath(record)
-        for name, value in (("--record", path), ("--prometheus", prometheus), ("--limit", limit_bytes)):
-            command += [] if value is None else [name, str(value)]
+        command += [word for option in options.items() for word in option]
         # The package may have been found in a way that another Python does not know.
         home = str(Path(holdall.__file__).parent.parent)
         search = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -160,12 +160,10 @@ def _escaped_label(text: str) -> str:
 def main() -> None:
     """Read the command line, and watch until the process ends."""
     parser = argparse.ArgumentParser(prog="python -m holdall.tools.watch.watcher_process")
-    parser.add_argument("pid", type=int)
     parser.add_argument("--interval", type=float, default=2.0)
-    parser.add_argument("--record", type=Path)
-    parser.add_argument("--prometheus", type=int)
     parser.add_argument("--bind", default="127.0.0.1")
-    parser.add_argument("--limit", type=int)
+    for name, kind in (("pid", int), ("--record", Path), ("--prometheus", int), ("--limit", int)):
+        parser.add_argument(name, type=kind)
     wanted = parser.parse_args()
     loop = WatchLoop(wanted.pid, wanted.interval, wanted.limit)
     outputs: list[WatchRecorder | PrometheusServer] = []

@@ -186,11 +186,8 @@ def frequency_beyond_run(run: ConfiguredRun, machine: Machine) -> Iterator[Match
     calls = -(-steps // per_round) * per_round // count
     for callback, name, every in _frequencies(run):
         if every > calls:
-            yield Match(
-                f"{name}={every:,}, but {steps:,} steps of {count} environments are {calls:,} calls: it never acts",
-                callback.settings[name].place,
-                {"every": every, "calls": calls},
-            )
+            text = f"{name}={every:,}, but {steps:,} steps of {count} environments are {calls:,} calls: it never acts"
+            yield Match(text, callback.settings[name].place, {"every": every, "calls": calls})
 
 
 @run_rule("L18", "evaluated-on-training-environment", Severity.WARNING)

@@ -127,11 +127,8 @@ def buffer_never_fills(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     """
     size, steps = run.count("buffer_size"), run.total_timesteps
     if size is not None and steps is not None and size > steps:
-        yield Match(
-            f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used",
-            run.place_of("buffer_size"),
-            {"buffer_size": size, "total_timesteps": steps},
-        )
+        text = f"buffer_size={size:,} never fills in {steps:,} steps: {percent(steps, size)} of it is used"
+        yield Match(text, run.place_of("buffer_size"), {"buffer_size": size, "total_timesteps": steps})
 
 
 @run_rule("M10", "capacity-rounded-down", Severity.INFO)
@@ -155,11 +152,8 @@ def capacity_rounded_down(run: ConfiguredRun, machine: Machine) -> Iterator[Matc
     if size is None or count is None or size % count == 0:
         return
     held = max(size // count, 1) * count
-    yield Match(
-        f"buffer_size={size:,} over {count} environments holds {held:,} transitions",
-        run.place_of("buffer_size"),
-        {"buffer_size": size, "capacity": held},
-    )
+    text = f"buffer_size={size:,} over {count} environments holds {held:,} transitions"
+    yield Match(text, run.place_of("buffer_size"), {"buffer_size": size, "capacity": held})
 
 
 @run_rule("M18", "comparison-never-fills", Severity.WARNING, sees_searches=True)

@@ -40,12 +40,11 @@ def rollout_stores_images_as_float(run: ConfiguredRun, machine: Machine) -> Iter
     if observation is None or not observation.images or needed is None:
         return
     saved = 3 * sum(leaf.nbytes for leaf in observation.images) * needed.layout.transitions
-    yield Match(
+    text = (
         f"Stable-Baselines3 {'.'.join(map(str, machine.sb3))} stores this rollout's images as float32: "
-        f"{sized(needed.resident_bytes)}, of which {sized(saved)} are not needed from 2.7.1 on",
-        run.place_of("n_steps"),
-        {"rollout_bytes": needed.resident_bytes, "saved_bytes": saved},
+        f"{sized(needed.resident_bytes)}, of which {sized(saved)} are not needed from 2.7.1 on"
     )
+    yield Match(text, run.place_of("n_steps"), {"rollout_bytes": needed.resident_bytes, "saved_bytes": saved})
 
 
 @run_rule("M05", "flatten-doubles-rollout", Severity.WARNING)
@@ -102,12 +101,11 @@ def environments_raised_steps_fixed(run: ConfiguredRun, machine: Machine) -> Ite
     if smallest is None or largest is None or largest.peak_bytes <= _FLATTEN_SHARE * machine.limit_bytes:
         return
     low, high, limit = smallest.peak_bytes, largest.peak_bytes, machine.limit_bytes
-    yield Match(
+    text = (
         f"n_steps stays while n_envs goes from {few} to {many}: the peak grows "
-        f"from {sized(low)} to {sized(high)}; {machine.limit_name} is {sized(limit)}",
-        run.place_of("n_steps"),
-        {"smallest_bytes": low, "largest_bytes": high, "limit_bytes": limit},
+        f"from {sized(low)} to {sized(high)}; {machine.limit_name} is {sized(limit)}"
     )
+    yield Match(text, run.place_of("n_steps"), {"smallest_bytes": low, "largest_bytes": high, "limit_bytes": limit})
 
 
 def _batch_bytes(run: ConfiguredRun) -> tuple[int, int] | None:
@@ -141,11 +139,8 @@ def batch_beyond_vram(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     if sizes is None or machine.vram_bytes is None or run.value("device") == "cpu":
         return
     if sizes[1] > _VRAM_SHARE * machine.vram_bytes:
-        yield Match(
-            f"a batch's observations take {sized(sizes[1])} as float32, the GPU has {sized(machine.vram_bytes)}",
-            run.place_of("batch_size"),
-            {"batch_bytes": sizes[1], "vram_bytes": machine.vram_bytes},
-        )
+        text = f"a batch's observations take {sized(sizes[1])} as float32, the GPU has {sized(machine.vram_bytes)}"
+        yield Match(text, run.place_of("batch_size"), {"batch_bytes": sizes[1], "vram_bytes": machine.vram_bytes})
 
 
 @run_rule("M17", "image-batch-becomes-float", Severity.INFO)
@@ -167,11 +162,8 @@ def image_batch_becomes_float(run: ConfiguredRun, machine: Machine) -> Iterator[
     sizes, observation = _batch_bytes(run), run.environments.observation
     if sizes is None or observation is None or not observation.images or sizes[1] < _LARGE_BATCH:
         return
-    yield Match(
-        f"a batch's observations are stored in {sized(sizes[0])} and reach the network as float32, {sized(sizes[1])}",
-        run.place_of("batch_size"),
-        {"stored_bytes": sizes[0], "batch_bytes": sizes[1]},
-    )
+    text = f"a batch's observations are stored in {sized(sizes[0])} and reach the network as float32, {sized(sizes[1])}"
+    yield Match(text, run.place_of("batch_size"), {"stored_bytes": sizes[0], "batch_bytes": sizes[1]})
 
 
 @run_rule("M06", "observations-wider-than-needed", Severity.WARNING)

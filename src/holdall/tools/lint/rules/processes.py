@@ -240,9 +240,8 @@ def cores_left_idle(run: ConfiguredRun, machine: Machine) -> Iterator[Match]:
     while factor > 1 and steps % factor:
         factor -= 1
     if factor > 1:
-        yield Match(
+        text = (
             f"{count} environments on {machine.cores} cores; n_envs={count * factor} with "
-            f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory",
-            run.environments.place or run.place,
-            {"n_envs": count * factor, "n_steps": steps // factor},
+            f"n_steps={steps // factor:,} collects the same {steps * count:,} transitions in the same memory"
         )
+        yield Match(text, run.environments.place or run.place, {"n_envs": count * factor, "n_steps": steps // factor})

@@ -215,12 +215,8 @@ def pickle_copies_arrays(script: Script, training: TrainingReader, machine: Mach
         if number is None or not 0 <= number < _PROTOCOL:
             continue
         used = "the default protocol (4)" if given is None else f"protocol {number}"
-        yield Match(
-            f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written",
-            script.place(call),
-            {"protocol": number},
-            edit=_edit(script, call, given),
-        )
+        text = f"{ast.unparse(call.args[0])} is pickled with {used}: each array is copied before it is written"
+        yield Match(text, script.place(call), {"protocol": number}, edit=_edit(script, call, given))
 
 
 def _edit(script: Script, call: ast.Call, given: ast.expr | None) -> Edit | None:

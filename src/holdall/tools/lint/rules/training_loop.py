@@ -46,11 +46,8 @@ def buffer_smaller_than_batch(run: ConfiguredRun, machine: Machine) -> Iterator[
     """
     size, batch = run.count("buffer_size"), run.count("batch_size")
     if size is not None and batch is not None and size < batch and not run.algorithm.on_policy:
-        yield Match(
-            f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions",
-            run.place_of("buffer_size", "batch_size"),
-            {"buffer_size": size, "batch_size": batch},
-        )
+        text = f"batch_size={batch:,} is drawn from a buffer of {size:,} transitions"
+        yield Match(text, run.place_of("buffer_size", "batch_size"), {"buffer_size": size, "batch_size": batch})
 
 
 def samples_per_rollout(run: ConfiguredRun) -> int | None:
@@ -129,12 +126,11 @@ def updates_fall_behind(run: ConfiguredRun, machine: Machine) -> Iterator[Match]
     if run.algorithm.on_policy or not count or count < 2 or updates != 1 or freq is None or freq[1] != "step":
         return
     steps = freq[0] * count
-    yield Match(
+    text = (
         f"one update for every {steps:,} steps ({count} environments, train_freq {freq[0]}); "
-        f"with one environment it would be one for every {freq[0]}",
-        run.place_of("gradient_steps", "train_freq"),
-        {"steps_per_update": steps, "n_envs": count},
+        f"with one environment it would be one for every {freq[0]}"
     )
+    yield Match(text, run.place_of("gradient_steps", "train_freq"), {"steps_per_update": steps, "n_envs": count})
 
 
 @run_rule("L13", "one-sample-to-normalise", Severity.ERROR)
@@ -209,11 +205,8 @@ def target_updated_every_step(run: ConfiguredRun, machine: Machine) -> Iterator[
     """
     interval, count = run.count("target_update_interval"), run.environments.number or 0
     if "target_update_interval" in run.algorithm.defaults and interval and 1 < count > interval:
-        yield Match(
-            f"target_update_interval={interval:,} with {count} environments updates the target at every call",
-            run.place_of("target_update_interval"),
-            {"interval": interval, "n_envs": count},
-        )
+        text = f"target_update_interval={interval:,} with {count} environments updates the target at every call"
+        yield Match(text, run.place_of("target_update_interval"), {"interval": interval, "n_envs": count})
 
 
 @run_rule("L16", "small-network-on-gpu", Severity.INFO)
@@ -260,11 +253,8 @@ def learning_never_starts(run: ConfiguredRun, machine: Machine) -> Iterator[Matc
     per_round = max(freq[0] * count, 1)
     made = -(-steps // per_round) * per_round
     if made <= starts:
-        yield Match(
-            f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt",
-            run.place_of("learning_starts"),
-            {"learning_starts": starts, "total_timesteps": steps},
-        )
+        text = f"learning starts after {starts:,} steps, the run ends after {made:,}: nothing is ever learnt"
+        yield Match(text, run.place_of("learning_starts"), {"learning_starts": starts, "total_timesteps": steps})
 
 
 @run_rule("L07", "rollout-spans-many-episodes", Severity.INFO)
@@ -286,11 +276,8 @@ def rollout_spans_many_episodes(run: ConfiguredRun, machine: Machine) -> Iterato
     """
     steps, limit = run.count("n_steps"), whole(run.environments.episode_steps)
     if run.algorithm.on_policy and steps and limit and steps >= _MANY_EPISODES * limit:
-        yield Match(
-            f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps",
-            run.place_of("n_steps"),
-            {"n_steps": steps, "episode_steps": limit},
-        )
+        text = f"n_steps={steps:,} spans at least {steps / limit:.1f} episodes of at most {limit:,} steps"
+        yield Match(text, run.place_of("n_steps"), {"n_steps": steps, "episode_steps": limit})
 
 
 @run_rule("L10", "total-is-no-multiple", Severity.INFO)
@@ -320,11 +307,8 @@ def total_is_no_multiple(run: ConfiguredRun, machine: Machine) -> Iterator[Match
     if collected is None or steps is None or steps % collected == 0:
         return
     rounds = -(-steps // collected)
-    yield Match(
-        f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps",
-        run.learns[0].total_timesteps.place,
-        {"rollouts": rounds, "steps": rounds * collected},
-    )
+    text = f"{steps:,} steps in rollouts of {collected:,} are {rounds:,} rollouts, {rounds * collected:,} steps"
+    yield Match(text, run.learns[0].total_timesteps.place, {"rollouts": rounds, "steps": rounds * collected})
 
 
 @run_rule("L11", "learn-starts-over", Severity.WARNING)

@@ -283,19 +283,15 @@ def _bound(node: ast.AST) -> Iterator[tuple[str, Binding]]:  # noqa: C901, PLR09
                 yield from _assigned(target, value, node)
         case ast.AnnAssign(target=target, value=ast.expr() as value):
             yield from _assigned(target, value, node)
-        case ast.AugAssign(target=target):
-            yield from _opaque(target, node)
         case ast.NamedExpr(target=target, value=value):
             yield target.id, Binding(node, value)
         case ast.For(target=ast.Name(id=name)):
             yield name, Binding(node, loop=node)
-        case ast.For(target=target) | ast.AsyncFor(target=target):
+        case ast.For(target=target) | ast.AsyncFor(target=target) | ast.AugAssign(target=target):
             yield from _opaque(target, node)
         case ast.withitem(optional_vars=ast.expr() as target):
             yield from _opaque(target, target)
-        case ast.arg(arg=name):
-            yield name, Binding(node)
-        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
+        case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name) | ast.arg(arg=name):
             yield name, Binding(node)
         case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
             for alias in aliases:
