@@ -89,9 +89,8 @@ def _check(files: list[Path], settings: LintSettings, fix: bool) -> list[Finding
         corrected, made = apply_edits(text, found) if fix else (text, [])
         if made:
             write_text(path, corrected)
-            typer.echo(
-                f"{path}: corrected {', '.join(f'{one.rule} in line {one.place.line}' for one in made)}", err=True
-            )
+            rules_and_lines = ", ".join(f"{one.rule} in line {one.place.line}" for one in made)
+            typer.echo(f"{path}: corrected {rules_and_lines}", err=True)
             found = check_text(corrected, str(path), rules, machine)
         findings += found
     return findings

@@ -155,17 +155,11 @@ class LaunchedCommand:
     def __init__(self, command: Sequence[str], *, captured: bool = False) -> None:
         if not command or shutil.which(command[0]) is None:
             raise ArgumentError(f"command ({' '.join(command)}) is neither a process id nor a program; see --help")
-        path = os.environ.get("PYTHONPATH")
-        environment = os.environ | {
-            WATCHED_VARIABLE: "1",
-            "PYTHONPATH": str(_STARTUP_FOLDER) if not path else os.pathsep.join([str(_STARTUP_FOLDER), path]),
-        }
-        if captured:
-            environment["PYTHONUNBUFFERED"] = "1"
-        where = subprocess.PIPE if captured else None
-        self._process = subprocess.Popen(
-            list(command), env=environment, stdout=where, stderr=subprocess.STDOUT if captured else None
-        )
+        search = os.pathsep.join(filter(None, [str(_STARTUP_FOLDER), os.environ.get("PYTHONPATH")]))
+        environment = os.environ | {WATCHED_VARIABLE: "1", "PYTHONPATH": search}
+        environment |= {"PYTHONUNBUFFERED": "1"} if captured else {}
+        out, errors = (subprocess.PIPE, subprocess.STDOUT) if captured else (None, None)
+        self._process = subprocess.Popen(list(command), env=environment, stdout=out, stderr=errors)
         self._relay: threading.Thread | None = None
         if captured:
             self._relay = threading.Thread(target=self._pass_on, name="holdall-output", daemon=True)
