@@ -101,6 +101,12 @@ def folder_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
+def header_of(form: str, *distributions: str) -> dict[str, Any]:
+    """Return the first line of a file of results: its format, the command, the machine, and all versions."""
+    measured_on = {"machine": machine(), "versions": versions(*distributions)}
+    return {"kind": "header", "format": form, "command": sys.argv[1:], **measured_on}
+
+
 def machine() -> dict[str, Any]:
     """Describe this machine, and how busy it is."""
     return {

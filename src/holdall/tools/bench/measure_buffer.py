@@ -15,7 +15,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -53,14 +53,15 @@ class RowDifferences:
 def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
     """Compare the first `count` transitions, all of them."""
     found = RowDifferences()
-    rows = None
+    first = next(steps)
+    steps = chain([first], steps)
+    parts = first.obs.values() if isinstance(first.obs, dict) else [first.obs]
+    rows = max(1, _AT_ONCE_BYTES // max(2 * sum(part.nbytes for part in parts), 1))
     while found.compared < count:
-        few = list(islice(steps, min(rows or 1, count - found.compared)))
-        if rows is None:
-            rows = max(1, _AT_ONCE_BYTES // (2 * _nbytes(few[0].obs)))
+        few = list(islice(steps, min(rows, count - found.compared)))
         oracle = OracleMemory(capacity=len(few))
         for step in few:
-            oracle.add(step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated)
+            oracle.add(*step)
         ids = np.arange(len(few))
         _compare_fields(buffer.rows(found.compared + ids), oracle.gather(ids), len(few), found)
         found.compared += len(few)
@@ -87,15 +88,9 @@ def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDiffe
     got, want = got.reshape(count, -1), want.reshape(count, -1)
     if got.dtype == want.dtype:
         got, want = (np.ascontiguousarray(rows).view(np.uint8) for rows in (got, want))
-        return np.asarray((got != want).any(axis=1))
-    found.dtypes.add(f"{path} as {got.dtype}")
+    else:
+        found.dtypes.add(f"{path} as {got.dtype}")
     return np.asarray((got != want).any(axis=1))
-
-
-def _nbytes(observation: Any) -> int:
-    if isinstance(observation, dict):
-        return sum(_nbytes(part) for part in observation.values())
-    return max(int(np.asarray(observation).nbytes), 1)
 
 
 def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:
