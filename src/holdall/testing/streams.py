@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Leaf, Tree
-from holdall.testing.oracle import map_leaves
+from holdall.testing.oracle import map_leaves, stack_rows
 
 DTYPES = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
 """Every dtype that a Box may have and that holdall stores."""
@@ -263,16 +263,6 @@ def _empty_step(step: StreamStep) -> StreamStep:
         return np.empty((0, *array.shape), array.dtype)
 
     return StreamStep(**{name: map_leaves(no_rows, getattr(step, name)) for name in StreamStep.__slots__})
-
-
-def stack_rows(values: Sequence[Any]) -> Any:
-    """Put nests of arrays behind each other along a new leading axis, leaf by leaf."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: stack_rows([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(stack_rows([value[index] for value in values]) for index in range(len(first)))
-    return np.stack(values)
 
 
 def _tiled(newest: Array, axis: int, length: int) -> Array:
