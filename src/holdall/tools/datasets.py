@@ -76,7 +76,7 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
         steps = len(episode.rewards)
         seen = observation.flatten(episode.observations, (steps + 1,), "observations")
         taken = action.flatten(episode.actions, (steps,), "actions")
-        ends = [np.asarray(flags, np.bool_) for flags in (episode.terminations, episode.truncations)]
+        ended, cut = (np.asarray(flags, np.bool_) for flags in (episode.terminations, episode.truncations))
         for start in range(0, steps, _STEPS_AT_ONCE):
             now = slice(start, min(start + _STEPS_AT_ONCE, steps))
             after = slice(now.start + 1, now.stop + 1)
@@ -85,7 +85,8 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
                 action.build([rows[now, None] for rows in taken]),
                 np.asarray(episode.rewards)[now, None],
                 observation.build([rows[after, None] for rows in seen]),
-                *(flags[now, None] for flags in ends),
+                ended[now, None],
+                cut[now, None],
             )
             on_progress(len(memory), int(dataset.total_steps))
     return memory

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,25 +45,26 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
     shutil.rmtree(checkpoint, ignore_errors=True)
 
-    _print_heading(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
+    def heading(number: int, title: str) -> None:
+        console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
+
+    heading(1, f"Will {steps + transitions:,} transitions of a camera fit?")
     fitted = plan_fit(steps + transitions, limit_bytes)
     console.print(f"  The limit is {format_bytes(fitted.limit_bytes)}.")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
     console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
-    _print_heading(console, 2, "Train with Stable-Baselines3's replay buffer")
-    sizes = ("--steps", steps, "--transitions", transitions)
-    plain = _result_of(_train(console, "sb3", module_command("tools.demo.training", "--buffer", "sb3", *sizes)))
+    heading(2, "Train with Stable-Baselines3's replay buffer")
+    command = module_command("tools.demo.training", "--steps", steps, "--transitions", transitions, "--buffer")
+    plain = _result_of(_train(console, "sb3", [*command, "sb3"]))
 
-    _print_heading(console, 3, "Train with holdall's, save a checkpoint half-way, and kill -9")
-    own = ("--buffer", "holdall", *sizes, "--checkpoint", checkpoint)
-    saved = _train_until_killed(console, module_command("tools.demo.training", *own))
+    heading(3, "Train with holdall's, save a checkpoint half-way, and kill -9")
+    own = [*command, "holdall", "--checkpoint", str(checkpoint)]
+    saved = _train_until_killed(console, own)
 
-    _print_heading(console, 4, "Resume, and watch the memory while it fills")
-    messages_by_kind = _train(
-        console, "holdall", module_command("tools.demo.training", *own, "--resume", "--record", record), record
-    )
+    heading(4, "Resume, and watch the memory while it fills")
+    messages_by_kind = _train(console, "holdall", [*own, "--resume", "--record", str(record)], record)
     resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
@@ -75,10 +77,6 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     page = folder / "report.html"
     page.write_text(read_report(record).page(), encoding="utf-8")
     return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
-
-
-def _print_heading(console: Console, number: int, title: str) -> None:
-    console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
 
 
 def _train(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
@@ -100,8 +98,7 @@ def _train_until_killed(console: Console, command: list[str]) -> CheckpointFinge
     saved: CheckpointFingerprint | None = None
     with _bars(console) as bars:
         task = bars.add_task(TITLES["holdall"], total=1.0, memory="")
-        lines = messages(command)
-        try:
+        with closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
             for message in lines:
                 if "saved" in message:
                     saved = CheckpointFingerprint(**message["saved"])
@@ -109,8 +106,6 @@ def _train_until_killed(console: Console, command: list[str]) -> CheckpointFinge
                     break  # it has learnt something that is not in the checkpoint
                 elif "done" in message:
                     bars.update(task, completed=message["done"] / message["total"])
-        finally:
-            lines.close()  # kills the child, with SIGKILL
     if saved is None:
         raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
     size = format_bytes(saved.checkpoint_bytes)
@@ -131,12 +126,12 @@ def _bars(console: Console) -> Progress:
 
 def _check(steps: int, transitions: int) -> None:
     if importlib.util.find_spec("stable_baselines3") is None:
-        msg = "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
-        raise MissingPackageError(msg)
+        raise MissingPackageError(
+            "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
+        )
     for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
         if value < least:
-            msg = f"{name} ({value}) is too small to measure anything; give at least {least}."
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{name} ({value}) is too small to measure anything; give at least {least}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,17 +247,11 @@ def table(comparison: Comparison) -> Table:
 def verdict(comparison: Comparison) -> str:
     """Say whether the two policies are the same, and what the memory came to."""
     ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
+    before, after = (one.batches_sha256[:12] for one in (comparison.saved, comparison.resumed))
+    plain, own = (one.weights_sha256[:12] for one in (comparison.sb3, comparison.holdall))
     if not comparison.batches_identical:
-        return (
-            f"BATCHES DIFFER: {comparison.saved.batches_sha256[:12]} before the kill, "
-            f"{comparison.resumed.batches_sha256[:12]} after it."
-        )
-    if comparison.weights_identical:
-        return (
-            f"Weights identical, bit for bit ({comparison.holdall.weights_sha256[:12]}), though holdall's training was "
-            f"killed and resumed; {ratio:.1f} x less memory."
-        )
-    return (
-        f"WEIGHTS DIFFER: {comparison.sb3.weights_sha256[:12]} with Stable-Baselines3's buffer, "
-        f"{comparison.holdall.weights_sha256[:12]} with holdall's."
-    )
+        return f"BATCHES DIFFER: {before} before the kill, {after} after it."
+    if not comparison.weights_identical:
+        return f"WEIGHTS DIFFER: {plain} with Stable-Baselines3's buffer, {own} with holdall's."
+    crash = "though holdall's training was killed and resumed"
+    return f"Weights identical, bit for bit ({own}), {crash}; {ratio:.1f} x less memory."
