@@ -75,7 +75,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
+        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = require_count("n_steps", n_steps, 1)
         self.gamma = gamma
@@ -235,15 +235,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return observed, stored_space((self.action_dim,), self._action_dtype)
 
     def _new_memory(self) -> ReplayMemory:
-        return ReplayMemory(
-            *self._stored_spaces(),
-            capacity=self.buffer_size * self.n_envs,
-            num_envs=self.n_envs,
-            budget=self._budget,
-            prefer=self._prefer,
-            spill_dir=self._spill_dir,
-            **self._own_draws(),
-        )
+        capacity = self.buffer_size * self.n_envs
+        return ReplayMemory(*self._stored_spaces(), capacity, self.n_envs, **self._tiers, **self._own_draws())
 
     def _own_draws(self) -> dict[str, Any]:
         """Return how the memory draws by itself, if it does: this class draws slots, in Stable-Baselines3's order."""

@@ -148,11 +148,11 @@ class OracleFields:
         return self._oracle.flags_changed
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
+        """Return which transitions are real: a lane may have made none."""
         return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
 
     def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
+        """Return which transitions are the last of their episodes."""
         return self._read(ids, lambda tick, lane: tick.terminated[lane] or tick.truncated[lane], np.bool_)
 
     def rewards(self, ids: NDArray[np.int64]) -> NDArray[Any]:

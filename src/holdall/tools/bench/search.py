@@ -64,15 +64,15 @@ class SearchTrial:
 
 
 class TrialStopped(Exception):  # noqa: N818 it is no error: the trial ends early
-    """A trial that is not gone on with."""
+    """A trial ends early; the message says why."""
 
 
 class Search:
-    """A study, new or gone on with.
+    """A study, new or continued.
 
     Args:
         settings: Of a bench: environment, algorithm, steps and limit; of its buffers the first is searched with.
-        storage: A file to which trials are added; one that is there is gone on with.
+        storage: A file to which trials are added; an existing one is continued.
         space: What is searched; None: what the plan says could fit.
     """
 

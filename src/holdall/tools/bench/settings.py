@@ -236,7 +236,7 @@ def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
 
 
 def _rates(trial: dict[str, Any]) -> MeasuredRates:
-    """Tell what grows with a run from what every run has: warming up and reading memory, too, which count once."""
+    """Separate what grows with a run from what every run has once: warming up and reading memory, too."""
     filled = trial["size"] / trial["fill_per_second"] if trial["fill_per_second"] else 0.0
     saved = trial["checkpoint"]
     start_s = trial["whole_seconds"] - filled - trial["steps"] / trial["steps_per_second"] - saved["seconds"]
