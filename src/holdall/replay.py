@@ -37,16 +37,13 @@ from holdall.sampling import (
     sampler_to_resume,
 )
 from holdall.schema import Leaf, Schema, as_array, as_ids, fit_flags, require_held
-from holdall.storage.blocks import SliceBlock
-from holdall.storage.snapshot import FullBlock, Tick, UnchangedStore, steps_in
-from holdall.storage.store import Store
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage import Budget, FullBlock, SliceBlock, SpillFolder, Store, Tick, UnchangedStore, steps_in
 from holdall.threads import ThreadPool
 from holdall.units import require_count
 
 
 class ReplayMemory(SavedMemory):
-    """Replay memory for `num_envs` lanes that advance together.
+    """Replay memory for `num_envs` lanes that advance together. All methods may be called from any thread.
 
     Args:
         observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple. Or the schema of
@@ -67,8 +64,6 @@ class ReplayMemory(SavedMemory):
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
         sampler: How `sample` draws; `Uniform()` by default.
-
-    All methods may be called from any thread.
     """
 
     def __init__(
@@ -159,9 +154,8 @@ class ReplayMemory(SavedMemory):
         For adapters that would otherwise look at every array once more than `add` does.
         """
         store = self._store
-        if store is None or (fast := store.fast_tick) is None:
-            return False
-        if not fast.fits(obs, action, reward, next_obs, terminated, truncated):
+        fast = None if store is None else store.fast_tick
+        if store is None or fast is None or not fast.fits(obs, action, reward, next_obs, terminated, truncated):
             return False
         with self._lock:
             if self._store is not store or store.fast_tick is not fast:
@@ -214,8 +208,7 @@ class ReplayMemory(SavedMemory):
         """Return an endless iterator over batches of `batch_size`, made ahead in the background.
 
         A batch is drawn when the one `prefetch` before it is asked for, in that very call, so one seed gives one
-        sequence of batches. Transitions added and priorities told since then are not in it: it is `prefetch`
-        batches old, and never more. With `prefetch=0` it is what `sample` would return.
+        sequence of batches. What is added or prioritised later is not in it. `prefetch=0` is as `sample`.
 
         Args:
             prefetch: Batches under way besides the one asked for; each takes the memory of a batch.
@@ -338,7 +331,7 @@ class ReplayMemory(SavedMemory):
 
     @property
     def disk_bytes(self) -> int:
-        """Bytes that lie there."""
+        """Bytes in files of `spill_dir`."""
         with self._lock:
             return 0 if self._store is None else self._store.disk_bytes
 
@@ -392,8 +385,7 @@ class ReplayMemory(SavedMemory):
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
         with self._lock:
-            store = self._open()
-            found.fill(store)
+            found.fill(self._open())
         self._generator = restored_generator(found.state["generator"])
         self.sampler = sampler_to_resume(sampler, found.state["sampler"]["kind"])
         if found.content is not None and type(self.sampler).__name__ == found.state["sampler"]["kind"]:
@@ -410,8 +402,8 @@ class ReplayMemory(SavedMemory):
                 "generator": generator_state(self._generator),
                 "prefetched": self._prefetched.state(),
             }
-        words = schema_words(self.schema)
-        return Snapshot(frozen, words, self._capacity_ticks, state, attach, self._lock, store.release)
+            words, ticks = schema_words(self.schema), self._capacity_ticks
+            return Snapshot(frozen, words, ticks, state, attach, self._lock, store.release)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
         with self._lock:
@@ -419,9 +411,8 @@ class ReplayMemory(SavedMemory):
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
-        wanted = as_ids(ids)
         with self._lock:
-            return self._open().are_valid(wanted)
+            return self._open().are_valid(as_ids(ids))
 
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
@@ -453,9 +444,8 @@ class ReplayMemory(SavedMemory):
             }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        ReplayMemory.__init__(
-            self, state["schema"], None, state["capacity"], sampler=state["sampler"], **state["settings"]
-        )
+        settings = {"sampler": state["sampler"], **state["settings"]}
+        ReplayMemory.__init__(self, state["schema"], None, state["capacity"], **settings)
         self._generator = state["generator"]
         with self._lock:  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])

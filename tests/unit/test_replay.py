@@ -625,3 +625,19 @@ def test_a_memory_comes_back_from_a_pickle(space: spaces.Space[Any], ticks: int,
         assert_unchanged(memory, original)
         fresh = again(memory)
         assert fresh.sample(2).ids.tolist() == memory.sample(2).ids.tolist()
+
+
+def test_lanes_without_transitions_are_counted_however_late_the_first_comes() -> None:
+    """Ticks that left before it was known that there are such lanes do not count."""
+    space = spaces.Box(-1, 1, (3,), np.float32)
+    memory = ReplayMemory(space, spaces.Discrete(2), 20, 2)
+    obs, flags = np.zeros((2, 3), np.float32), np.zeros(2, np.bool_)
+    for _ in range(57):
+        memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags)
+    memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags, valid=np.array([True, False]))
+    assert len(memory) == 19
+    for _ in range(9):
+        memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags)
+        assert len(memory) == 19
+    memory.add(obs, np.zeros(2, np.int64), np.zeros(2), obs, flags, flags)
+    assert len(memory) == 20

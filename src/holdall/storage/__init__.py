@@ -23,48 +23,14 @@ from holdall.storage.layout import Window, WindowSearches, as_bytes
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import ClosedPart, Kernels, OpenPart, Places, Segment
-from holdall.storage.snapshot import FrozenStore, FullBlock, RowChunk, StoreContent, Tick
+from holdall.storage.snapshot import FrozenStore, FullBlock, RowChunk, StoreContent, Tick, UnchangedStore, steps_in
 from holdall.storage.store import Rows, Store
 from holdall.storage.tiers import Budget, SpillFolder
 
 __all__ = [
-    "COST_CAPS",
-    "Budget",
-    "CarriedSlices",
-    "ClosedPart",
-    "Codec",
-    "Coded",
-    "Coder",
-    "Dictionary",
-    "Extent",
-    "FrozenBlock",
-    "FrozenStore",
-    "FullBlock",
-    "KeptBlock",
-    "Kernels",
-    "Method",
-    "OpenPart",
-    "Places",
-    "Predictor",
-    "RowChunk",
-    "Rows",
-    "SealedSegment",
-    "SealedSlices",
-    "Sealer",
-    "Segment",
-    "SegmentFile",
-    "SliceBlock",
-    "SpillFolder",
-    "Store",
-    "StoreContent",
-    "Tick",
-    "Transform",
-    "Window",
-    "WindowSearches",
-    "address",
-    "as_bytes",
-    "pack_segment",
-    "reserve",
-    "segment_needs",
-    "unpack_segment",
+    "COST_CAPS", "Budget", "CarriedSlices", "ClosedPart", "Codec", "Coded", "Coder", "Dictionary", "Extent",
+    "FrozenBlock", "FrozenStore", "FullBlock", "KeptBlock", "Kernels", "Method", "OpenPart", "Places", "Predictor",
+    "RowChunk", "Rows", "SealedSegment", "SealedSlices", "Sealer", "Segment", "SegmentFile", "SliceBlock",
+    "SpillFolder", "Store", "StoreContent", "Tick", "Transform", "UnchangedStore", "Window", "WindowSearches",
+    "address", "as_bytes", "pack_segment", "reserve", "segment_needs", "steps_in", "unpack_segment",
 ]  # fmt: skip

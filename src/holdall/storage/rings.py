@@ -211,8 +211,8 @@ class Rings:
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = first_tick
 
-    def write(self, now: int, tick: Tick, first_tick: int) -> None:
-        """Write one tick; `first_tick` is the oldest one held before."""
+    def write(self, now: int, tick: Tick) -> None:
+        """Write one tick; `count_invalid` comes first if lanes of it, or of others, made no transition."""
         slot = now % self.ring_ticks
         for i, ring in self.small.items():
             ring.write(now, tick.obs[i], tick.next_obs[i])
@@ -220,13 +220,13 @@ class Rings:
             row[slot] = value
         for row, value in zip(self.extras, tick.extras, strict=True):
             row[slot] = value
-        self.begin(tick.reward.dtype)[slot] = tick.reward
+        reward = self.begin(tick.reward.dtype) if self.reward is None else self.reward
+        reward[slot] = tick.reward
         self.terminated[slot] = tick.terminated
         self.truncated[slot] = tick.truncated
         if tick.valid is not None or self.invalid is not None:
             if self.invalid is None:
                 self.invalid = self._ring(_FLAG)
-            self.count_invalid(first_tick, now)  # while the ticks that left are still to be seen
             self.invalid[slot] = False if tick.valid is None else ~tick.valid
             self._invalid_count += int(np.count_nonzero(self.invalid[slot]))
 

@@ -117,7 +117,9 @@ class Store:
         now = self.next_tick
         for frozen in self._snapshots.pending:
             frozen.before_ticks(now, now + 1)
-        self._rings.write(now, tick, self.first_tick)
+        if tick.valid is not None or self._rings.invalid is not None:
+            self._rings.count_invalid(self.first_tick, now)  # while the ticks that left are still to be seen
+        self._rings.write(now, tick)
         if self._large:
             large = self._large
             self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
@@ -154,8 +156,7 @@ class Store:
     def _after_append(self, tick: int) -> None:
         if self.large_segments.frozen:
             self._settle(may_evict=True)
-        gone = self.large_segments.evict_before(tick + 1 - self._capacity_ticks)
-        if gone:
+        if gone := self.large_segments.evict_before(tick + 1 - self._capacity_ticks):
             self._let_go(gone)
 
     def _move_to_segments(self, i: int, window: Window) -> None:
