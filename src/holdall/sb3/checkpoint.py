@@ -153,7 +153,7 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
     """Return all of a training but its memory, as files."""
     file = io.BytesIO()
     model.save(file)
-    buffer = getattr(model, "replay_buffer", None)
+    buffer: Any = getattr(model, "replay_buffer", None)
     is_prioritized = isinstance(buffer, PrioritizedReplayBuffer)
     numbers: dict[str, Any] = {}
     training: dict[str, Any] = {

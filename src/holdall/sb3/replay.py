@@ -235,8 +235,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return observed, stored_space((self.action_dim,), self._action_dtype)
 
     def _new_memory(self) -> ReplayMemory:
-        capacity = self.buffer_size * self.n_envs
-        return ReplayMemory(*self._stored_spaces(), capacity, self.n_envs, **self._tiers, **self._own_draws())
+        observed, action = self._stored_spaces()
+        settings = self._tiers | self._own_draws()
+        return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:
         """Return how the memory draws by itself, if it does: this class draws slots, in Stable-Baselines3's order."""

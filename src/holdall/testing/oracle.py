@@ -36,7 +36,8 @@ class _Tick(NamedTuple):
 class OracleMemory:
     """What `ReplayMemory` promises, as a list of the ticks that were added.
 
-    Arguments are trusted: it is the memory under test that has to refuse bad ones.
+    Arguments are trusted: it is the memory under test that has to refuse bad ones. Samplers read the small fields of
+    the oracle itself, see `holdall.sampling.SmallFields`.
 
     Args:
         capacity: Transitions over all lanes; rounded down to whole ticks.
@@ -94,7 +95,7 @@ class OracleMemory:
     def held(self) -> Held:
         """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
-        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, OracleFields(self))
+        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, self)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
@@ -116,36 +117,10 @@ class OracleMemory:
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
-    def tick_and_lane(self, number: int) -> tuple[_Tick, int]:
-        """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
-        if not self.first_id <= number < self.next_id:
-            raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
-        index, lane = divmod(number - self.first_id, self.num_envs)
-        return self._ticks[index], lane
-
-    def _place(self, number: int) -> tuple[_Tick, int]:
-        """Return the same of a transition that was made."""
-        tick, lane = self.tick_and_lane(number)
-        if not tick.valid[lane]:
-            raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
-        return tick, lane
-
-
-class OracleFields:
-    """The small fields of an oracle, as `holdall.sampling.SmallFields` for samplers."""
-
-    def __init__(self, oracle: OracleMemory) -> None:
-        self._oracle = oracle
-
     @property
     def all_valid(self) -> bool:
         """Whether every lane made a transition in every tick held."""
-        return len(self._oracle) == self._oracle.next_id - self._oracle.first_id
-
-    @property
-    def flags_changed(self) -> int:
-        """How often flags were set again."""
-        return self._oracle.flags_changed
+        return len(self) == self.next_id - self.first_id
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Return which transitions are real: a lane may have made none."""
@@ -160,8 +135,22 @@ class OracleFields:
         return self._read(ids, lambda tick, lane: tick.reward[lane], None)
 
     def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
-        values = [value(*self._oracle.tick_and_lane(number)) for number in np.ravel(ids).tolist()]
+        values = [value(*self._tick_and_lane(number)) for number in np.ravel(ids).tolist()]
         return np.array(values, dtype).reshape(np.shape(ids))
+
+    def _tick_and_lane(self, number: int) -> tuple[_Tick, int]:
+        """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
+        if not self.first_id <= number < self.next_id:
+            raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
+        index, lane = divmod(number - self.first_id, self.num_envs)
+        return self._ticks[index], lane
+
+    def _place(self, number: int) -> tuple[_Tick, int]:
+        """Return the same of a transition that was made."""
+        tick, lane = self._tick_and_lane(number)
+        if not tick.valid[lane]:
+            raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
+        return tick, lane
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:

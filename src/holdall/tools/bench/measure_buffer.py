@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import held_bytes
 from holdall.testing.oracle import OracleMemory, as_array
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
-from holdall.tools.bench.child_process import emit, folder_bytes
+from holdall.tools.bench.child_process import emit, measured_save
 from holdall.tools.bench.trace import Trace, TraceStep
 
 _AT_ONCE_BYTES = 32 * 2**20
@@ -107,7 +107,8 @@ def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> d
     if checks:
         found["rows"] = compare_rows(buffer, trace.repeated(), transitions).as_dict()
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        found |= _measure_save(buffer, Path(folder))
+        saved = measured_save(buffer.save, Path(folder))
+        found |= {"save_s": saved["seconds"], "save_extra_bytes": saved["extra"], "file_bytes": saved["bytes"]}
         reopen = buffer.load
         buffer.close()
         del buffer
@@ -153,16 +154,6 @@ def _time_samples(buffer: BufferAdapter) -> float:
         seconds.append(time.perf_counter() - start)
     del batch
     return float(np.median(seconds))
-
-
-def _measure_save(buffer: BufferAdapter, folder: Path) -> dict[str, Any]:
-    resident = held_bytes().resident
-    has_peak = begin_peak()
-    start = time.perf_counter()
-    buffer.save(folder)
-    seconds = time.perf_counter() - start
-    extra = max(peak_bytes() - resident, 0) if has_peak else None
-    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": folder_bytes(folder)}
 
 
 def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dict[str, Any]:

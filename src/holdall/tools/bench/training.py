@@ -25,7 +25,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench.child_process import Task, emit, folder_bytes
+from holdall.tools.bench.child_process import Task, emit, measured_save
 from holdall.tools.plan import ALGORITHMS, has_images, make_single_env, space_to_dict
 
 PATCH_PX = 12  # what the network sees at once
@@ -182,24 +182,22 @@ def _make_model(task: Task) -> Any:
 
 def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     """Save what a resumed training needs: the model, and the replay buffer if there is one."""
-    emit({"phase": "save", "done": 0, "total": 1})
-    before = held_bytes().resident
-    has_peak = begin_peak()
-    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        place = Path(folder)
-        start = time.perf_counter()
-        replay = getattr(model, "replay_buffer", None)
+    replay = getattr(model, "replay_buffer", None)
+
+    def save(folder: Path) -> None:
         if replay is not None and task.buffer == "holdall":
             files = importlib.import_module("holdall.sb3.checkpoint").training_files(model, None)
-            replay.memory.save(place / "run", attach=files).result()
-        else:
-            model.save(place / "model.zip")
-            if replay is not None:
-                model.save_replay_buffer(place / "buffer.pkl")
-        seconds = time.perf_counter() - start
-        size = folder_bytes(place)
+            replay.memory.save(folder / "run", attach=files).result()
+            return
+        model.save(folder / "model.zip")
+        if replay is not None:
+            model.save_replay_buffer(folder / "buffer.pkl")
+
+    emit({"phase": "save", "done": 0, "total": 1})
+    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
+        found = measured_save(save, Path(folder))
     peaks["save"] = peak_bytes()
-    return {"seconds": seconds, "bytes": size, "extra": max(peaks["save"] - before, 0) if has_peak else None}
+    return found
 
 
 def late_slope(readings: list[tuple[int, int]]) -> float | None:
