@@ -79,15 +79,19 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
 
 
-def _train(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
-    """Run one training to its end behind a bar; return its messages by kind."""
+def _train(
+    console: Console, buffer: str, command: list[str], record: Path | None = None, *, is_killed: bool = False
+) -> dict[str, Any]:
+    """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
-    with _bars(console) as bars:
+    with _bars(console) as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
         task = bars.add_task(TITLES[buffer], total=1.0, memory="")
-        for message in messages(command):
+        for message in lines:
             if "done" not in message:
                 messages_by_kind |= message
                 continue
+            if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
+                break  # it has learnt something that is not in the checkpoint
             memory = "" if record is None else latest_reading(record).partition(", torch")[0]
             bars.update(task, completed=message["done"] / message["total"], memory=memory)
     return messages_by_kind
@@ -95,19 +99,10 @@ def _train(console: Console, buffer: str, command: list[str], record: Path | Non
 
 def _train_until_killed(console: Console, command: list[str]) -> CheckpointFingerprint:
     """Run a training until its checkpoint is safe, and kill it some steps later."""
-    saved: CheckpointFingerprint | None = None
-    with _bars(console) as bars:
-        task = bars.add_task(TITLES["holdall"], total=1.0, memory="")
-        with closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
-            for message in lines:
-                if "saved" in message:
-                    saved = CheckpointFingerprint(**message["saved"])
-                elif saved is not None and message.get("done", 0) > saved.step:
-                    break  # it has learnt something that is not in the checkpoint
-                elif "done" in message:
-                    bars.update(task, completed=message["done"] / message["total"])
-    if saved is None:
+    found = _train(console, "holdall", command, is_killed=True)
+    if "saved" not in found:
         raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
+    saved = CheckpointFingerprint(**found["saved"])
     size = format_bytes(saved.checkpoint_bytes)
     console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
     return saved
