@@ -74,7 +74,7 @@ class CheckpointCallback(BaseCallback):
         self._carrier: ReplayMemory | None = None
 
     def save(self) -> SaveHandle:
-        """Save now; to be called between two steps."""
+        """Save now; call it between two steps."""
         self._is_due = False
         files = training_files(self.model, self.env_state)
         self._handle = self._memory().save(self.path, attach=files, keep=self.keep)
@@ -153,17 +153,16 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
     """Return all of a training but its memory, as files."""
     file = io.BytesIO()
     model.save(file)
-    buffer = getattr(model, "replay_buffer", None)
+    buffer: Any = getattr(model, "replay_buffer", None)
+    is_prioritized = isinstance(buffer, PrioritizedReplayBuffer)
+    numbers: dict[str, Any] = {}
     training: dict[str, Any] = {
         "algorithm": algorithm_name(type(model)),
         "buffer": None if buffer is None else type(_require_holdall(buffer)).__name__,
-        "priorities": [buffer.sampler.alpha, buffer.sampler.beta]
-        if isinstance(buffer, PrioritizedReplayBuffer)
-        else None,
+        "priorities": [buffer.sampler.alpha, buffer.sampler.beta] if is_prioritized else None,
         "has_env_state": env_state is not None,
+        "generators": rng_states(model, numbers),
     }
-    numbers: dict[str, Any] = {}
-    training["generators"] = rng_states(model, numbers)
     numbers |= _vecnormalize_state(model.get_vec_normalize_env())
     numbers |= buffer.episode_state() if isinstance(buffer, HerReplayBuffer) else {}
     arrays = io.BytesIO()
@@ -175,11 +174,7 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
 
 
 def _restore_training(
-    memory: ReplayMemory,
-    env: VecEnv,
-    algorithm: type[BaseAlgorithm] | None,
-    device: str,
-    env_state: EnvState | None,
+    memory: ReplayMemory, env: VecEnv, algorithm: type[BaseAlgorithm] | None, device: str, env_state: EnvState | None
 ) -> Any:
     files = memory.attached
     training = _parse_training(files[_TRAINING], "the checkpoint")

@@ -22,6 +22,10 @@ except ImportError as error:
     ) from error
 
 
+_SETTINGS = ("buffer_size", "observation_space", "action_space", "hidden_state_shape", "device", "gae_lambda", "gamma",
+             "n_envs")  # fmt: skip
+
+
 class _Compressing:
     """Takes `compress` out of the arguments, which the buffers of sb3-contrib do not know."""
 
@@ -55,15 +59,6 @@ def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:
         kind = RecurrentRolloutBuffer
     else:
         raise ArgumentError(f"model has a {type(plain).__name__}; pass a RecurrentPPO as its constructor made it")
-    model.rollout_buffer = kind(
-        plain.buffer_size,
-        plain.observation_space,
-        plain.action_space,
-        plain.hidden_state_shape,
-        plain.device,
-        gae_lambda=plain.gae_lambda,
-        gamma=plain.gamma,
-        n_envs=plain.n_envs,
-        compress=compress,
-    )
+    same = {name: getattr(plain, name) for name in _SETTINGS}
+    model.rollout_buffer = kind(**same, compress=compress)
     return model

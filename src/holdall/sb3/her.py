@@ -67,19 +67,9 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
     ) -> None:
-        ReplayBuffer.__init__(
-            self,
-            buffer_size,
-            observation_space,
-            action_space,
-            device,
-            n_envs,
-            optimize_memory_usage,
-            handle_timeout_termination,
-            budget=budget,
-            prefer=prefer,
-            spill_dir=spill_dir,
-        )
+        flags = (optimize_memory_usage, handle_timeout_termination)
+        tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        ReplayBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs, *flags, **tiers)
         specs = [self._obs_specs.get(key) for key in (_ACHIEVED, _DESIRED)]
         if specs[0] is None or specs[0] != specs[1]:
             raise ArgumentError(
@@ -136,17 +126,15 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         positions = np.random.choice(self._drawable, size=batch_size, replace=True)  # noqa: NPY002  its generator
         slots, lanes = np.unravel_index(positions, self.ep_length.shape)
         num_relabelled = int(self.her_ratio * batch_size)
-        outcomes = self._outcome_slots(slots[:num_relabelled], lanes[:num_relabelled])
+        relabelled = (slots[:num_relabelled], lanes[:num_relabelled])
+        outcomes = self._ids(self._outcome_slots(*relabelled), relabelled[1])
         order = np.roll(np.arange(batch_size), -num_relabelled)  # real transitions come first
-        goals = Goals(
-            np.arange(batch_size - num_relabelled, batch_size),
-            self._ids(outcomes, lanes[:num_relabelled]),
-            _ACHIEVED,
-            _DESIRED,
-            lambda achieved, desired, _: self._rewards_of(
-                achieved, desired, slots[:num_relabelled], lanes[:num_relabelled]
-            ),
-        )
+        rows = np.arange(batch_size - num_relabelled, batch_size)
+
+        def rewards_of(achieved: Any, desired: Any, _infos: Any) -> Any:
+            return self._rewards_of(achieved, desired, *relabelled)
+
+        goals = Goals(rows, outcomes, _ACHIEVED, _DESIRED, rewards_of)
         ids = self._ids(slots[order], lanes[order])
         batch = self.memory.follow(Draw(ids, np.ones(batch_size, np.float32), goals=goals))
         return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
@@ -180,8 +168,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
             self._drawable = None
 
     def _forget_episodes(self) -> None:
-        self.ep_start = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
-        self.ep_length = np.zeros((self.buffer_size, self.n_envs), dtype=np.int64)
+        self.ep_start, self.ep_length = np.zeros((2, self.buffer_size, self.n_envs), dtype=np.int64)
         self._current_ep_start = np.zeros(self.n_envs, dtype=np.int64)
         self._held_from = 0  # tick
         self._drawable = None

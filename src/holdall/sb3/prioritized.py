@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.replay import ReplayMemory
 from holdall.sampling.prioritized import Prioritized
 from holdall.sb3.replay import ReplayBuffer
 
@@ -51,7 +50,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
     @property
     def sampler(self) -> Prioritized:
         """The memory's sampler."""
-        return self._sampler
+        sampler: Any = self.memory.sampler  # a Prioritized: `_own_draws` and `resume` pass one
+        return sampler  # type: ignore[no-any-return]  # see above
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
@@ -65,17 +65,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         numbers = priorities.detach().cpu().numpy() if isinstance(priorities, th.Tensor) else np.asarray(priorities)
         self.memory.update_priorities(ids, numbers.reshape(-1))
 
-    def adopt(self, memory: ReplayMemory) -> None:
-        """Continue with a memory that was loaded, and its priorities."""
-        super().adopt(memory)
-        sampler = memory.sampler
-        if isinstance(sampler, Prioritized):
-            self._sampler = sampler
-
-    def _new_sampler(self) -> Prioritized:
-        self._sampler = Prioritized(self._alpha, self._beta)
-        return self._sampler
-
-    def _new_seed(self) -> int:
+    def _own_draws(self) -> dict[str, Any]:
         # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.
-        return int(np.random.randint(2**31))  # noqa: NPY002  as everything else here
+        seed = int(np.random.randint(2**31))  # noqa: NPY002  as everything else here
+        return {"sampler": Prioritized(self._alpha, self._beta), "seed": seed}

@@ -26,7 +26,6 @@ from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.sampling.draw import Sampler
 from holdall.schema import stored_space
 from holdall.units import require_count
 
@@ -76,15 +75,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._budget, self._prefer, self._spill_dir = budget, prefer, spill_dir
+        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = require_count("n_steps", n_steps, 1)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
         self._action_shape = (n_envs, self.action_dim)
-        action_dtype = self._maybe_cast_dtype(action_space.dtype)
-        self._action_dtype = np.dtype(action_dtype)
+        self._action_dtype = np.dtype(self._maybe_cast_dtype(action_space.dtype))
         self._obs_specs = self._specs_of(observation_space)
         self._nothing_cut = np.zeros(n_envs, np.bool_)
         self.memory = self._new_memory()
@@ -225,8 +223,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Whether an episode was cut short by a time limit; may be written to."""
 
         def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            done = _done_flags(self.memory.gather(ids))
-            cut = rows.astype(np.bool_)
+            done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
             self.memory.set_flags(ids, done ^ cut, cut)
 
         return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
@@ -238,24 +235,13 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return observed, stored_space((self.action_dim,), self._action_dtype)
 
     def _new_memory(self) -> ReplayMemory:
-        return ReplayMemory(
-            *self._stored_spaces(),
-            capacity=self.buffer_size * self.n_envs,
-            num_envs=self.n_envs,
-            budget=self._budget,
-            prefer=self._prefer,
-            spill_dir=self._spill_dir,
-            sampler=self._new_sampler(),
-            seed=self._new_seed(),
-        )
+        observed, action = self._stored_spaces()
+        settings = self._tiers | self._own_draws()
+        return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
 
-    def _new_sampler(self) -> Sampler | None:
-        """Return how the memory draws by itself; this class draws slots, in Stable-Baselines3's order."""
-        return None
-
-    def _new_seed(self) -> int | None:
-        """Return what the memory's own generator begins with."""
-        return None
+    def _own_draws(self) -> dict[str, Any]:
+        """Return how the memory draws by itself, if it does: this class draws slots, in Stable-Baselines3's order."""
+        return {}
 
     def _specs_of(self, space: spaces.Space[Any]) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Batched shape and dtype of every observation key, as Stable-Baselines3 stores it."""

@@ -113,17 +113,12 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             self._rows["advantages"][:], self._rows["returns"][:] = self.advantages, self.returns
             return
         self._starts[self.buffer_size] = dones
-        last = last_values.detach().cpu().numpy().flatten()
-        estimate_advantages(
-            self._rows["rewards"],
-            self._rows["values"],
-            self._starts[1:],
-            last.astype(np.float32, copy=False),
-            self.gamma,
-            self.gae_lambda,
-            self._rows["advantages"],
-            self._rows["returns"],
+        last = last_values.detach().cpu().numpy().flatten().astype(np.float32, copy=False)
+        rewards, values, advantages, returns = (
+            self._rows[name] for name in ("rewards", "values", "advantages", "returns")
         )
+        ends = self._starts[1:]
+        estimate_advantages(rewards, values, ends, last, self.gamma, self.gae_lambda, advantages, returns)
 
     def get(self, batch_size: int | None = None) -> Generator[Any, None, None]:
         """Yield minibatches, in the order of Stable-Baselines3's own buffers."""
@@ -173,21 +168,12 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
         """Put environments before steps and both into one axis; observations stay where they are."""
-        return arr.flattened() if isinstance(arr, StoredObservations) else buffers.BaseBuffer.swap_and_flatten(arr)
+        return FlattenedObservations(arr) if isinstance(arr, SlotArray) else buffers.BaseBuffer.swap_and_flatten(arr)
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave the rollout behind: it is of no use without the policy that it came from."""
-        left_behind = {
-            "_frames",
-            "_delivery",
-            "_rows",
-            "_flat",
-            "_starts",
-            "observations",
-            "episode_starts",
-            *self._rows,
-        }
-        return {name: value for name, value in self.__dict__.items() if name not in left_behind}
+        made = {"_frames", "_delivery", "_rows", "_flat", "_starts", "observations", "episode_starts", *self._rows}
+        return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -235,7 +221,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             flat.reshape(swapped.shape)[...] = swapped
             setattr(self, name, flat)
 
-    def _observed(self, field: int, leaf: Leaf) -> StoredObservations:
+    def _observed(self, field: int, leaf: Leaf) -> SlotArray:
         def read(places: NDArray[np.int64]) -> NDArray[Any]:
             rows = np.empty((len(places), *leaf.shape), leaf.dtype)
             self._frames.drain()
@@ -247,7 +233,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
         shape = (self.buffer_size, self.n_envs, *leaf.shape)
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, leaf.nbytes))
-        return StoredObservations("observations", shape, leaf.dtype, id_of_place, read, rows_at_once)
+        return SlotArray("observations", shape, leaf.dtype, id_of_place, read, rows_at_once)
 
     def _cast(self, leaf: Leaf, obs: Any) -> NDArray[Any]:
         """Do what assigning to one of Stable-Baselines3's arrays does to shape and dtype."""
@@ -264,18 +250,10 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._frames.gather(field, step * self.n_envs + lane, out)
 
 
-class StoredObservations(SlotArray):
-    """The observations of a rollout as an array of (steps, environments, ...), gathered when it is read."""
-
-    def flattened(self) -> FlattenedObservations:
-        """Return them in the order of `swap_and_flatten`."""
-        return FlattenedObservations(self)
-
-
 class FlattenedObservations:
-    """The same with one axis, environment by environment: what is read of it is gathered."""
+    """The observations of a rollout with one axis, environment by environment: what is read of it is gathered."""
 
-    def __init__(self, stored: StoredObservations) -> None:
+    def __init__(self, stored: SlotArray) -> None:
         self._stored = stored
         steps, environments, *shape = stored.shape
         self._steps = steps

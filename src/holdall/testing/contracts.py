@@ -32,8 +32,8 @@ from holdall.schema import Bytes, Leaf, stored_space
 from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, candidates
 from holdall.storage.layout import Window
-from holdall.testing.oracle import OracleMemory, assert_same_bits
-from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows, stack_rows
+from holdall.testing.oracle import OracleMemory, assert_same_bits, stack_rows
+from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows
 
 _LANES = 3
 _CAPACITY = 60

@@ -8,7 +8,7 @@ is shared with the code under test.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -36,7 +36,8 @@ class _Tick(NamedTuple):
 class OracleMemory:
     """What `ReplayMemory` promises, as a list of the ticks that were added.
 
-    Arguments are trusted: it is the memory under test that has to refuse bad ones.
+    Arguments are trusted: it is the memory under test that has to refuse bad ones. Samplers read the small fields of
+    the oracle itself, see `holdall.sampling.SmallFields`.
 
     Args:
         capacity: Transitions over all lanes; rounded down to whole ticks.
@@ -66,21 +67,12 @@ class OracleMemory:
         self._ticks.append(_Tick(*(map_leaves(np.array, value) for value in (*given, real))))
         self._added += 1
 
-    def extend(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
-        """Add whole trajectories, tick by tick: every array has a leading time axis."""
-        given = (obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        for t in range(len(reward)):
-            self.add(*(None if value is None else _rows_at(value, t) for value in given))
+    def extend(self, *given: Any, **named: Any) -> None:
+        """Add whole trajectories, tick by tick: the arguments of `add`, every array with a leading time axis."""
+        count = len(given[2] if len(given) > 2 else named["reward"])
+        for t in range(count):
+            positional, by_name = _rows_at((given, named), t)
+            self.add(*positional, **by_name)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order; at least one tick must have been added."""
@@ -88,9 +80,8 @@ class OracleMemory:
         places = [self._place(int(number)) for number in wanted]
         if not self._ticks:
             raise ArgumentError("ids: nothing was added yet, so the oracle knows no shapes; add a tick first")
-        nothing = map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
         rows = [_rows_at(tick._asdict(), lane) for tick, lane in places]
-        stacked = _stack(rows, nothing)
+        stacked = stack_rows(rows) if rows else map_leaves(lambda array: array[:0], self._ticks[0]._asdict())
         stacked.pop("valid")
         return Batch(**stacked, ids=wanted.copy(), weights=np.ones(len(wanted), np.float32))
 
@@ -104,7 +95,7 @@ class OracleMemory:
     def held(self) -> Held:
         """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
-        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, OracleFields(self))
+        return Held(self.first_id, self.next_id, self.num_envs, whole_ticks, self)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
@@ -126,7 +117,28 @@ class OracleMemory:
         valid = [lane for tick in self._ticks for lane in tick.valid]
         return self.first_id + np.flatnonzero(np.array(valid, np.bool_))
 
-    def tick_and_lane(self, number: int) -> tuple[_Tick, int]:
+    @property
+    def all_valid(self) -> bool:
+        """Whether every lane made a transition in every tick held."""
+        return len(self) == self.next_id - self.first_id
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which transitions are real: a lane may have made none."""
+        return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
+
+    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Return which transitions are the last of their episodes."""
+        return self._read(ids, lambda tick, lane: tick.terminated[lane] or tick.truncated[lane], np.bool_)
+
+    def rewards(self, ids: NDArray[np.int64]) -> NDArray[Any]:
+        """Return the rewards, in their own dtype."""
+        return self._read(ids, lambda tick, lane: tick.reward[lane], None)
+
+    def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
+        values = [value(*self._tick_and_lane(number)) for number in np.ravel(ids).tolist()]
+        return np.array(values, dtype).reshape(np.shape(ids))
+
+    def _tick_and_lane(self, number: int) -> tuple[_Tick, int]:
         """Return the tick and the lane of a transition id; raise TransitionIdError if it is not held."""
         if not self.first_id <= number < self.next_id:
             raise TransitionIdError(f"ids holds {number}, but {self.first_id} to {self.next_id - 1} are held")
@@ -135,43 +147,10 @@ class OracleMemory:
 
     def _place(self, number: int) -> tuple[_Tick, int]:
         """Return the same of a transition that was made."""
-        tick, lane = self.tick_and_lane(number)
+        tick, lane = self._tick_and_lane(number)
         if not tick.valid[lane]:
             raise TransitionIdError(f"ids holds {number}, which was added with valid=False")
         return tick, lane
-
-
-class OracleFields:
-    """The small fields of an oracle, as `holdall.sampling.SmallFields` for samplers."""
-
-    def __init__(self, oracle: OracleMemory) -> None:
-        self._oracle = oracle
-
-    @property
-    def all_valid(self) -> bool:
-        """Whether every lane made a transition in every tick held."""
-        return len(self._oracle) == self._oracle.next_id - self._oracle.first_id
-
-    @property
-    def flags_changed(self) -> int:
-        """How often flags were set again."""
-        return self._oracle.flags_changed
-
-    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell real transitions from lanes that made none."""
-        return self._read(ids, lambda tick, lane: tick.valid[lane], np.bool_)
-
-    def are_ends(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
-        """Tell the last transitions of episodes."""
-        return self._read(ids, lambda tick, lane: tick.terminated[lane] or tick.truncated[lane], np.bool_)
-
-    def rewards(self, ids: NDArray[np.int64]) -> NDArray[Any]:
-        """Return the rewards, in their own dtype."""
-        return self._read(ids, lambda tick, lane: tick.reward[lane], None)
-
-    def _read(self, ids: NDArray[np.int64], value: Callable[[_Tick, int], Any], dtype: Any) -> NDArray[Any]:
-        values = [value(*self._oracle.tick_and_lane(number)) for number in np.ravel(ids).tolist()]
-        return np.array(values, dtype).reshape(np.shape(ids))
 
 
 def map_leaves(change: Callable[[Any], Any], value: Any) -> Any:
@@ -242,19 +221,17 @@ def as_array(value: Any) -> NDArray[Any]:
 
 
 def _rows_at(value: Any, index: int) -> Any:
-    return map_leaves(lambda array: np.asarray(array)[index], value)
+    return map_leaves(lambda array: None if array is None else np.asarray(array)[index], value)
 
 
-def _stack(rows: list[Any], nothing: Any) -> Any:
-    """Put rows side by side, leaf by leaf; `nothing` has the nesting, and no rows."""
-    if isinstance(nothing, dict):
-        return {key: _stack([row[key] for row in rows], nothing[key]) for key in nothing}
-    if isinstance(nothing, tuple):
-        return tuple(_stack([row[index] for row in rows], child) for index, child in enumerate(nothing))
-    stacked = np.empty((len(rows), *nothing.shape[1:]), nothing.dtype)
-    for index, row in enumerate(rows):
-        stacked[index] = row
-    return stacked
+def stack_rows(values: Sequence[Any]) -> Any:
+    """Put nests of arrays behind each other along a new leading axis, leaf by leaf."""
+    first = values[0]
+    if isinstance(first, dict):
+        return {key: stack_rows([value[key] for value in values]) for key in first}
+    if isinstance(first, tuple):
+        return tuple(stack_rows([value[index] for value in values]) for index in range(len(first)))
+    return np.stack(values)
 
 
 def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: float) -> Batch:
@@ -272,48 +249,11 @@ def n_step_batch(oracle: OracleMemory, ids: NDArray[np.int64], n: int, gamma: fl
     )
 
 
-def sequence_batch(
-    oracle: OracleMemory, starts: NDArray[np.int64], length: int, burn_in: int = 0, crossing: bool = False
-) -> Batch:
-    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`; weights are ones."""
-    ids, mask = [], []
-    for start in starts.tolist():
-        if crossing:
-            steps = [start + oracle.num_envs * k for k in range(-burn_in, length)]
-            real = [step if is_held(oracle, step) else None for step in steps]
-        else:
-            before = steps_before(oracle, start, burn_in)
-            after = steps_from(oracle, start, length)
-            real = [None] * (burn_in - len(before)) + before + after + [None] * (length - len(after))
-        nearest = next(step for step in real if step is not None)
-        for step in real:
-            nearest = nearest if step is None else step
-            ids.append(nearest)
-            mask.append(step is not None)
-    shape = (len(starts), burn_in + length)
-    flat = oracle.gather(ids)
-    names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
-    rows = {
-        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in names
-    }
-    return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
-
-
 def steps_from(oracle: OracleMemory, first: int, count: int) -> list[int]:
     """Return `first` and the steps after it in its episode, `count` at most."""
     run = [first]
     while len(run) < count and not ends(oracle, run[-1]) and is_held(oracle, run[-1] + oracle.num_envs):
         run.append(run[-1] + oracle.num_envs)
-    return run
-
-
-def steps_before(oracle: OracleMemory, first: int, count: int) -> list[int]:
-    """Return the steps before `first` in its episode, `count` at most, oldest first."""
-    run: list[int] = []
-    step = first - oracle.num_envs
-    while len(run) < count and is_held(oracle, step) and not ends(oracle, step):
-        run.insert(0, step)
-        step -= oracle.num_envs
     return run
 
 

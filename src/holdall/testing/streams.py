@@ -16,7 +16,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.schema import Array, Leaf, Tree
-from holdall.testing.oracle import map_leaves
+from holdall.testing.oracle import map_leaves, stack_rows
 
 DTYPES = tuple(np.dtype(name) for name in ("?", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8", "f2", "f4", "f8"))
 """Every dtype that a Box may have and that holdall stores."""
@@ -111,7 +111,7 @@ class _LeafSource:
         """Show the first observation of an episode in the given lanes."""
         for lane in np.flatnonzero(lanes):
             self._day[lane] = self.generator.integers(_TABLE_ROWS)
-            first = self._fresh_rows(1)[0] if self.plan.content == "noise" else self._elements(int(lane))
+            first = self._unseen(int(lane))
             axis = self.plan.axis
             if axis is None or self.plan.padding == "fresh" or first.shape[axis] == 0:
                 self.now[lane] = first
@@ -127,35 +127,34 @@ class _LeafSource:
         return self._fresh_rows(self.lanes)
 
     def _begin(self) -> None:
-        table = self.leaf if self.plan.axis is None else replace(self.leaf, shape=self._element_shape())
+        axis, shape = self.plan.axis, self.leaf.shape
+        element = self.leaf if axis is None else replace(self.leaf, shape=shape[:axis] + shape[axis + 1 :])
         rows = 1 if self.plan.content == "constant" else _TABLE_ROWS
-        self._table = random_rows(table, (rows,), self.generator)
+        self._table = random_rows(element, (rows,), self.generator)
         self._day = np.zeros(self.lanes, np.int64)
-
-    def _element_shape(self) -> tuple[int, ...]:
-        axis = self.plan.axis or 0
-        return self.leaf.shape[:axis] + self.leaf.shape[axis + 1 :]
 
     def _fresh_rows(self, count: int) -> Array:
         return random_rows(self.leaf, (count,), self.generator)
 
-    def _elements(self, lane: int) -> Array:
-        """Return a whole observation out of the table, as of the lane's day."""
+    def _unseen(self, lane: int) -> Array:
+        """Return a whole observation: a random one, or one out of the table, as of the lane's day."""
+        if self.plan.content == "noise":
+            return np.asarray(self._fresh_rows(1)[0])
         if self.plan.axis is None:
             return np.asarray(self._table[self._day[lane] % len(self._table)])
         days = self._day[lane] + np.arange(self.leaf.shape[self.plan.axis])
         return np.moveaxis(self._table[days % len(self._table)], 0, self.plan.axis)
 
     def _slid(self, row: Array, lane: int) -> Array:
-        plan = self.plan
-        self._day[lane] += plan.step
-        if plan.axis is None:
-            return self._fresh_rows(1)[0] if plan.content == "noise" else self._elements(lane)
-        length = row.shape[plan.axis]
-        source = self._fresh_rows(1)[0] if plan.content == "noise" else self._elements(lane)
-        kept = np.take(row, np.arange(plan.step, length), axis=plan.axis)
-        newest = np.take(source, np.arange(length - plan.step, length), axis=plan.axis)
-        return np.concatenate([kept, newest], axis=plan.axis)
+        axis, step = self.plan.axis, self.plan.step
+        self._day[lane] += step
+        source = self._unseen(lane)
+        if axis is None:
+            return source
+        length = row.shape[axis]
+        kept = np.take(row, np.arange(step, length), axis=axis)
+        newest = np.take(source, np.arange(length - step, length), axis=axis)
+        return np.concatenate([kept, newest], axis=axis)
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +203,7 @@ class Stream:
         self._extras = Tree.of(spaces.Dict(self.extras), "extras")
         self._reward = Leaf("reward", (), np.dtype(reward_dtype))
         self._mishaps = mishaps or Mishaps()
-        self._told = f"plans={list(plans)}, mishaps={mishaps}, seed={seed}"
+        self._settings = f"plans={list(plans)}, mishaps={mishaps}, seed={seed}"
         self._generator = np.random.default_rng(seed)
         leaves = self._observation.leaves
         full = [*plans, *[LeafPlan()] * (len(leaves) - len(plans))]
@@ -213,8 +212,8 @@ class Stream:
         ]
 
     def __repr__(self) -> str:
-        spaces_told = f"{self.observation_space}, {self.action_space}, extras={self.extras}"
-        return f"Stream({spaces_told}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._told})"
+        shown = f"{self.observation_space}, {self.action_space}, extras={self.extras}"
+        return f"Stream({shown}, num_envs={self.num_envs}, reward_dtype={self._reward.dtype}, {self._settings})"
 
     def tick(self) -> StreamStep:
         """Let one step pass in every lane, with whatever goes wrong in it."""
@@ -263,16 +262,6 @@ def _empty_step(step: StreamStep) -> StreamStep:
         return np.empty((0, *array.shape), array.dtype)
 
     return StreamStep(**{name: map_leaves(no_rows, getattr(step, name)) for name in StreamStep.__slots__})
-
-
-def stack_rows(values: Sequence[Any]) -> Any:
-    """Put nests of arrays behind each other along a new leading axis, leaf by leaf."""
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: stack_rows([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(stack_rows([value[index] for value in values]) for index in range(len(first)))
-    return np.stack(values)
 
 
 def _tiled(newest: Array, axis: int, length: int) -> Array:

@@ -22,19 +22,19 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.replay import ReplayMemory
-from holdall.schema import Structure, Tree, stored_space
+from holdall.schema import Tree, stored_space
 
 _FLUSH_BYTES = 64 * 2**20
 _STEPS_AT_ONCE = 256
 
 OnProgress = Callable[[int, int], None]
 """Gets how many transitions are done, and how many there are."""
-_FIELDS = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "ids")
+_Episode = dict[str, list[NDArray[Any]]]
+"""The arrays of consecutive transitions by field, one for every leaf."""
 
 
 def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
-    done = 0
     minari = _minari()
     schema = memory.schema
     settings = {
@@ -43,12 +43,21 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
         "jpeg_encoding": False,  # it would lose bits
     }
     dataset: Any = None
-    count, held, buffers = 0, 0, []
+    count, done, held, buffers = 0, 0, 0, []
     for episode in _episodes(memory):
-        buffers.append(_buffer(minari, episode))
-        done += len(episode["reward"])
+        observed = zip(episode["obs"], episode["next_obs"], strict=True)
+        buffers.append(
+            minari.data_collector.EpisodeBuffer(
+                observations=schema.observation.build([np.concatenate([rows, last[-1:]]) for rows, last in observed]),
+                actions=schema.action.build(episode["action"]),
+                rewards=episode["reward"][0],
+                terminations=episode["terminated"][0],
+                truncations=episode["truncated"][0],
+            )
+        )
+        done += len(episode["reward"][0])
         on_progress(done, len(memory))
-        count, held = count + 1, held + sum(array.nbytes for array in _arrays(episode))
+        count, held = count + 1, held + sum(array.nbytes for arrays in episode.values() for array in arrays)
         if held >= _FLUSH_BYTES:
             dataset, held, buffers = _write_episodes(minari, dataset, dataset_id, buffers, settings), 0, []
     if buffers:
@@ -62,38 +71,39 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
     """Return a memory of one lane with all transitions of a local Minari dataset."""
     dataset = _minari().load_dataset(dataset_id)
     memory = ReplayMemory(dataset.observation_space, dataset.action_space, max(1, int(dataset.total_steps)))
+    observation, action = memory.schema.observation, memory.schema.action
     for episode in dataset.iterate_episodes():
         steps = len(episode.rewards)
-        rows = {
-            "obs": _map(lambda rows, n=steps: rows[:n], episode.observations),
-            "next_obs": _map(lambda rows, n=steps: rows[1 : n + 1], episode.observations),
-            "action": _map(lambda rows, n=steps: rows[:n], episode.actions),
-            "reward": np.asarray(episode.rewards),
-            "terminated": np.asarray(episode.terminations, np.bool_),
-            "truncated": np.asarray(episode.truncations, np.bool_),
-        }
+        seen = observation.flatten(episode.observations, (steps + 1,), "observations")
+        taken = action.flatten(episode.actions, (steps,), "actions")
+        ended, cut = (np.asarray(flags, np.bool_) for flags in (episode.terminations, episode.truncations))
         for start in range(0, steps, _STEPS_AT_ONCE):
-            piece = {
-                name: _map(lambda rows, s=start: np.asarray(rows)[s : s + _STEPS_AT_ONCE, None], value)
-                for name, value in rows.items()
-            }
-            memory.extend(**piece)
+            now = slice(start, min(start + _STEPS_AT_ONCE, steps))
+            after = slice(now.start + 1, now.stop + 1)
+            memory.extend(
+                observation.build([rows[now, None] for rows in seen]),
+                action.build([rows[now, None] for rows in taken]),
+                np.asarray(episode.rewards)[now, None],
+                observation.build([rows[after, None] for rows in seen]),
+                ended[now, None],
+                cut[now, None],
+            )
             on_progress(len(memory), int(dataset.total_steps))
     return memory
 
 
-def _episodes(memory: ReplayMemory) -> Iterator[dict[str, Any]]:
+def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
     """Yield runs of one lane's transitions that follow each other."""
     lanes = memory.num_envs
     for lane in range(lanes):
-        parts: list[Any] = []
+        parts: list[_Episode] = []
         for start in range(memory.first_id + lane, memory.next_id, lanes * _STEPS_AT_ONCE):
             ids = np.arange(start, min(start + lanes * _STEPS_AT_ONCE, memory.next_id), lanes)
-            valid = memory.are_valid(ids)
-            batch = memory.gather(ids[valid])
-            cuts = _episode_starts(batch, ids[valid], lanes)
-            for first, end in zip([0, *cuts], [*cuts, len(batch)], strict=True):
-                piece = {name: _map(lambda a, f=first, e=end: a[f:e], getattr(batch, name)) for name in _FIELDS}
+            ids = ids[memory.are_valid(ids)]
+            batch = _arrays(memory, ids)
+            cuts = _episode_starts(batch, ids, lanes)
+            for first, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
+                piece = {name: [rows[first:end] for rows in arrays] for name, arrays in batch.items()}
                 if parts and not _follows(parts[-1], piece):
                     yield _joined(parts)
                     parts = []
@@ -103,44 +113,34 @@ def _episodes(memory: ReplayMemory) -> Iterator[dict[str, Any]]:
             yield _joined(parts)
 
 
-def _episode_starts(batch: Any, ids: NDArray[np.int64], lanes: int) -> list[int]:
+def _arrays(memory: ReplayMemory, ids: NDArray[np.int64]) -> _Episode:
+    """Gather transitions as lists of arrays, one for every leaf of a field."""
+    batch, schema = memory.gather(ids), memory.schema
+    trees = {"obs": schema.observation, "action": schema.action, "next_obs": schema.observation}
+    found = {name: tree.flatten(getattr(batch, name), (len(ids),), name) for name, tree in trees.items()}
+    return found | {name: [getattr(batch, name)] for name in ("reward", "terminated", "truncated")}
+
+
+def _episode_starts(batch: _Episode, ids: NDArray[np.int64], lanes: int) -> list[int]:
     """Name the rows of a batch that do not go on from the row before."""
-    ends = batch.terminated[:-1] | batch.truncated[:-1] | (np.diff(ids) != lanes)
-    for before, after in zip(_leaves(batch.next_obs), _leaves(batch.obs), strict=True):
+    ends = batch["terminated"][0][:-1] | batch["truncated"][0][:-1] | (np.diff(ids) != lanes)
+    for before, after in zip(batch["next_obs"], batch["obs"], strict=True):
         old, new = (rows.reshape(len(rows), -1) for rows in (before[:-1], after[1:]))
         ends |= (np.ascontiguousarray(old).view(np.uint8) != np.ascontiguousarray(new).view(np.uint8)).any(axis=1)
     return (np.flatnonzero(ends) + 1).tolist()
 
 
-def _follows(before: dict[str, Any], after: dict[str, Any]) -> bool:
-    if not len(after["reward"]) or before["terminated"][-1] or before["truncated"][-1]:
+def _follows(before: _Episode, after: _Episode) -> bool:
+    if not len(after["reward"][0]) or before["terminated"][0][-1] or before["truncated"][0][-1]:
         return False
-    pairs = zip(_leaves(before["next_obs"]), _leaves(after["obs"]), strict=True)
+    pairs = zip(before["next_obs"], after["obs"], strict=True)
     return all(old[-1].tobytes() == new[0].tobytes() for old, new in pairs)
 
 
-def _joined(parts: list[dict[str, Any]]) -> dict[str, Any]:
-    return {name: _join([part[name] for part in parts]) for name in _FIELDS}
-
-
-def _join(values: list[Any]) -> Any:
-    first = values[0]
-    if isinstance(first, dict):
-        return {key: _join([value[key] for value in values]) for key in first}
-    if isinstance(first, tuple):
-        return tuple(_join([value[i] for value in values]) for i in range(len(first)))
-    return np.concatenate(values)
-
-
-def _buffer(minari: Any, episode: dict[str, Any]) -> Any:
-    final = _map(lambda rows: rows[-1:], episode["next_obs"])
-    return minari.data_collector.EpisodeBuffer(
-        observations=_join([episode["obs"], final]),
-        actions=episode["action"],
-        rewards=episode["reward"],
-        terminations=episode["terminated"],
-        truncations=episode["truncated"],
-    )
+def _joined(parts: list[_Episode]) -> _Episode:
+    return {
+        name: [np.concatenate(leaf) for leaf in zip(*(part[name] for part in parts), strict=True)] for name in parts[0]
+    }
 
 
 def _write_episodes(minari: Any, dataset: Any, name: str, buffers: list[Any], settings: dict[str, Any]) -> Any:
@@ -154,37 +154,14 @@ def _write_episodes(minari: Any, dataset: Any, name: str, buffers: list[Any], se
 
 
 def _space_of(tree: Tree) -> spaces.Space[Any]:
-    def build(structure: Structure) -> spaces.Space[Any]:
-        if isinstance(structure, int):
-            return stored_space(tree.leaves[structure].shape, tree.leaves[structure].dtype)
+    def build(structure: Any) -> spaces.Space[Any]:
+        if isinstance(structure, dict):
+            return spaces.Dict({key: build(child) for key, child in structure.items()})
         if isinstance(structure, tuple):
             return spaces.Tuple([build(child) for child in structure])
-        return spaces.Dict({key: build(child) for key, child in structure.items()})
+        return stored_space(structure.shape, structure.dtype)
 
-    return build(tree.structure)
-
-
-def _map(change: Any, value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _map(change, child) for key, child in value.items()}
-    if isinstance(value, tuple):
-        return tuple(_map(change, child) for child in value)
-    return change(value)
-
-
-def _leaves(value: Any) -> Iterator[NDArray[Any]]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, tuple):
-        for child in value:
-            yield from _leaves(child)
-    else:
-        yield value
-
-
-def _arrays(episode: dict[str, Any]) -> Iterator[NDArray[Any]]:
-    for value in episode.values():
-        yield from _leaves(value)
+    return build(tree.build(tree.leaves))
 
 
 def _minari() -> Any:
@@ -208,16 +185,18 @@ def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _al
         return np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
 
     keys = header["keys"]
-    names = ("observations", "next_observations")
-    obs: Any
-    following: Any
-    obs, following = (
-        opened(name) if keys is None else {key: opened(f"{name}.{i}") for i, key in enumerate(keys)} for name in names
-    )
+
+    def observed(name: str) -> dict[str, Any]:
+        return {"": opened(name)} if keys is None else {key: opened(f"{name}.{i}") for i, key in enumerate(keys)}
+
+    def nested(parts: dict[str, Any]) -> Any:
+        return parts[""] if keys is None else parts
+
+    obs, following = observed("observations"), observed("next_observations")
     actions, rewards, dones, timeouts = (opened(name) for name in ("actions", "rewards", "dones", "timeouts"))
-    stored = {key: stored_space(rows.shape[2:], rows.dtype) for key, rows in (obs if keys else {"": obs}).items()}
+    stored = {key: stored_space(rows.shape[2:], rows.dtype) for key, rows in obs.items()}
     memory = ReplayMemory(
-        spaces.Dict(OrderedDict(stored)) if keys else stored[""],
+        stored[""] if keys is None else spaces.Dict(OrderedDict(stored)),
         stored_space(actions.shape[2:], actions.dtype),
         header["capacity"],
         header["num_envs"],
@@ -225,14 +204,8 @@ def memory_from_arrays(folder: Path, on_progress: OnProgress = lambda _done, _al
     for start in range(0, len(rewards), _STEPS_AT_ONCE):
         steps = slice(start, start + _STEPS_AT_ONCE)
         done, cut = np.asarray(dones[steps], np.bool_), np.asarray(timeouts[steps], np.bool_)
-        memory.extend(
-            {key: np.asarray(rows[steps]) for key, rows in obs.items()} if keys else np.asarray(obs[steps]),
-            np.asarray(actions[steps]),
-            np.asarray(rewards[steps]),
-            {key: np.asarray(rows[steps]) for key, rows in following.items()} if keys else np.asarray(following[steps]),
-            done ^ cut,
-            cut,
-        )
+        seen, then = (nested({key: np.asarray(rows[steps]) for key, rows in one.items()}) for one in (obs, following))
+        memory.extend(seen, np.asarray(actions[steps]), np.asarray(rewards[steps]), then, done ^ cut, cut)
         on_progress(memory.next_id, rewards.size)
     return memory
 
@@ -246,14 +219,12 @@ def extract_arrays(file: Path, folder: Path) -> None:
         order = np.roll(np.arange(buffer.buffer_size), -buffer.pos)
     is_dict = isinstance(buffer.observations, dict)
     for name in ("observations", "next_observations"):
-        found = getattr(buffer, name)
+        rows, found = order, getattr(buffer, name)
         if not is_dict and name == "next_observations" and buffer.optimize_memory_usage:
-            rows = np.asarray(buffer.observations)[(order + 1) % buffer.buffer_size]
-            np.save(folder / f"{name}.npy", rows, allow_pickle=False)
-            continue
+            rows, found = (order + 1) % buffer.buffer_size, buffer.observations
         for number, part in enumerate(found.values() if is_dict else [found]):
             label = f"{name}.{number}.npy" if is_dict else f"{name}.npy"
-            np.save(folder / label, np.asarray(part)[order], allow_pickle=False)
+            np.save(folder / label, np.asarray(part)[rows], allow_pickle=False)
     for name in ("actions", "rewards", "dones", "timeouts"):
         np.save(folder / f"{name}.npy", np.asarray(getattr(buffer, name))[order], allow_pickle=False)
     header = {

@@ -1,4 +1,4 @@
-"""A memory and its oracle, fed alike, for every sampler's tests."""
+"""A memory and its oracle, fed alike, for every sampler's tests; and the sequences that the oracle holds."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from typing import Any
 
 import numpy as np
 from gymnasium import spaces
+from numpy.typing import NDArray
 
-from holdall import ReplayMemory
+from holdall import Batch, ReplayMemory
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream
+from holdall.testing.oracle import ends, is_held, map_leaves, steps_from
 from holdall.testing.strategies import box
 
 
@@ -49,3 +51,40 @@ def fed(
         memory.add(**given)
         oracle.add(**given)
     return memory, oracle
+
+
+def sequence_batch(
+    oracle: OracleMemory, starts: NDArray[np.int64], length: int, burn_in: int = 0, crossing: bool = False
+) -> Batch:
+    """Return what `Sequence(length, burn_in)` has to give for first steps `starts`; weights are ones."""
+    ids, mask = [], []
+    for start in starts.tolist():
+        if crossing:
+            steps = [start + oracle.num_envs * k for k in range(-burn_in, length)]
+            real = [step if is_held(oracle, step) else None for step in steps]
+        else:
+            before = steps_before(oracle, start, burn_in)
+            after = steps_from(oracle, start, length)
+            real = [None] * (burn_in - len(before)) + before + after + [None] * (length - len(after))
+        nearest = next(step for step in real if step is not None)
+        for step in real:
+            nearest = nearest if step is None else step
+            ids.append(nearest)
+            mask.append(step is not None)
+    shape = (len(starts), burn_in + length)
+    flat = oracle.gather(ids)
+    names = ("obs", "action", "reward", "next_obs", "terminated", "truncated", "extras", "ids")
+    rows = {
+        name: map_leaves(lambda array: array.reshape(*shape, *array.shape[1:]), getattr(flat, name)) for name in names
+    }
+    return Batch(**rows, weights=np.ones(len(starts), np.float32), mask=np.array(mask).reshape(shape))
+
+
+def steps_before(oracle: OracleMemory, first: int, count: int) -> list[int]:
+    """Return the steps before `first` in its episode, `count` at most, oldest first."""
+    run: list[int] = []
+    step = first - oracle.num_envs
+    while len(run) < count and is_held(oracle, step) and not ends(oracle, step):
+        run.insert(0, step)
+        step -= oracle.num_envs
+    return run

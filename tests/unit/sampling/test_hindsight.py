@@ -11,9 +11,10 @@ from numpy.typing import NDArray
 
 from holdall import ArgumentError, Hindsight, Prioritized, ReplayMemory
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
-from holdall.testing.oracle import steps_before, steps_from
+from holdall.testing.oracle import steps_from
 from holdall.testing.strategies import box
 
+from .against_oracle import steps_before
 from .chi_square import DRAWS, chi_square
 
 GOALS = spaces.Dict(

@@ -9,9 +9,9 @@ import pytest
 
 from holdall import ArgumentError, NStep, Prioritized, Sequence
 from holdall.testing import OracleMemory, assert_same_bits
-from holdall.testing.oracle import ends, is_held, sequence_batch
+from holdall.testing.oracle import ends, is_held
 
-from .against_oracle import fed
+from .against_oracle import fed, sequence_batch
 from .chi_square import DRAWS, chi_square
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from holdall.tools.bench.buffer_libraries import setups_named
-    from holdall.tools.bench.child_process import emit, folder_bytes, machine, messages, module_command, versions
+    from holdall.tools.bench.child_process import emit, folder_bytes, messages, module_command
     from holdall.tools.bench.compare_buffers import (
         CASES,
         BufferCase,
@@ -36,26 +36,26 @@ if TYPE_CHECKING:
     from holdall.tools.bench.search import Search, SearchTrial
     from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
     from holdall.tools.bench.trace import Trace
-    from holdall.tools.bench.training import CameraExtractor, slope
+    from holdall.tools.bench.training import CameraExtractor, MeasureCallback, late_slope
 
 __all__ = [
-    "CASES", "BenchSettings", "BufferCase", "Calibration", "CameraExtractor", "ResultWriter", "Search",
-    "SearchTrial", "Trace", "bench_tables", "calibrate", "case_named", "case_table", "cases_of", "emit",
-    "expected_seconds", "folder_bytes", "header", "machine", "markdown", "measure_buffers", "messages",
+    "CASES", "BenchSettings", "BufferCase", "Calibration", "CameraExtractor", "MeasureCallback", "ResultWriter",
+    "Search", "SearchTrial", "Trace", "bench_tables", "calibrate", "case_named", "case_table", "cases_of", "emit",
+    "expected_seconds", "folder_bytes", "header", "late_slope", "markdown", "measure_buffers", "messages",
     "module_command", "planned_runs", "rankings", "read_results", "remarks", "run_bench", "runs_of", "settings_of",
-    "setups_named", "slope", "versions",
+    "setups_named",
 ]  # fmt: skip
 
 _LAZY = {
     "buffer_libraries": "setups_named",
-    "child_process": "emit folder_bytes machine messages module_command versions",
+    "child_process": "emit folder_bytes messages module_command",
     "compare_buffers": "BufferCase CASES case_named case_table cases_of measure_buffers markdown remarks",
     "ranking": "bench_tables rankings",
     "run": "ResultWriter expected_seconds header planned_runs read_results run_bench runs_of",
     "search": "Search SearchTrial",
     "settings": "BenchSettings Calibration calibrate settings_of",
     "trace": "Trace",
-    "training": "CameraExtractor slope",
+    "training": "CameraExtractor MeasureCallback late_slope",
 }
 
 

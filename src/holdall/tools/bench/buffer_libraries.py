@@ -20,8 +20,10 @@ from holdall.replay import ReplayMemory
 from holdall.tools.bench.child_process import version_of
 from holdall.tools.bench.trace import TraceStep
 
-_CPPRB_FLAGS = ("terminated", "truncated")
-_TORCHRL_FIELDS = ("reward", "terminated", "truncated")
+_FLAGS = ("terminated", "truncated")
+_OUTCOMES = ("reward", *_FLAGS)
+_TIANSHOU_NAMES = {"obs": "obs", "action": "act", "reward": "rew", "next_obs": "obs_next"}
+_TIANSHOU_NAMES |= {name: name for name in _FLAGS}
 _SB3, _EXTRA, _TIANSHOU = "stable-baselines3", "sb3-extra-buffers", "tianshou"
 LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdall")
 """A library's name on the command line selects all of its setups."""
@@ -30,7 +32,8 @@ LIBRARIES = ("sb3", "sb3-extra-buffers", "cpprb", "torchrl", "tianshou", "holdal
 class BufferAdapter(ABC):
     """One buffer of one environment, from any library."""
 
-    buffer: Any
+    def __init__(self, buffer: Any) -> None:
+        self.buffer = buffer
 
     @abstractmethod
     def prepare(self, step: TraceStep) -> Any:
@@ -89,22 +92,16 @@ def open_sb3_extra(
     """
     from sb3_extra_buffers.compressed import compressed_replay  # noqa: PLC0415 may be missing
 
-    if isinstance(observation, spaces.Dict):
-        kind = compressed_replay.CompressedDictReplayBuffer
-        return Sb3Adapter(kind(capacity, observation, action, "cpu", compression_method=method))
-    types = {"elem_type": np.dtype(observation.dtype).type, "runs_type": np.uint16}
-    return Sb3Adapter(
-        compressed_replay.CompressedReplayBuffer(
-            capacity, observation, action, "cpu", compression_method=method, dtypes=types
-        )
-    )
+    settings: dict[str, Any] = {"compression_method": method}
+    kind = compressed_replay.CompressedDictReplayBuffer
+    if not isinstance(observation, spaces.Dict):
+        kind = compressed_replay.CompressedReplayBuffer
+        settings["dtypes"] = {"elem_type": np.dtype(observation.dtype).type, "runs_type": np.uint16}
+    return Sb3Adapter(kind(capacity, observation, action, "cpu", **settings))
 
 
 class Sb3Adapter(BufferAdapter):
     """A buffer of Stable-Baselines3, or one with the same interface."""
-
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer
 
     def prepare(self, step: TraceStep) -> Any:
         """Both kinds of ending are `done` to Stable-Baselines3."""
@@ -119,15 +116,10 @@ class Sb3Adapter(BufferAdapter):
         """Read rows as `sample` does, and the flags from their arrays."""
         batch = self.buffer._get_samples(ids)
         ended, cut = (flags[ids, 0].astype(np.bool_) for flags in (self.buffer.dones, self.buffer.timeouts))
-        found = {
-            "obs": batch.observations,
-            "next_obs": batch.next_observations,
-            "action": batch.actions,
-            "reward": batch.rewards,
-        }
-        if not self.buffer.handle_timeout_termination:
-            return found | {"done": ended}
-        return found | {"terminated": ended & ~cut, "truncated": cut}
+        found = {"obs": batch.observations, "next_obs": batch.next_observations}
+        found |= {"action": batch.actions, "reward": batch.rewards}
+        told_apart = self.buffer.handle_timeout_termination
+        return found | ({"terminated": ended & ~cut, "truncated": cut} if told_apart else {"done": ended})
 
     def save(self, folder: Path) -> None:
         """Pickle it, as `model.save_replay_buffer` does."""
@@ -149,20 +141,17 @@ class CpprbAdapter(BufferAdapter):
         from cpprb import ReplayBuffer  # noqa: PLC0415 may be missing
 
         self._made_of = (observation, action, capacity)
-        parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
-        self._observed = {f"obs_{key}": part for key, part in parts.items()}
         self._is_dict = isinstance(observation, spaces.Dict)
-        fields: dict[str, Any] = {
-            name: {"shape": part.shape, "dtype": part.dtype} for name, part in self._observed.items()
-        }
+        parts = observation.spaces if isinstance(observation, spaces.Dict) else {"": observation}
+        self._observed = tuple(f"obs_{key}" for key in parts)
+        fields: dict[str, Any] = {f"obs_{key}": {"shape": one.shape, "dtype": one.dtype} for key, one in parts.items()}
         fields |= {"action": {"shape": action.shape or 1, "dtype": action.dtype}, "reward": {"dtype": np.float32}}
-        fields |= {name: {"dtype": np.bool_} for name in _CPPRB_FLAGS}
-        self.buffer = ReplayBuffer(capacity, fields, next_of=tuple(self._observed))
+        fields |= {name: {"dtype": np.bool_} for name in _FLAGS}
+        super().__init__(ReplayBuffer(capacity, fields, next_of=self._observed))
 
     def prepare(self, step: TraceStep) -> Any:
         """Name every field; the flag beside them says whether the episode ends."""
-        given = {"action": step.action[0], "reward": step.reward[0]}
-        given |= {name: getattr(step, name)[0] for name in _CPPRB_FLAGS}
+        given = {name: getattr(step, name)[0] for name in ("action", *_OUTCOMES)}
         for name in self._observed:
             given[name] = self._part(step.obs, name)
             given[f"next_{name}"] = self._part(step.next_obs, name)
@@ -184,7 +173,7 @@ class CpprbAdapter(BufferAdapter):
     def rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does."""
         batch = self.buffer._encode_sample(ids)
-        found = {name: batch[name] for name in ("action", "reward", *_CPPRB_FLAGS)}
+        found = {name: batch[name] for name in ("action", *_OUTCOMES)}
         for side, start in (("obs", ""), ("next_obs", "next_")):
             parts = {name.removeprefix("obs_"): batch[f"{start}{name}"] for name in self._observed}
             found[side] = parts if self._is_dict else parts[""]
@@ -211,7 +200,7 @@ class TorchrlAdapter(BufferAdapter):
         from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer  # noqa: PLC0415 may be missing
 
         self._capacity = capacity
-        self.buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=1)
+        super().__init__(TensorDictReplayBuffer(storage=LazyTensorStorage(capacity), batch_size=1))
 
     def prepare(self, step: TraceStep) -> Any:
         """Make the nested record that TorchRL's collectors make."""
@@ -219,7 +208,7 @@ class TorchrlAdapter(BufferAdapter):
         from tensordict import TensorDict  # noqa: PLC0415 loaded with the buffer
 
         after = {"obs": _tensors(step.next_obs)}
-        after |= {name: torch.as_tensor(getattr(step, name)) for name in _TORCHRL_FIELDS}
+        after |= {name: torch.as_tensor(getattr(step, name)) for name in _OUTCOMES}
         return TensorDict({"obs": _tensors(step.obs), "action": torch.as_tensor(step.action[0]), "next": after})
 
     def rows(self, ids: Any) -> dict[str, Any]:
@@ -227,9 +216,8 @@ class TorchrlAdapter(BufferAdapter):
         import torch  # noqa: PLC0415 loaded with the buffer
 
         batch = self.buffer.storage.get(torch.as_tensor(ids))
-        obs, next_obs = _as_dict(batch["obs"]), _as_dict(batch["next", "obs"])
-        found = {"obs": obs, "next_obs": next_obs, "action": batch["action"]}
-        return found | {name: batch["next", name] for name in _TORCHRL_FIELDS}
+        found = {"obs": _as_dict(batch["obs"]), "next_obs": _as_dict(batch["next", "obs"]), "action": batch["action"]}
+        return found | {name: batch["next", name] for name in _OUTCOMES}
 
     def save(self, folder: Path) -> None:
         """Write memory maps."""
@@ -271,22 +259,11 @@ def open_tianshou(
 class TianshouAdapter(BufferAdapter):
     """A buffer of Tianshou."""
 
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer
-
     def prepare(self, step: TraceStep) -> Any:
         """Make the record that Tianshou's collector makes."""
         from tianshou.data import Batch  # noqa: PLC0415 loaded with the buffer
 
-        return Batch(
-            obs=_first_env(step.obs),
-            act=step.action[0],
-            rew=step.reward[0],
-            terminated=step.terminated[0],
-            truncated=step.truncated[0],
-            obs_next=_first_env(step.next_obs),
-            info={},
-        )
+        return Batch(**{theirs: _first_env(getattr(step, ours)) for ours, theirs in _TIANSHOU_NAMES.items()}, info={})
 
     def sample(self, batch_size: int) -> Any:
         """Draw a batch."""
@@ -296,8 +273,7 @@ class TianshouAdapter(BufferAdapter):
     def rows(self, ids: Any) -> dict[str, Any]:
         """Read rows as `sample` does."""
         batch = self.buffer[np.asarray(ids)]
-        found = {"obs": _as_dict(batch.obs), "next_obs": _as_dict(batch.obs_next), "action": batch.act}
-        return found | {"reward": batch.rew, "terminated": batch.terminated, "truncated": batch.truncated}
+        return {ours: _as_dict(getattr(batch, theirs)) for ours, theirs in _TIANSHOU_NAMES.items()}
 
     def save(self, folder: Path) -> None:
         """Write HDF5."""
@@ -310,8 +286,8 @@ class TianshouAdapter(BufferAdapter):
         return TianshouAdapter(ReplayBuffer.load_hdf5(str(folder / "buffer.h5")))
 
 
-def _first_env(observation: Any) -> Any:
-    return {key: part[0] for key, part in observation.items()} if isinstance(observation, dict) else observation[0]
+def _first_env(rows: Any) -> Any:
+    return {key: part[0] for key, part in rows.items()} if isinstance(rows, dict) else rows[0]
 
 
 def _as_dict(observed: Any) -> Any:
@@ -332,12 +308,12 @@ class HoldallAdapter(BufferAdapter):
     """A ReplayMemory."""
 
     def __init__(self, memory: ReplayMemory, budget: str | int | None) -> None:
-        self.buffer = memory
+        super().__init__(memory)
         self._budget = budget
 
     def prepare(self, step: TraceStep) -> Any:
         """Pass the arrays as they are."""
-        return step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated
+        return step
 
     def add(self, prepared: Any) -> None:
         """Add one transition."""
@@ -351,15 +327,10 @@ class HoldallAdapter(BufferAdapter):
         """Free the blocks at once."""
         self.buffer.close()
 
-    def sample(self, batch_size: int) -> Any:
-        """Draw a batch."""
-        return self.buffer.sample(batch_size)
-
     def rows(self, ids: Any) -> dict[str, Any]:
         """Gather."""
         batch = self.buffer.gather(ids)
-        names = ("obs", "action", "reward", "next_obs", "terminated", "truncated")
-        return {name: getattr(batch, name) for name in names}
+        return {name: getattr(batch, name) for name in TraceStep._fields}
 
     def save(self, folder: Path) -> None:
         """Write a checkpoint and wait for it."""

@@ -13,6 +13,7 @@ import platform
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, TextIO
 import psutil
 
 from holdall.errors import HoldallError
+from holdall.machine import begin_peak, held_bytes, peak_bytes
 from holdall.threads import usable_cores
 
 _CHANNEL: dict[str, TextIO] = {}
@@ -99,6 +101,23 @@ def run_task(task: Task) -> Generator[dict[str, Any], None, None]:
 def folder_bytes(folder: Path) -> int:
     """Add up the sizes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def measured_save(save: Callable[[Path], None], folder: Path) -> dict[str, Any]:
+    """Save into an empty folder; return the seconds, the bytes, and the extra memory, None if it cannot be known."""
+    before = held_bytes().resident
+    has_peak = begin_peak()
+    start = time.perf_counter()
+    save(folder)
+    seconds = time.perf_counter() - start
+    extra = max(peak_bytes() - before, 0) if has_peak else None
+    return {"seconds": seconds, "bytes": folder_bytes(folder), "extra": extra}
+
+
+def header_of(form: str, *distributions: str) -> dict[str, Any]:
+    """Return the first line of a file of results: its format, the command, the machine, and all versions."""
+    measured_on = {"machine": machine(), "versions": versions(*distributions)}
+    return {"kind": "header", "format": form, "command": sys.argv[1:], **measured_on}
 
 
 def machine() -> dict[str, Any]:

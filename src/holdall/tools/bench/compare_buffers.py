@@ -7,10 +7,10 @@ whose rounds are done, {"kind": "absent"} for what could not be measured; docs/b
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -22,11 +22,10 @@ from holdall.tools.bench.buffer_libraries import BufferSetup
 from holdall.tools.bench.child_process import (
     ChildError,
     OnProgress,
-    machine,
+    header_of,
     messages,
     module_command,
     version_of,
-    versions,
 )
 from holdall.tools.bench.trace import Trace
 from holdall.tools.report import BUFFERS_FORMAT
@@ -86,77 +85,65 @@ def measure_buffers(
 ) -> Iterator[Any]:
     """Measure everything; yield the header, then records as they come."""
     distributions = sorted({setup.distribution for setup in setups if setup.distribution != "holdall"})
-    yield {
-        "kind": "header",
-        "format": BUFFERS_FORMAT,
-        "command": sys.argv[1:],
-        "machine": machine(),
-        "versions": versions(*distributions),
-        "rounds": rounds,
-    }
+    yield header_of(BUFFERS_FORMAT, *distributions) | {"rounds": rounds}
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
         for case in cases:
             if case.missing is not None:
                 yield {"kind": "absent", "case": case.name, "library": None, "reason": case.missing}
                 continue
-            yield from _compare_on_case(case, setups, transitions, rounds, Path(folder), on_progress)
+
+            def on_case(what: str, share: float, case: str = case.name) -> None:
+                on_progress(f"{case}: {what}", share)
+
+            file, count = record_case(case, transitions, Path(folder), partial(on_case, "recording"))
+            for record in _compare_on_trace(file, count, setups, rounds, on_case):
+                yield record | {"case": case.name}
 
 
-def _compare_on_case(
-    case: BufferCase,
-    setups: list[BufferSetup],
-    transitions: int | None,
-    rounds: int,
-    folder: Path,
-    on_progress: OnProgress,
+def _compare_on_trace(
+    file: Path, count: int, setups: list[BufferSetup], rounds: int, on_progress: OnProgress
 ) -> Iterator[dict[str, Any]]:
-    file, count = record_case(case, transitions, folder, lambda share: on_progress(f"{case.name}: recording", share))
     trace = Trace.load(file)
-    here, laps = [], count / len(trace)
-    for setup in setups:
-        reason = setup.missing(trace.observation_space)
-        if reason is None:
-            here.append(setup)
-        else:
-            yield {"kind": "absent", "case": case.name, "library": setup.name, "reason": reason}
+    space, laps = trace.observation_space, count / len(trace)
     del trace
-    answers: dict[str, list[dict[str, Any]]] = {setup.name: [] for setup in here}
-    for round_number in range(rounds):
-        for setup in here[round_number % max(len(here), 1) :] + here[: round_number % max(len(here), 1)]:
-            if setup.name not in answers:
+    measured: dict[str, list[dict[str, Any]]] = {}
+    here = []
+    for setup in setups:
+        reason = setup.missing(space)
+        if reason is not None:
+            yield {"kind": "absent", "library": setup.name, "reason": reason}
+        else:
+            here.append(setup)
+            measured[setup.name] = []
+    for number in range(rounds):
+        first = number % max(len(here), 1)
+        for setup in here[first:] + here[:first]:
+            if setup.name not in measured:
                 continue
+            share_done = partial(on_progress, f"{setup.name}, round {number + 1} of {rounds}")
             try:
-                found = _measure_round(
-                    setup,
-                    file,
-                    count,
-                    round_number,
-                    rounds,
-                    lambda what, share: on_progress(f"{case.name}: {what}", share),
-                )
+                found = _measure_round(setup, file, count, share_done, checks=number == 0)
             except ChildError as error:
-                del answers[setup.name]
-                yield {"kind": "absent", "case": case.name, "library": setup.name, "reason": str(error)}
+                del measured[setup.name]
+                yield {"kind": "absent", "library": setup.name, "reason": str(error)}
                 continue
-            answers[setup.name].append(found)
-            yield {"kind": "round", "case": case.name, "library": setup.name, "round": round_number} | found
+            measured[setup.name].append(found)
+            yield {"kind": "round", "library": setup.name, "round": number} | found
     for setup in here:
-        if setup.name in answers:
-            named = {"library": setup.name, "version": setup.version, "case": case.name, "transitions": count}
-            record = {"kind": "buffer"} | named | summarise_rounds(answers[setup.name])
-            yield record | ({"laps": laps} if laps > 1 else {})
+        if setup.name in measured:
+            named = {"kind": "buffer", "library": setup.name, "version": setup.version, "transitions": count}
+            yield named | summarise_rounds(measured[setup.name]) | ({"laps": laps} if laps > 1 else {})
 
 
 def _measure_round(
-    setup: BufferSetup, file: Path, count: int, round_number: int, rounds: int, on_progress: OnProgress
+    setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, checks: bool
 ) -> dict[str, Any]:
     command = module_command("tools.bench.measure_buffer", "--way", setup.name, "--trace", file, "--transitions", count)
     found: dict[str, Any] = {}
-    for message in messages(command + (["--check"] if round_number == 0 else [])):
-        if "result" in message:
-            found = message["result"]
-        else:
-            on_progress(f"{setup.name}, round {round_number + 1} of {rounds}", message["done"] / message["total"])
+    for message in messages(command + (["--check"] if checks else [])):
+        found = message.get("result", found)
+        if "done" in message:
+            on_progress(message["done"] / message["total"])
     return found
 
 
@@ -189,15 +176,13 @@ def summarise_rounds(rounds: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _note(rows: dict[str, Any], loaded: dict[str, Any]) -> str:
-    notes = []
-    for where, found in (("", rows), ("after loading ", loaded)):
-        if found["wrong"] and (where == "" or found["wrong"] != rows["wrong"]):
-            notes.append(
-                f"{where}{', '.join(found['fields'])} wrong in {found['wrong']:,} of {found['compared']:,} rows"
-            )
-    if rows["dtypes"]:
-        notes.append(f"returns {', '.join(rows['dtypes'])}")
-    return "; ".join(notes)
+    wrong = [("", rows)] + ([("after loading ", loaded)] if loaded["wrong"] != rows["wrong"] else [])
+    notes = [
+        f"{where}{', '.join(found['fields'])} wrong in {found['wrong']:,} of {found['compared']:,} rows"
+        for where, found in wrong
+        if found["wrong"]
+    ]
+    return "; ".join(notes + ([f"returns {', '.join(rows['dtypes'])}"] if rows["dtypes"] else []))
 
 
 def table_rows(records: Iterable[dict[str, Any]], case: str) -> Sequence[tuple[str, ...]]:
@@ -250,21 +235,14 @@ def cases_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 def remarks(records: Iterable[dict[str, Any]]) -> list[str]:
     """Return what was not measured, and why; and which figures need care."""
-    known = list(records)
-    notes = [
-        f"{record['case']} was played {record['laps']:.1f} times over: a buffer that shares what repeats gains by that"
-        for record in known
-        if record["kind"] == "buffer" and "laps" in record
-    ]
-    notes += [
-        f"{record['library']} on {record['case']}: {record['note']}"
-        for record in known
-        if record["kind"] == "buffer" and record["note"]
-    ]
-    notes += (
-        f"{record['library'] or record['case']}{' on ' + record['case'] if record['library'] else ''}"
-        f" was not measured: {record['reason']}"
-        for record in known
-        if record["kind"] == "absent"
-    )
-    return list(dict.fromkeys(notes))
+    played, noted, absent = [], [], []
+    for record in records:
+        case, library = record.get("case"), record.get("library")
+        if record["kind"] == "buffer" and "laps" in record:
+            times = f"{record['laps']:.1f} times over"
+            played.append(f"{case} was played {times}: a buffer that shares what repeats gains by that")
+        if record["kind"] == "buffer" and record["note"]:
+            noted.append(f"{library} on {case}: {record['note']}")
+        if record["kind"] == "absent":
+            absent.append(f"{f'{library} on {case}' if library else case} was not measured: {record['reason']}")
+    return list(dict.fromkeys(played + noted + absent))

@@ -15,17 +15,17 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.machine import begin_peak, held_bytes, peak_bytes
+from holdall.machine import held_bytes
 from holdall.testing.oracle import OracleMemory, as_array
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
-from holdall.tools.bench.child_process import emit, folder_bytes
+from holdall.tools.bench.child_process import emit, measured_save
 from holdall.tools.bench.trace import Trace, TraceStep
 
 _AT_ONCE_BYTES = 32 * 2**20
@@ -53,14 +53,15 @@ class RowDifferences:
 def compare_rows(buffer: BufferAdapter, steps: Iterator[TraceStep], count: int) -> RowDifferences:
     """Compare the first `count` transitions, all of them."""
     found = RowDifferences()
-    rows = None
+    first = next(steps)
+    steps = chain([first], steps)
+    parts = first.obs.values() if isinstance(first.obs, dict) else [first.obs]
+    rows = max(1, _AT_ONCE_BYTES // max(2 * sum(part.nbytes for part in parts), 1))
     while found.compared < count:
-        few = list(islice(steps, min(rows or 1, count - found.compared)))
-        if rows is None:
-            rows = max(1, _AT_ONCE_BYTES // (2 * _nbytes(few[0].obs)))
+        few = list(islice(steps, min(rows, count - found.compared)))
         oracle = OracleMemory(capacity=len(few))
         for step in few:
-            oracle.add(step.obs, step.action, step.reward, step.next_obs, step.terminated, step.truncated)
+            oracle.add(*step)
         ids = np.arange(len(few))
         _compare_fields(buffer.rows(found.compared + ids), oracle.gather(ids), len(few), found)
         found.compared += len(few)
@@ -87,15 +88,9 @@ def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDiffe
     got, want = got.reshape(count, -1), want.reshape(count, -1)
     if got.dtype == want.dtype:
         got, want = (np.ascontiguousarray(rows).view(np.uint8) for rows in (got, want))
-        return np.asarray((got != want).any(axis=1))
-    found.dtypes.add(f"{path} as {got.dtype}")
+    else:
+        found.dtypes.add(f"{path} as {got.dtype}")
     return np.asarray((got != want).any(axis=1))
-
-
-def _nbytes(observation: Any) -> int:
-    if isinstance(observation, dict):
-        return sum(_nbytes(part) for part in observation.values())
-    return max(int(np.asarray(observation).nbytes), 1)
 
 
 def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:
@@ -112,7 +107,8 @@ def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> d
     if checks:
         found["rows"] = compare_rows(buffer, trace.repeated(), transitions).as_dict()
     with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        found |= _measure_save(buffer, Path(folder))
+        saved = measured_save(buffer.save, Path(folder))
+        found |= {"save_s": saved["seconds"], "save_extra_bytes": saved["extra"], "file_bytes": saved["bytes"]}
         reopen = buffer.load
         buffer.close()
         del buffer
@@ -158,16 +154,6 @@ def _time_samples(buffer: BufferAdapter) -> float:
         seconds.append(time.perf_counter() - start)
     del batch
     return float(np.median(seconds))
-
-
-def _measure_save(buffer: BufferAdapter, folder: Path) -> dict[str, Any]:
-    resident = held_bytes().resident
-    has_peak = begin_peak()
-    start = time.perf_counter()
-    buffer.save(folder)
-    seconds = time.perf_counter() - start
-    extra = max(peak_bytes() - resident, 0) if has_peak else None
-    return {"save_s": seconds, "save_extra_bytes": extra, "file_bytes": folder_bytes(folder)}
 
 
 def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dict[str, Any]:

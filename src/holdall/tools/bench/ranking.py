@@ -37,18 +37,18 @@ def rankings(runs: Sequence[TrainingRun], missing: int = 0) -> list[ProfileRanki
 
 
 def _by_memory(known: Sequence[SeedsSummary], measured: Sequence[SeedsSummary]) -> ProfileRanking:
-    for summary in known:
-        for run in summary.runs:
-            if run.status == "done" and run.filled < _NEARLY_FULL:
-                held, named = int(run.filled * run.size), " with ".join(summary.name)
-                why = f"{named} held {held:,} of {run.size:,} transitions when it was measured"
-                return ProfileRanking("memory", (), f"{why}: fill the buffers, or what they would take is not seen")
-            if run.status in {"failed", "stopped"}:
-                return ProfileRanking(
-                    "memory", (), f"{' with '.join(summary.name)} {run.status}; --resume runs it again"
-                )
-    if not measured:
-        return ProfileRanking("memory", (), "nothing was measured")
+    refused = None if measured else "nothing was measured"
+    for run in (run for summary in known for run in summary.runs):
+        named = f"{run.profile} with {run.buffer}"
+        if run.status == "done" and run.filled < _NEARLY_FULL:
+            held = f"{int(run.filled * run.size):,} of {run.size:,} transitions when it was measured"
+            refused = f"{named} held {held}: fill the buffers, or what they would take is not seen"
+            break
+        if run.status in {"failed", "stopped"}:
+            refused = f"{named} {run.status}; --resume runs it again"
+            break
+    if refused is not None:
+        return ProfileRanking("memory", (), refused)
     groups = _group_similar_peaks(measured)
     names = tuple(summary.name for group in groups for summary in group)
     same = tuple((one.name, other.name) for group in groups for one, other in pairwise(group))
@@ -100,22 +100,14 @@ def bench_tables(
 
 
 def _summary_cells(summary: SeedsSummary) -> tuple[str, ...]:
-    profile, buffer = summary.name
     run = summary.runs[0]
+    sizes = (*summary.name, f"{run.size:,}", f"{run.batch_size:,}")
     if not summary.done:
-        return profile, buffer, f"{run.size:,}", f"{run.batch_size:,}", run.status, "", "", "", ""
+        return *sizes, run.status, "", "", "", ""
     each, saved, seconds = summary.bytes_per_transition, summary.checkpoint("bytes"), summary.checkpoint("seconds")
-    return (
-        profile,
-        buffer,
-        f"{run.size:,}",
-        f"{run.batch_size:,}",
-        format_bytes(summary.peak or 0),
-        "-" if each is None else f"{each:,.0f} B",
-        _interval(summary.speed),
-        _interval(summary.reward),
-        "-" if saved is None or seconds is None else f"{seconds:.1f} s, {format_bytes(saved)}",
-    )
+    memory = (format_bytes(summary.peak or 0), "-" if each is None else f"{each:,.0f} B")
+    checkpoint = "-" if saved is None or seconds is None else f"{seconds:.1f} s, {format_bytes(saved)}"
+    return *sizes, *memory, _interval(summary.speed), _interval(summary.reward), checkpoint
 
 
 def _interval(value: Interval | None) -> str:

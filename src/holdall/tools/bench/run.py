@@ -7,7 +7,6 @@ keeps what is done; `--resume` runs what the header says and nothing twice.
 from __future__ import annotations
 
 import json
-import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.child_process import ChildError, OnProgress, machine, run_task, versions
+from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
 from holdall.tools.report import BENCH_FORMAT, JsonLine, TrainingRun
 
@@ -34,19 +33,9 @@ class PlannedRun(NamedTuple):
 
 def header(settings: BenchSettings, calibration: Calibration, seconds: float) -> dict[str, Any]:
     """Describe what is measured, where, and how long it is expected to take."""
-    return {
-        "kind": "header",
-        "format": BENCH_FORMAT,
-        "command": sys.argv[1:],
-        "machine": machine(),
-        "versions": versions(),
-        "env": settings.env,
-        "algo": settings.algo,
-        "limit": settings.limit_bytes,
-        "announced_seconds": seconds,
-        "settings": settings.as_dict(),
-        "calibration": calibration.as_dict(),
-    }
+    measured = {"env": settings.env, "algo": settings.algo, "limit": settings.limit_bytes, "announced_seconds": seconds}
+    full = {"settings": settings.as_dict(), "calibration": calibration.as_dict()}
+    return header_of(BENCH_FORMAT) | measured | full
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
@@ -61,8 +50,12 @@ def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
 
 def expected_seconds(settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun] = ()) -> float:
     """Return the seconds that what is left is expected to take."""
+    return sum(_expected(planned, calibration) for planned in _left(settings, done))
+
+
+def _left(settings: BenchSettings, done: Sequence[TrainingRun]) -> list[PlannedRun]:
     over = {run.key for run in done if run.status in {"done", "does not fit"}}
-    return sum(_expected(planned, calibration) for planned in planned_runs(settings) if planned not in over)
+    return [planned for planned in planned_runs(settings) if planned not in over]
 
 
 def run_bench(
@@ -72,11 +65,8 @@ def run_bench(
 
     `on_progress` gets the name of the run, and how many of the expected seconds are over.
     """
-    over = {run.key for run in done if run.status in {"done", "does not fit"}}
     behind = 0.0
-    for planned in planned_runs(settings):
-        if planned in over:
-            continue
+    for planned in _left(settings, done):
         expected = _expected(planned, calibration)
         title = f"{planned.profile}, {planned.buffer}, seed {planned.seed}"
         yield _run(planned, settings, calibration, lambda share: on_progress(title, behind + share * expected))  # noqa: B023 used before the next one
@@ -102,9 +92,8 @@ def _run(
                 on_progress(_share(message))
     except ChildError as error:
         return replace(run, status="failed", reason=str(error), seconds=time.perf_counter() - start)
-    found["rewards"] = tuple(found["rewards"])
-    names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "rewards", "checkpoint")
-    measured = {name: found[name] for name in names}
+    names = ("steps", "filled", "steps_per_second", "peaks", "bytes_per_transition", "checkpoint")
+    measured = {name: found[name] for name in names} | {"rewards": tuple(found["rewards"])}
     return replace(run, status="done", seconds=time.perf_counter() - start, **measured)
 
 
@@ -140,7 +129,7 @@ def read_results(path: Path, form: str = BENCH_FORMAT) -> tuple[dict[str, Any], 
         raise ArgumentError(
             f"results ({path}) cannot be read ({error}); name a file that `holdall bench` wrote"
         ) from error
-    records = list(_records(lines))
+    records = [record for line in lines if isinstance(record := _json(line), dict)]
     if not records or records[0].get("kind") != "header" or records[0].get("format") != form:
         raise ArgumentError(f"results ({path}) do not begin with a header of {form}; name a file that it wrote")
     return records[0], records[1:]
@@ -152,11 +141,8 @@ def runs_of(records: Iterable[Mapping[str, Any]]) -> list[TrainingRun]:
     return list({run.key: run for run in map(TrainingRun.read, lines)}.values())
 
 
-def _records(lines: Iterable[str]) -> Iterable[dict[str, Any]]:
-    for line in lines:
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(record, dict):
-            yield record
+def _json(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None

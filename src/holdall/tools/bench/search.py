@@ -7,6 +7,7 @@ towards more than the limit is stopped before it gets there. Both are stored wit
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
@@ -59,15 +60,15 @@ class SearchTrial:
 
 
 class TrialStopped(Exception):  # noqa: N818 it is no error: the trial ends early
-    """A trial that is not gone on with."""
+    """A trial ends early; the message says why."""
 
 
 class Search:
-    """A study, new or gone on with.
+    """A study, new or continued.
 
     Args:
         settings: Of a bench: environment, algorithm, steps and limit; of its buffers the first is searched with.
-        storage: A file to which trials are added; one that is there is gone on with.
+        storage: A file to which trials are added; an existing one is continued.
         space: What is searched; None: what the plan says could fit.
     """
 
@@ -108,12 +109,9 @@ class Search:
             state = _optuna().trial.TrialState
             try:
                 figures = self._measure(drawn, partial(on_progress, f"trial {trial.number}"))
-            except TrialStopped as stop:
-                trial.set_user_attr("reason", str(stop))
-                self._study.tell(trial, state=state.PRUNED)
-            except ChildError as error:
+            except (TrialStopped, ChildError) as error:
                 trial.set_user_attr("reason", str(error))
-                self._study.tell(trial, state=state.FAIL)
+                self._study.tell(trial, state=state.PRUNED if isinstance(error, TrialStopped) else state.FAIL)
             else:
                 for name in ("steps_per_second", "peak_bytes"):
                     trial.set_user_attr(name, figures[name])
@@ -147,13 +145,9 @@ class Search:
         return "\n".join([*lines, code_to_paste(spec, holdall=self._holdall)])
 
     def _suggest(self, trial: Any) -> dict[str, int]:
-        space = self.space
-        return {
-            "capacity": trial.suggest_int("capacity", *space.capacity, log=True),
-            "batch_size": trial.suggest_categorical("batch_size", list(space.batch_sizes)),
-            "num_envs": trial.suggest_categorical("num_envs", list(space.num_envs)),
-            "threads": trial.suggest_categorical("threads", list(space.threads)),
-        }
+        drawn = {"capacity": trial.suggest_int("capacity", *self.space.capacity, log=True)}
+        choices = {"batch_size": self.space.batch_sizes, "num_envs": self.space.num_envs, "threads": self.space.threads}
+        return drawn | {name: trial.suggest_categorical(name, list(values)) for name, values in choices.items()}
 
     def _measure(self, drawn: dict[str, int], on_progress: Callable[[float], None]) -> dict[str, Any]:
         self._require_fit(drawn)
@@ -162,20 +156,16 @@ class Search:
             settings.buffers[0], drawn["capacity"], drawn["batch_size"], settings.timesteps,
             fills=True, threads=drawn["threads"], num_envs=drawn["num_envs"],
         )  # fmt: skip
-        lines = run_task(task)
         base = 0
         figures: dict[str, Any] = {}
-        try:
+        with closing(run_task(task)) as lines:  # closing kills the child, with SIGKILL
             for message in lines:
                 figures = message.get("result", figures)
                 if "resident" in message:
                     base = base or message["resident"]
                     self._require_room(message, base)
-                    on_progress(
-                        min(message["done"] / message["total"], 1.0) * (0.5 if message["phase"] == "fill" else 1.0)
-                    )
-        finally:
-            lines.close()  # kills the child, with SIGKILL
+                    share = min(message["done"] / message["total"], 1.0)
+                    on_progress(share * (0.5 if message["phase"] == "fill" else 1.0))
         peak = max(figures["peaks"].values())
         steps = figures["steps_per_second"]
         return {"steps_per_second": steps, "samples_per_second": steps * drawn["batch_size"], "peak_bytes": peak}
@@ -211,9 +201,8 @@ class Search:
 
 def _measure_plan(settings: BenchSettings) -> tuple[Spec, PlanInputs]:
     """Measure what the plan needs once; the shipped environment's small network is left out of it."""
-    spec, environment = spec_from_settings(
-        {"env": settings.env_id, "algo": settings.algo, "batch_size": settings.batch_size}
-    )
+    named = {"env": settings.env_id, "algo": settings.algo, "batch_size": settings.batch_size}
+    spec, environment = spec_from_settings(named)
     networks = settings.env not in SHIPPED_ENVS
     plan = make_plan(spec, budget_bytes=settings.limit_bytes, networks=networks, environment=environment)
     return spec, plan.known

@@ -30,23 +30,28 @@ _TRIAL_ROLLOUT = 256
 
 @dataclass(frozen=True, slots=True)
 class ShippedEnv:
-    """An environment that comes with holdall, and the sizes at which a bench of it takes minutes."""
+    """An environment that comes with holdall, and the sizes at which a bench of it takes minutes.
+
+    The defaults are those of all other environments.
+    """
 
     env: str
-    features: str  # the extractor of its policy
-    limit: str
-    timesteps: int
     batch_size: int
-    threads: int  # more than one wait for each other longer than networks of this size take
+    features: str = ""  # the extractor of its policy
+    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    limit: str = "machine"
+    timesteps: int = 5_000
+    threads: int = 0  # more than one wait for each other longer than networks of this size take
 
 
 SHIPPED_ENVS = {
     "demo": ShippedEnv(
         "holdall.tools.demo.camera:CameraRover",
+        16,
         "holdall.tools.bench.training:CameraExtractor",
+        {"net_arch": [64, 64]},
         limit="2GiB",
         timesteps=400,
-        batch_size=16,
         threads=1,
     )
 }
@@ -78,12 +83,11 @@ class BenchSettings:
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain data."""
-        return asdict(self) | {"policy_kwargs": dict(self.policy_kwargs)}
+        return asdict(self)
 
     def task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
         """Return what one process trains."""
-        own: dict[str, Any] = {"fills": self.fills, "features": self.features, "threads": self.threads}
-        own["policy_kwargs"] = dict(self.policy_kwargs)
+        own = {name: getattr(self, name) for name in ("fills", "features", "threads", "policy_kwargs")}
         return Task(self.env_id, self.algo, buffer, size, batch_size, timesteps, seed, **own | changes)
 
     @classmethod
@@ -109,31 +113,31 @@ def settings_of(
     _require("algo", [algo], ALGOS)
     _require("profiles", names, tuple(PROFILES))
     _require("buffers", buffers, BUFFERS)
-    shipped = SHIPPED_ENVS.get(env)
+    shipped = SHIPPED_ENVS.get(env) or ShippedEnv(env, ALGORITHMS[algo].batch_size or 0)
     limit_bytes, source = _limit(limit, shipped)
     return BenchSettings(
         env=env,
         algo=algo,
         profiles=tuple(dict.fromkeys(names)),
-        timesteps=timesteps or (shipped.timesteps if shipped else 5_000),
+        timesteps=timesteps or shipped.timesteps,
         seeds=seeds,
         buffers=tuple(dict.fromkeys(buffers)),
         limit_bytes=limit_bytes,
-        batch_size=shipped.batch_size if shipped else ALGORITHMS[algo].batch_size or 0,
+        batch_size=shipped.batch_size,
         fills=fills,
         limit_said=source,
-        env_id=shipped.env if shipped else env,
-        features=shipped.features if shipped else "",
-        policy_kwargs={"net_arch": [64, 64]} if shipped else {},
-        threads=threads if threads is not None else shipped.threads if shipped else 0,
+        env_id=shipped.env,
+        features=shipped.features,
+        policy_kwargs=shipped.policy_kwargs,
+        threads=shipped.threads if threads is None else threads,
     )
 
 
-def _limit(limit: str | None, shipped: ShippedEnv | None) -> tuple[int, str]:
+def _limit(limit: str | None, shipped: ShippedEnv) -> tuple[int, str]:
     here = memory_limits()[0]
-    if limit == "machine" or (limit is None and shipped is None):
+    if (limit or shipped.limit) == "machine":
         return here.free_bytes, here.name
-    if limit is None and shipped is not None:
+    if limit is None:
         return parse_bytes(shipped.limit), "scaled down so that this takes minutes; --limit machine for all there is"
     given = parse_bytes(limit, "limit")
     if given > here.free_bytes:
@@ -198,65 +202,48 @@ class Calibration:
 
 def calibrate(settings: BenchSettings, on_progress: OnProgress) -> Calibration:
     """Try every batch size with every buffer, at a small size."""
-    factors = {name: PROFILES[name][1] for name in settings.profiles}
-    batches = sorted({settings.batch_size * factor for factor in factors.values()})
-    trials: dict[tuple[int, str], dict[str, Any]] = {}
-    wanted = [(batch, buffer) for batch in batches for buffer in settings.buffers]
+    batches = {name: settings.batch_size * PROFILES[name][1] for name in settings.profiles}
+    wanted = [(batch, buffer) for batch in sorted(set(batches.values())) for buffer in settings.buffers]
+    trials: dict[int, dict[str, dict[str, Any]]] = {batch: {} for batch in batches.values()}
     for number, (batch, buffer) in enumerate(wanted):
         on_progress(f"trial with {buffer}, batches of {batch}", number / len(wanted))
-        trials[batch, buffer] = _trial(settings, batch, buffer)
-    sizes = {}
-    for name, factor in factors.items():
-        batch = settings.batch_size * factor
-        sizes[name] = _size(settings, name, batch, {buffer: trials[batch, buffer] for buffer in settings.buffers})
-    seconds = {
-        f"{name}/{buffer}": _rates(trials[size.batch_size, buffer]).seconds(
-            size, settings.timesteps, trials[size.batch_size, buffer]["bytes_each"], fills=settings.fills
-        )
-        for name, size in sizes.items()
-        for buffer in settings.buffers
-        if buffer in size.fits
-    }
+        trials[batch][buffer] = _trial(settings, batch, buffer)
+    sizes = {name: _size(settings, name, batch, trials[batch]) for name, batch in batches.items()}
+    seconds = {}
+    for name, size in sizes.items():
+        for buffer in size.fits:
+            trial = trials[size.batch_size][buffer]
+            taken = _rates(trial).seconds(size, settings.timesteps, trial["bytes_each"], fills=settings.fills)
+            seconds[f"{name}/{buffer}"] = taken
     return Calibration(sizes, seconds)
 
 
 def _trial(settings: BenchSettings, batch: int, buffer: str) -> dict[str, Any]:
     size = _TRIAL_ROLLOUT if settings.on_policy else max(TRIAL_SIZE, 2 * batch)
     steps = 2 * size if settings.on_policy else _TRIAL_STEPS
-    task = settings.task(buffer, size, batch, steps, fills=True)
     start = time.perf_counter()
     found: dict[str, Any] = {}
-    for message in run_task(task):
+    for message in run_task(settings.task(buffer, size, batch, steps, fills=True)):
         found = message.get("result", found)
-    found["size"] = size
-    found["whole_seconds"] = time.perf_counter() - start
-    found["bytes_each"] = found["checkpoint"]["bytes"] / size if not settings.on_policy else 0.0
-    return found
+    each = found["checkpoint"]["bytes"] / size if not settings.on_policy else 0.0
+    return found | {"size": size, "whole_seconds": time.perf_counter() - start, "bytes_each": each}
 
 
 def _rates(trial: dict[str, Any]) -> MeasuredRates:
-    """Tell what grows with a run from what every run has: warming up and reading memory, too, which count once."""
+    """Separate what grows with a run from what every run has once: warming up and reading memory, too."""
     filled = trial["size"] / trial["fill_per_second"] if trial["fill_per_second"] else 0.0
     saved = trial["checkpoint"]
-    known = filled + trial["steps"] / trial["steps_per_second"] + saved["seconds"]
-    return MeasuredRates(
-        start_s=trial["whole_seconds"] - known,
-        fill_per_second=trial["fill_per_second"],
-        steps_per_second=trial["steps_per_second"],
-        save_s_per_byte=saved["seconds"] / max(saved["bytes"], 1),
-    )
+    start_s = trial["whole_seconds"] - filled - trial["steps"] / trial["steps_per_second"] - saved["seconds"]
+    save_s_per_byte = saved["seconds"] / max(saved["bytes"], 1)
+    return MeasuredRates(start_s, trial["fill_per_second"], trial["steps_per_second"], save_s_per_byte)
 
 
 def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict[str, Any]]) -> ProfileSize:
     """Ask the plan for what fits into a profile's share, over the memory that the trial showed."""
     trial = trials.get("sb3") or next(iter(trials.values()))
-    spec = Spec(
-        settings.algo,
-        space_from_dict(trial["observation"]),
-        space_from_dict(trial["action"]),
-        batch_size=batch,
-        n_steps=settings.batch_size if settings.on_policy else 0,
-    )
+    seen, taken = space_from_dict(trial["observation"]), space_from_dict(trial["action"])
+    n_steps = settings.batch_size if settings.on_policy else 0
+    spec = Spec(settings.algo, seen, taken, batch_size=batch, n_steps=n_steps)
     tried = spec.but(n_steps=trial["size"]) if settings.on_policy else spec.but(capacity=trial["size"])
     probe = {
         "constructed": trial["peaks"]["construct"],
@@ -267,10 +254,7 @@ def _size(settings: BenchSettings, name: str, batch: int, trials: dict[str, dict
     room = MachineLimits((Limit("--limit", settings.limit_bytes, settings.limit_bytes),))
     known = PlanInputs(MeasuredCosts(probe=probe), room, need_from_spaces(spec))
     found = next(profile for profile in share_profiles(spec, known) if profile.name == name)
-    fits = tuple(
-        buffer
-        for buffer in settings.buffers
-        if (found.sb3_size if buffer == "sb3" else found.holdall_size or 0) > batch
-    )
-    size = found.sb3_size if "sb3" in fits else (found.holdall_size or 0)
+    largest = {"sb3": found.sb3_size, "holdall": found.holdall_size or 0}
+    fits = tuple(buffer for buffer in settings.buffers if largest[buffer] > batch)
+    size = largest["sb3" if "sb3" in fits else "holdall"]
     return ProfileSize(found.share, found.limit_bytes, batch, size, found.holdall_size, fits)

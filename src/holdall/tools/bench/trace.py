@@ -14,9 +14,8 @@ import itertools
 import json
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from gymnasium import spaces
@@ -31,8 +30,7 @@ _PER_TRANSITION = ("action", "reward", "terminated", "truncated")
 _EMIT_EVERY = 200
 
 
-@dataclass(frozen=True, slots=True)
-class TraceStep:
+class TraceStep(NamedTuple):
     """One transition with a lane axis of one; `next_obs` is the final observation where an episode ended."""
 
     obs: Any
@@ -88,21 +86,14 @@ class Trace:
 
     def steps(self) -> Iterator[TraceStep]:
         """Play the trace once, in arrays of the caller's own."""
-        arrays = self._arrays
         done = 0
-        for begin, length in arrays["ep"].tolist():
+        for begin, length in self._arrays["ep"].tolist():
             obs = self._observe(begin, begin)
-            for step in range(length):
-                next_obs = self._observe(begin, begin + step + 1)
-                ended = arrays["terminated"][None, done].astype(np.bool_)
-                yield TraceStep(
-                    obs=obs,
-                    action=arrays["action"][None, done].copy(),
-                    reward=arrays["reward"][None, done].astype(np.float32),
-                    next_obs=next_obs,
-                    terminated=ended,
-                    truncated=arrays["truncated"][None, done].astype(np.bool_) & ~ended,
-                )
+            for frame in range(begin + 1, begin + length + 1):
+                next_obs = self._observe(begin, frame)
+                action, reward, terminated, truncated = (self._arrays[name][None, done] for name in _PER_TRANSITION)
+                ended, cut = terminated.astype(np.bool_), truncated.astype(np.bool_)
+                yield TraceStep(obs, action.copy(), reward.astype(np.float32), next_obs, ended, cut & ~ended)
                 obs = next_obs
                 done += 1
 
@@ -187,7 +178,10 @@ def _space_of(observation: Any) -> spaces.Space[Any]:
 
 def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) -> None:
     """Play at random, and write what was seen."""
-    _require_flat(env.observation_space)
+    space = env.observation_space
+    parts = space.spaces.values() if isinstance(space, spaces.Dict) else [space]
+    if not all(isinstance(part, spaces.Box) for part in parts):
+        raise ArgumentError(f"env observes {space}; a trace holds a Box, or a Dict of them")
     recorder = TraceRecorder(stack)
     begins = True
     for count, step in enumerate(itertools.islice(random_steps(env, seed), transitions)):
@@ -199,12 +193,6 @@ def record_trace(env: Any, transitions: int, stack: int, seed: int, file: Path) 
         if count % _EMIT_EVERY == 0:
             emit({"done": count, "total": transitions})
     recorder.save(file)
-
-
-def _require_flat(space: spaces.Space[Any]) -> None:
-    parts = list(space.spaces.values()) if isinstance(space, spaces.Dict) else [space]
-    if not all(isinstance(part, spaces.Box) for part in parts):
-        raise ArgumentError(f"env observes {space}; a trace holds a Box, or a Dict of them")
 
 
 def main() -> None:

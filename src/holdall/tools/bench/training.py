@@ -25,7 +25,7 @@ from stable_baselines3.common.logger import configure
 from stable_baselines3.common.torch_layers import BaseFeaturesExtractor
 
 from holdall.machine import begin_peak, held_bytes, peak_bytes
-from holdall.tools.bench.child_process import Task, emit, folder_bytes
+from holdall.tools.bench.child_process import Task, emit, measured_save
 from holdall.tools.plan.environments import has_images, make_single_env, space_to_dict
 from holdall.tools.plan.spec import ALGORITHMS
 
@@ -56,9 +56,13 @@ class CameraExtractor(BaseFeaturesExtractor):
 
 
 class MeasureCallback(BaseCallback):
-    """Reads memory at even distances, notes when steps were done, and what episodes returned."""
+    """Reads memory at even distances, notes when steps were done, and what episodes returned.
 
-    def __init__(self, phase: str, total: int) -> None:
+    Args:
+        steps: Of the total, those that were done before.
+    """
+
+    def __init__(self, phase: str, total: int, steps: int = 0) -> None:
         super().__init__()
         self.phase, self.total = phase, total
         self.moments: list[float] = []  # when each step, or each rollout, began
@@ -66,7 +70,7 @@ class MeasureCallback(BaseCallback):
         self.returns: list[float] = []
         self._every = max(total // _READINGS, 1)
         self._emitted = 0.0
-        self._steps = 0
+        self._steps = steps
 
     def _on_rollout_start(self) -> None:
         self.moments.append(time.perf_counter())
@@ -130,7 +134,7 @@ def _measure_off_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[s
         # The median: on a shared machine the mean shows the neighbours more than the run.
         "steps_per_second": task.num_envs / float(np.median(settled)),
         "fill_per_second": task.num_envs / float(np.median(np.diff(filling.moments))),
-        "bytes_per_transition": _late_slope(filling.readings),
+        "bytes_per_transition": late_slope(filling.readings),
         "rewards": training.returns[-1_000:],
     }
 
@@ -148,7 +152,7 @@ def _measure_on_policy(model: Any, task: Task, peaks: dict[str, int]) -> dict[st
         "filled": min(training.num_timesteps / rollout, 1.0),
         "steps_per_second": rollout / float(np.median(seconds)),
         "fill_per_second": None,
-        "bytes_per_transition": _late_slope([reading for reading in training.readings if reading[0] <= rollout]),
+        "bytes_per_transition": late_slope([reading for reading in training.readings if reading[0] <= rollout]),
         "rewards": training.returns[-1_000:],
     }
 
@@ -179,34 +183,30 @@ def _make_model(task: Task) -> Any:
 
 def _measure_save(model: Any, task: Task, peaks: dict[str, int]) -> dict[str, Any]:
     """Save what a resumed training needs: the model, and the replay buffer if there is one."""
-    emit({"phase": "save", "done": 0, "total": 1})
-    before = held_bytes().resident
-    has_peak = begin_peak()
-    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
-        place = Path(folder)
-        start = time.perf_counter()
-        replay = getattr(model, "replay_buffer", None)
+    replay = getattr(model, "replay_buffer", None)
+
+    def save(folder: Path) -> None:
         if replay is not None and task.buffer == "holdall":
             files = importlib.import_module("holdall.sb3.checkpoint").training_files(model, None)
-            replay.memory.save(place / "run", attach=files).result()
-        else:
-            model.save(place / "model.zip")
-            if replay is not None:
-                model.save_replay_buffer(place / "buffer.pkl")
-        seconds = time.perf_counter() - start
-        size = folder_bytes(place)
+            replay.memory.save(folder / "run", attach=files).result()
+            return
+        model.save(folder / "model.zip")
+        if replay is not None:
+            model.save_replay_buffer(folder / "buffer.pkl")
+
+    emit({"phase": "save", "done": 0, "total": 1})
+    with tempfile.TemporaryDirectory(prefix="holdall-bench-") as folder:
+        found = measured_save(save, Path(folder))
     peaks["save"] = peak_bytes()
-    return {"seconds": seconds, "bytes": size, "extra": max(peaks["save"] - before, 0) if has_peak else None}
+    return found
 
 
-def _late_slope(readings: list[tuple[int, int]]) -> float | None:
+def late_slope(readings: list[tuple[int, int]]) -> float | None:
+    """Return the bytes that one more transition costs: a line through the readings, but for their first quarter."""
     late = readings[len(readings) // 4 :]
-    return slope(late) if len(late) >= 3 else None
-
-
-def slope(readings: list[tuple[int, int]]) -> float:
-    """Return the bytes that one more transition costs: a line through the readings."""
-    held, taken = np.array(readings, np.float64).T
+    if len(late) < 3:
+        return None
+    held, taken = np.array(late, np.float64).T
     return float(np.polyfit(held, taken, 1)[0])
 
 

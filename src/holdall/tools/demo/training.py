@@ -22,41 +22,18 @@ from stable_baselines3.common.callbacks import BaseCallback, CallbackList
 from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv
 
-from holdall.machine import held_bytes, peak_bytes
+from holdall.machine import peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench import CameraExtractor, emit, folder_bytes, slope
+from holdall.tools.bench import CameraExtractor, MeasureCallback, emit, folder_bytes, late_slope
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}
 RANDOM_STEPS = 100  # before the first gradient step
-READ_EVERY = 500  # transitions between two readings of the process's memory
+
 BATCHES = 3  # drawn to compare a memory with the one that was saved
 SEED = 7
-
-
-class ProgressCallback(BaseCallback):
-    """Print how far the run is, and read the process's memory at even distances."""
-
-    def __init__(self, total: int) -> None:
-        super().__init__()
-        self.total = total
-        self.moments: list[tuple[int, float]] = []  # steps, and when they were done, in seconds
-        self.readings: list[tuple[int, int]] = []  # transitions held, unique bytes
-
-    def _on_step(self) -> bool:
-        self.moments.append((self.num_timesteps, time.perf_counter()))
-        if self.num_timesteps % READ_EVERY == 0:
-            self.readings.append((self.num_timesteps, held_bytes().unique))
-        if self.num_timesteps % 50 == 0:
-            emit({"done": self.num_timesteps, "total": self.total})
-        return True
-
-    def steps_per_second(self) -> float:
-        """Return the median speed of the steps that train: a mean shows the machine's other users more than the run."""
-        trained = [moment for step, moment in self.moments if step > RANDOM_STEPS]
-        return 1.0 / float(np.median(np.diff(trained)))
 
 
 class SafeCheckpoint(CheckpointCallback):
@@ -74,54 +51,39 @@ class SafeCheckpoint(CheckpointCallback):
 
 
 def train(
-    buffer: str, steps: int, transitions: int, checkpoint: Path | None, record: Path | None, *, resumes: bool
+    buffer: str, steps: int, transitions: int, checkpoint: Path | None, record: Path | None, resumes: bool
 ) -> DemoResult:
     """Train for `steps`, then let random actions fill the same buffer up to `transitions`."""
     # Sums over threads depend on how many there are; one thread keeps the runs comparable on any machine.
     torch.set_num_threads(1)
-    progress = ProgressCallback(steps + transitions)
+    model = _resumed(checkpoint) if checkpoint is not None and resumes else _new(buffer, steps + transitions)
+    begun = model.num_timesteps
+    progress = MeasureCallback("train", steps + transitions, begun)
     callbacks: list[BaseCallback] = [progress]
     if record is not None:
         callbacks.append(WatchCallback(interval_s=1.0, record=record, verbose=0))
-    if checkpoint is not None and resumes:
-        model = _resumed(checkpoint)
-    else:
-        model = _new(buffer, steps + transitions)
-        if checkpoint is not None:
-            callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
-    model.learn(steps - model.num_timesteps, callback=CallbackList(callbacks), reset_num_timesteps=False)
-    steps_per_second = progress.steps_per_second()
+    if checkpoint is not None and not resumes:
+        callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
+    model.learn(steps - begun, callback=CallbackList(callbacks), reset_num_timesteps=False)
+    # The median of the steps that train: a mean shows the machine's other users more than the run.
+    steps_per_second = 1.0 / float(np.median(np.diff(progress.moments[max(RANDOM_STEPS - begun, 0) :])))
     weights = weights_digest(model.policy)
 
     # SB3's own loop fills the buffer: no gradient step happens before `learning_starts`, only random actions.
     model.learning_starts = steps + transitions + 1
     progress.readings.clear()
     model.learn(transitions, callback=CallbackList(callbacks[:2]), reset_num_timesteps=False)
-    return DemoResult(
-        buffer=buffer,
-        bytes_per_transition=slope(progress.readings),
-        peak_bytes=peak_bytes(),
-        steps_per_second=steps_per_second,
-        transitions=model.num_timesteps,
-        weights_sha256=weights,
-    )
+    bytes_per_transition = late_slope(progress.readings) or np.nan
+    return DemoResult(buffer, bytes_per_transition, peak_bytes(), steps_per_second, model.num_timesteps, weights)
 
 
 def _new(buffer: str, capacity: int) -> Any:
+    network = {"features_extractor_class": CameraExtractor, "net_arch": [64, 64], "share_features_extractor": True}
+    sizes: dict[str, Any] = {"buffer_size": capacity, "learning_starts": RANDOM_STEPS, "batch_size": 32}
+    kind = BUFFERS[buffer]
+    env = environment()
     return SAC(
-        "MultiInputPolicy",
-        environment(),
-        seed=SEED,
-        buffer_size=capacity,
-        learning_starts=RANDOM_STEPS,
-        batch_size=32,
-        replay_buffer_class=BUFFERS[buffer],
-        policy_kwargs={
-            "features_extractor_class": CameraExtractor,
-            "net_arch": [64, 64],
-            "share_features_extractor": True,
-        },
-        device="cpu",
+        "MultiInputPolicy", env, **sizes, seed=SEED, replay_buffer_class=kind, policy_kwargs=network, device="cpu"
     )
 
 
@@ -187,14 +149,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--transitions", type=int, required=True)
     parser.add_argument("--checkpoint", type=Path, help="save half-way there")
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+    parser.add_argument("--resume", dest="resumes", action="store_true", help="go on from the checkpoint")
     parser.add_argument("--record", type=Path, help="watch this process, and write the readings there")
     wanted = parser.parse_args()
     emit({"done": 0, "total": wanted.steps + wanted.transitions})
-    result = train(
-        wanted.buffer, wanted.steps, wanted.transitions, wanted.checkpoint, wanted.record, resumes=wanted.resume
-    )
-    emit({"result": dataclasses.asdict(result)})
+    emit({"result": dataclasses.asdict(train(**vars(wanted)))})
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import importlib.util
 import json
 import shutil
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -47,25 +48,26 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     checkpoint, record = folder / "checkpoint", folder / "watch.jsonl"
     shutil.rmtree(checkpoint, ignore_errors=True)
 
-    _print_heading(console, 1, f"Will {steps + transitions:,} transitions of a camera fit?")
+    def heading(number: int, title: str) -> None:
+        console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
+
+    heading(1, f"Will {steps + transitions:,} transitions of a camera fit?")
     fitted = plan_fit(steps + transitions, limit_bytes)
     console.print(f"  The limit is {format_bytes(fitted.limit_bytes)}.")
     for buffer, (size, fit) in fitted.rows().items():
         console.print(f"  {TITLES[buffer]:18} needs {format_bytes(size):>10}   [{_STYLES[fit]}]{fit}[/]")
     console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
-    _print_heading(console, 2, "Train with Stable-Baselines3's replay buffer")
-    sizes = ("--steps", steps, "--transitions", transitions)
-    plain = _result_of(_train(console, "sb3", module_command("tools.demo.training", "--buffer", "sb3", *sizes)))
+    heading(2, "Train with Stable-Baselines3's replay buffer")
+    command = module_command("tools.demo.training", "--steps", steps, "--transitions", transitions, "--buffer")
+    plain = _result_of(_train(console, "sb3", [*command, "sb3"]))
 
-    _print_heading(console, 3, "Train with holdall's, save a checkpoint half-way, and kill -9")
-    own = ("--buffer", "holdall", *sizes, "--checkpoint", checkpoint)
-    saved = _train_until_killed(console, module_command("tools.demo.training", *own))
+    heading(3, "Train with holdall's, save a checkpoint half-way, and kill -9")
+    own = [*command, "holdall", "--checkpoint", str(checkpoint)]
+    saved = _train_until_killed(console, own)
 
-    _print_heading(console, 4, "Resume, and watch the memory while it fills")
-    messages_by_kind = _train(
-        console, "holdall", module_command("tools.demo.training", *own, "--resume", "--record", record), record
-    )
+    heading(4, "Resume, and watch the memory while it fills")
+    messages_by_kind = _train(console, "holdall", [*own, "--resume", "--record", str(record)], record)
     resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
@@ -80,19 +82,19 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
 
 
-def _print_heading(console: Console, number: int, title: str) -> None:
-    console.print(f"\n[bold]{number}[/]  [bold]{title}[/]")
-
-
-def _train(console: Console, buffer: str, command: list[str], record: Path | None = None) -> dict[str, Any]:
-    """Run one training to its end behind a bar; return its messages by kind."""
+def _train(
+    console: Console, buffer: str, command: list[str], record: Path | None = None, *, is_killed: bool = False
+) -> dict[str, Any]:
+    """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
-    with _bars(console) as bars:
+    with _bars(console) as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
         task = bars.add_task(TITLES[buffer], total=1.0, memory="")
-        for message in messages(command):
+        for message in lines:
             if "done" not in message:
                 messages_by_kind |= message
                 continue
+            if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
+                break  # it has learnt something that is not in the checkpoint
             memory = "" if record is None else latest_reading(record).partition(", torch")[0]
             bars.update(task, completed=message["done"] / message["total"], memory=memory)
     return messages_by_kind
@@ -100,22 +102,10 @@ def _train(console: Console, buffer: str, command: list[str], record: Path | Non
 
 def _train_until_killed(console: Console, command: list[str]) -> CheckpointFingerprint:
     """Run a training until its checkpoint is safe, and kill it some steps later."""
-    saved: CheckpointFingerprint | None = None
-    with _bars(console) as bars:
-        task = bars.add_task(TITLES["holdall"], total=1.0, memory="")
-        lines = messages(command)
-        try:
-            for message in lines:
-                if "saved" in message:
-                    saved = CheckpointFingerprint(**message["saved"])
-                elif saved is not None and message.get("done", 0) > saved.step:
-                    break  # it has learnt something that is not in the checkpoint
-                elif "done" in message:
-                    bars.update(task, completed=message["done"] / message["total"])
-        finally:
-            lines.close()  # kills the child, with SIGKILL
-    if saved is None:
+    found = _train(console, "holdall", command, is_killed=True)
+    if "saved" not in found:
         raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
+    saved = CheckpointFingerprint(**found["saved"])
     size = format_bytes(saved.checkpoint_bytes)
     console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")
     return saved
@@ -134,12 +124,12 @@ def _bars(console: Console) -> Progress:
 
 def _check(steps: int, transitions: int) -> None:
     if importlib.util.find_spec("stable_baselines3") is None:
-        msg = "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
-        raise MissingPackageError(msg)
+        raise MissingPackageError(
+            "The demo trains with stable-baselines3, which is not installed; run `pip install holdall[sb3]`."
+        )
     for name, value, least in (("steps", steps, MIN_STEPS), ("transitions", transitions, MIN_TRANSITIONS)):
         if value < least:
-            msg = f"{name} ({value}) is too small to measure anything; give at least {least}."
-            raise ArgumentError(msg)
+            raise ArgumentError(f"{name} ({value}) is too small to measure anything; give at least {least}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,17 +245,11 @@ def table(comparison: Comparison) -> Table:
 def verdict(comparison: Comparison) -> str:
     """Say whether the two policies are the same, and what the memory came to."""
     ratio = comparison.sb3.bytes_per_transition / comparison.holdall.bytes_per_transition
+    before, after = (one.batches_sha256[:12] for one in (comparison.saved, comparison.resumed))
+    plain, own = (one.weights_sha256[:12] for one in (comparison.sb3, comparison.holdall))
     if not comparison.batches_identical:
-        return (
-            f"BATCHES DIFFER: {comparison.saved.batches_sha256[:12]} before the kill, "
-            f"{comparison.resumed.batches_sha256[:12]} after it."
-        )
-    if comparison.weights_identical:
-        return (
-            f"Weights identical, bit for bit ({comparison.holdall.weights_sha256[:12]}), though holdall's training was "
-            f"killed and resumed; {ratio:.1f} x less memory."
-        )
-    return (
-        f"WEIGHTS DIFFER: {comparison.sb3.weights_sha256[:12]} with Stable-Baselines3's buffer, "
-        f"{comparison.holdall.weights_sha256[:12]} with holdall's."
-    )
+        return f"BATCHES DIFFER: {before} before the kill, {after} after it."
+    if not comparison.weights_identical:
+        return f"WEIGHTS DIFFER: {plain} with Stable-Baselines3's buffer, {own} with holdall's."
+    crash = "though holdall's training was killed and resumed"
+    return f"Weights identical, bit for bit ({own}), {crash}; {ratio:.1f} x less memory."

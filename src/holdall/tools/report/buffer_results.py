@@ -9,7 +9,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdall.tools.report.charts import BarPiece, BarRow, Markup, bars, bytes_scale, duration, number, number_scale, tag
+from holdall.tools.report.charts import (
+    BarPiece,
+    BarRow,
+    Markup,
+    bars,
+    bytes_scale,
+    duration,
+    legend_of,
+    number,
+    number_scale,
+    or_dash,
+    tag,
+)
 from holdall.tools.report.document import Tile, document, section, table, tiles, toned_word
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results_page import machine_section
@@ -79,12 +91,16 @@ def _read_figures(line: JsonLine) -> BufferFigures:
     return BufferFigures(**values, nbytes=line.size("bytes"), exact=line.flag("exact"))
 
 
-_FIGURES: tuple[tuple[str, Callable[[BufferFigures], float | None], str], ...] = (
-    ("memory of a transition", lambda one: one.bytes_per_transition, "bytes"),
-    ("add, of one step", lambda one: one.add_us, "µs"),
-    ("sample, of one batch", lambda one: one.sample_ms, "ms"),
-    ("save", lambda one: one.save_s, "s"),
-    ("load", lambda one: one.load_s, "s"),
+def _bytes(value: float) -> str:
+    return f"{value:,.0f} B" if value < 100_000 else format_bytes(value)
+
+
+_FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("memory of a transition", "bytes_per_transition", _bytes),
+    ("add, of one step", "add_us", lambda value: f"{number(value)} µs"),
+    ("sample, of one batch", "sample_ms", lambda value: f"{number(value)} ms"),
+    ("save", "save_s", duration),
+    ("load", "load_s", duration),
 )
 
 
@@ -123,44 +139,27 @@ def _tiles(results: BufferResults) -> Markup:
     return tiles(shown)
 
 
-def _bytes(value: float) -> str:
-    return f"{value:,.0f} B" if value < 100_000 else format_bytes(value)
-
-
-_WRITTEN: dict[str, Callable[[float], str]] = {
-    "bytes": _bytes,
-    "µs": lambda value: f"{number(value)} µs",
-    "ms": lambda value: f"{number(value)} ms",
-    "s": duration,
-}
-
-
 def _case(results: BufferResults, case: str) -> Markup:
     known = _figures_of_case(results, case)
-    charts = [chart for name, figure, unit in _FIGURES if (chart := _chart(known, name, figure, unit)) is not None]
+    charts = [_chart(known, *figure) for figure in _FIGURES]
     count = max((one.transitions or 0.0 for one in known), default=0.0)
     lead = f"{count:,.0f} transitions. Shorter is better, if the data came back right."
     laps = max((one.laps or 0.0 for one in known), default=0.0)
     if laps > 1:
         lead += f" They were played {laps:.1f} times over: a buffer that shares what repeats gains by that."
-    keys = (("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused"))
-    legend = tag(
-        "ul", *(tag("li", tag("span", class_=f"key {colour}"), name) for name, colour in keys), class_="legend"
-    )
-    return section(case, legend, tag("div", *charts, class_="columns wide"), _table(known), lead=lead)
+    keys = legend_of((("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused")))
+    return section(case, keys, tag("div", *charts, class_="columns wide"), _table(known), lead=lead)
 
 
-def _chart(
-    known: Sequence[BufferFigures], name: str, figure: Callable[[BufferFigures], float | None], unit: str
-) -> Markup | None:
-    values = [value for one in known if (value := figure(one)) is not None]
-    if not values:
+def _chart(known: Sequence[BufferFigures], name: str, figure: str, written: Callable[[float], str]) -> Markup | None:
+    values = [getattr(one, figure) for one in known]
+    largest = max((value for value in values if value is not None), default=None)
+    if largest is None:
         return None
-    scale = bytes_scale(max(values)) if unit == "bytes" else number_scale(max(values))
+    scale = bytes_scale(largest) if written is _bytes else number_scale(largest)
     rows = []
-    for one in known:
-        value = figure(one)
-        text = _text(value, _WRITTEN[unit])
+    for one, value in zip(known, values, strict=True):
+        text = or_dash(value, written)
         colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
         rows.append(BarRow(one.library, [] if value is None else [BarPiece(value, colour, tip)], text))
@@ -169,29 +168,14 @@ def _chart(
 
 def _table(known: Sequence[BufferFigures]) -> Markup:
     heads = ["library", "version", "a transition", "add", "sample", "save", "load", "exact", "note"]
-    rows = [
-        [
-            one.library, one.version or "-", _text(one.bytes_per_transition, _bytes), _text(one.add_us, _WRITTEN["µs"]),
-            _text(one.sample_ms, _WRITTEN["ms"]), _text(one.save_s, duration), _text(one.load_s, duration), _exact(one),
-            one.note,
-        ]
-        for one in known
-    ]  # fmt: skip
+    exact = {None: tag("span", "not compared"), True: toned_word("yes", "good"), False: toned_word("no", "error")}
+    rows = []
+    for one in known:
+        figures = [or_dash(getattr(one, figure), written) for _, figure, written in _FIGURES]
+        rows.append([one.library, one.version or "-", *figures, exact[one.exact], one.note])
     return table(heads, rows, "All figures", words=2, prose=True)
 
 
-def _exact(one: BufferFigures) -> Markup:
-    if one.exact is None:
-        return tag("span", "not compared")
-    return toned_word("yes", "good") if one.exact else toned_word("no", "error")
-
-
-def _text(value: float | None, text: Callable[[float], str]) -> str:
-    return "-" if value is None else text(value)
-
-
 def _not_measured(results: BufferResults) -> Markup | None:
-    if not results.absent:
-        return None
     items = [tag("li", f"{what}: {why}" if why else what) for what, why in results.absent]
-    return section("Not measured", tag("ul", *items, class_="notes"))
+    return section("Not measured", tag("ul", *items, class_="notes")) if items else None

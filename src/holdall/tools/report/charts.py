@@ -13,12 +13,14 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from holdall.units import format_bytes
 
+_Value = TypeVar("_Value")
 _VOID = frozenset({"br", "hr", "link", "meta"})
 _STEPS = (1, 2, 2.5, 5, 10)
 _BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
@@ -60,6 +62,16 @@ def tag(name: str, /, *children: Child, **attributes: Attribute) -> Markup:
 def joined(*children: Child) -> Markup:
     """Put children one behind the other, escaping what is plain text."""
     return Markup("".join(child if isinstance(child, Markup) else escape(child) for child in children if child))
+
+
+def mark(name: str, tip: str, colour: str, **attributes: Attribute) -> Markup:
+    """Write a shape that shows a tip."""
+    return tag(name, **attributes, class_=f"mark {colour}", role="img", aria_label=tip, data_tip=tip)
+
+
+def legend_of(keys: Iterable[tuple[str, str]]) -> Markup:
+    """Write names and the classes of their colours."""
+    return tag("ul", *(tag("li", tag("span", class_=f"key {colour}"), name) for name, colour in keys), class_="legend")
 
 
 def breakable(name: str) -> Markup:
@@ -151,6 +163,11 @@ def duration(seconds: float) -> str:
     return f"{whole} d {rest} h" if rest else f"{whole} d"
 
 
+def or_dash(value: _Value | None, text: Callable[[_Value], str]) -> str:
+    """Write a value, or a dash where there is none."""
+    return "-" if value is None else text(value)
+
+
 def _round_bytes(value: float) -> str:
     text = format_bytes(value)
     return text.replace(".0 ", " ") if value else "0"
@@ -181,15 +198,6 @@ class PlotLayer:
 
 
 @dataclass(frozen=True, slots=True)
-class PlotFlag:
-    """Something that happened at one place of the axis."""
-
-    share: float  # where, from 0 to 1
-    severity: str  # info, warning or error
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
 class Plot:
     """What a plot shows.
 
@@ -197,6 +205,7 @@ class Plot:
         shares: Where the values lie on the horizontal axis, from 0 to 1, in order.
         heads: What stands over the reading of every place, as "12 min, step 3,400".
         stacked: Areas one upon the other, and their sum in the reading; otherwise curves.
+        flags: What happened: where on the axis, from 0 to 1, how severe it is, and the text.
     """
 
     label: str
@@ -207,7 +216,7 @@ class Plot:
     ticks: Sequence[tuple[float, str]]
     stacked: bool = True
     limit: tuple[float, str] | None = None
-    flags: Sequence[PlotFlag] = ()
+    flags: Sequence[tuple[float, str, str]] = ()
 
     def markup(self) -> Markup:
         """Write the plot and its legend."""
@@ -241,9 +250,7 @@ class Plot:
         bands = []
         for layer in self.layers:
             top = below + layer.values
-            there = " ".join(_point(x, self.scale.share(y)) for x, y in zip(self.shares, top, strict=True))
-            back = zip(self.shares[::-1], below[::-1], strict=True)
-            path = f"M{there} L{' '.join(_point(x, self.scale.share(y)) for x, y in back)}Z"
+            path = f"M{self._path(self.shares, top)} L{self._path(self.shares[::-1], below[::-1])}Z"
             bands.append(tag("path", d=path, class_=f"band {layer.colour}"))
             below = top
         return bands
@@ -252,11 +259,14 @@ class Plot:
         curves = []
         for layer in self.layers:
             known = np.isfinite(layer.values)
-            points = zip(self.shares[known], layer.values[known], strict=True)
-            path = " ".join(_point(x, self.scale.share(y)) for x, y in points)
-            if path:
+            if known.any():
+                path = self._path(self.shares[known], layer.values[known])
                 curves.append(tag("path", d=f"M{path}", class_=f"curve {layer.colour}"))
         return curves
+
+    def _path(self, shares: Floats, values: Floats) -> str:
+        points = zip(shares, values, strict=True)
+        return " ".join(f"{_SIDE * x:.1f},{_down(self.scale.share(y))}" for x, y in points)
 
     def _limit_marks(self) -> tuple[Markup | None, Markup | None]:
         """Return the line of the limit, and its label."""
@@ -282,20 +292,18 @@ class Plot:
 
     def _flags(self) -> list[Markup]:
         return [
-            tag(
-                "span", SEVERITY_SIGNS[flag.severity], class_=f"flag mark {flag.severity}", data_tip=flag.text,
-                role="img", aria_label=flag.text, style=f"left:{percent(flag.share)}",
-            )
-            for flag in self.flags
+            tag("span", SEVERITY_SIGNS[severity], class_=f"flag mark {severity}", data_tip=text, role="img",
+                aria_label=text, style=f"left:{percent(share)}")
+            for share, severity, text in self.flags
         ]  # fmt: skip
 
     def _legend(self) -> Markup | None:
         shown = self.layers[::-1] if self.stacked else self.layers
-        keys = [tag("li", tag("span", class_=f"key {layer.colour}"), layer.name) for layer in shown]
+        keys = [(layer.name, layer.colour) for layer in shown]
         if self.limit is not None:
             where = "" if self.limit[0] <= self.scale.end else " (above the plot)"
-            keys.append(tag("li", tag("span", class_="key dashed"), f"{self.limit[1]}{where}"))
-        return tag("ul", *keys, class_="legend") if len(keys) > 1 else None
+            keys.append((f"{self.limit[1]}{where}", "dashed"))
+        return legend_of(keys) if len(keys) > 1 else None
 
     def _spoken(self, position: int) -> str:
         if position < 0:
@@ -340,10 +348,6 @@ def _down(share: float) -> str:
     return f"{_SIDE * (1 - share):.1f}"
 
 
-def _point(x: float, share: float) -> str:
-    return f"{_SIDE * x:.1f},{_down(share)}"
-
-
 @dataclass(frozen=True, slots=True)
 class BarPiece:
     """One part of a bar."""
@@ -381,34 +385,29 @@ def bars(
         limit: A line across all rows, and what it is.
         dots: Points on the scale instead of lengths from zero: for values of which zero means nothing.
     """
-    lines = [_bar(row, scale, limit, dots) for row in rows]
-    keys = [tag("li", tag("span", class_=f"key {colour}"), name) for name, colour in legend]
+    keys = list(legend)
     if limit is not None:
-        above = "" if limit[0] <= scale.end else " (beyond the scale)"
-        keys.append(tag("li", tag("span", class_="key dashed"), f"{limit[1]}{above}"))
-    return tag(
-        "div",
-        tag("ul", *keys, class_="legend") if keys else None,
-        tag("ul", *lines, class_="bars", aria_label=label),
-        class_="bar-chart",
-    )
+        keys.append((f"{limit[1]}{'' if limit[0] <= scale.end else ' (beyond the scale)'}", "dashed"))
+    lines = tag("ul", *(_bar(row, scale, limit, dots) for row in rows), class_="bars", aria_label=label)
+    return tag("div", legend_of(keys) if keys else None, lines, class_="bar-chart")
 
 
 def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool) -> Markup:
     marks: list[Markup] = [tag("rect", width="100%", height=_BAR_HEIGHT, class_="track")]
-    left = 0.0
+    left, middle = 0.0, _BAR_HEIGHT / 2
     for piece in row.pieces:
+        begin, end = scale.share(left), scale.share(left + piece.value)
         if dots:
-            marks.append(_bar_dot(piece, scale))
+            marks.append(mark("circle", piece.tip, piece.colour, cx=percent(end), cy=_BAR_HEIGHT // 2, r="6"))
             continue
-        x, wide = scale.share(left), scale.share(left + piece.value) - scale.share(left)
-        marks.append(
-            tag("rect", x=percent(x), width=percent(wide), height=_BAR_HEIGHT, class_=f"mark {piece.colour}",
-                role="img", aria_label=piece.tip, data_tip=piece.tip)
-        )  # fmt: skip
+        place = {"x": percent(begin), "width": percent(end - begin)}
+        marks.append(mark("rect", piece.tip, piece.colour, **place, height=_BAR_HEIGHT))
         left += piece.value
     if row.interval is not None:
-        marks += _bar_interval(row.interval, scale)
+        low, high = (percent(scale.share(end)) for end in row.interval)
+        top, bottom = middle - 2 * _WHISKER, middle + 2 * _WHISKER
+        lines = ((low, high, middle, middle), (low, low, top, bottom), (high, high, top, bottom))
+        marks += (tag("line", x1=x1, x2=x2, y1=y1, y2=y2, class_="interval") for x1, x2, y1, y2 in lines)
     if limit is not None and limit[0] <= scale.end:
         at = percent(scale.share(limit[0]))
         marks.append(tag("line", x1=at, x2=at, y1="0", y2=_BAR_HEIGHT, class_="limit"))
@@ -416,19 +415,3 @@ def _bar(row: BarRow, scale: Scale, limit: tuple[float, str] | None, dots: bool)
     drawing = tag("svg", *marks, height=_BAR_HEIGHT, width="100%", focusable="false")
     value = tag("div", row.text, class_="bar-text")
     return tag("li", name, tag("div", drawing, class_="bar-track"), value, class_="strong" if row.strong else None)
-
-
-def _bar_dot(piece: BarPiece, scale: Scale) -> Markup:
-    return tag("circle", cx=percent(scale.share(piece.value)), cy=_BAR_HEIGHT // 2, r="6",
-               class_=f"mark {piece.colour}", role="img", aria_label=piece.tip, data_tip=piece.tip)  # fmt: skip
-
-
-def _bar_interval(interval: tuple[float, float], scale: Scale) -> list[Markup]:
-    low, high = (percent(scale.share(end)) for end in interval)
-    middle = _BAR_HEIGHT / 2
-    top, bottom = middle - 2 * _WHISKER, middle + 2 * _WHISKER
-    return [
-        tag("line", x1=low, x2=high, y1=middle, y2=middle, class_="interval"),
-        tag("line", x1=low, x2=low, y1=top, y2=bottom, class_="interval"),
-        tag("line", x1=high, x2=high, y1=top, y2=bottom, class_="interval"),
-    ]

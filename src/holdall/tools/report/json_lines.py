@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from holdall.errors import ArgumentError
 
@@ -19,6 +19,7 @@ _MOST_LINE_BYTES = 8 * 2**20
 _MOST_TEXT = 2_000
 _MOST_ITEMS = 100_000
 _MOST_NUMBER = 1e18
+_Value = TypeVar("_Value")
 
 
 class JsonLine:
@@ -51,7 +52,7 @@ class JsonLine:
 
     def numbers(self, name: str) -> list[float]:
         """Return a list of numbers; empty if there is none."""
-        return [self._inner({"item": item}, name).number("item") or 0.0 for item in self._list(name)]
+        return [item.number("item") or 0.0 for item in self._items(name)]
 
     def text(self, name: str) -> str | None:
         """Return text, cut off where it is longer than anybody would read."""
@@ -60,7 +61,7 @@ class JsonLine:
 
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; empty if there is none."""
-        return [self._inner({"item": item}, name).text("item") or "" for item in self._list(name)]
+        return [item.text("item") or "" for item in self._items(name)]
 
     def flag(self, name: str) -> bool | None:
         """Return a truth value."""
@@ -74,41 +75,27 @@ class JsonLine:
 
     def inners(self, name: str) -> list[JsonLine]:
         """Return a list of objects; empty if there is none."""
-        found = []
-        for item in self._list(name):
-            if not isinstance(item, dict):
-                self._refuse(name, item, "must hold objects only")
-            found.append(self._inner(item, name))
-        return found
+        rule = "must hold objects only"
+        items = self._list(name)
+        return [self._inner(one, name) if isinstance(one, dict) else self._refuse(name, one, rule) for one in items]
 
     def pairs(self, name: str) -> list[tuple[str, str]]:
         """Return a list of lists of two texts; empty if there is none."""
-        found = []
-        for item in self._list(name):
-            texts = self._inner({"item": item}, name).texts("item")
-            if len(texts) != 2:
-                self._refuse(name, item, "must hold lists of two texts")
-            found.append((texts[0], texts[1]))
-        return found
+        return [self._two(name, item.texts("item")) for item in self._items(name)]
 
     def pair_pairs(self, name: str) -> list[tuple[tuple[str, str], tuple[str, str]]]:
         """Return a list of lists of two pairs; empty if there is none."""
-        found = []
-        for item in self._list(name):
-            two = self._inner({"item": item}, name).pairs("item")
-            if len(two) != 2:
-                self._refuse(name, item, "must hold lists of two pairs")
-            found.append((two[0], two[1]))
-        return found
+        return [self._two(name, item.pairs("item")) for item in self._items(name)]
 
     def facts(self, name: str) -> list[tuple[str, Any]]:
         """Return an object's plain values by name: numbers, texts, truth values; those in it as their own facts."""
         inner = self.inner(name)
         return [] if inner is None else list(inner._plain())
 
-    def names(self) -> list[str]:
-        """Return the names of all values."""
-        return list(self._values)
+    def sizes(self, name: str) -> dict[str, float | None] | None:
+        """Return an object's values by name, none of them negative."""
+        inner = self.inner(name)
+        return None if inner is None else {key: inner.size(key) for key in inner._values}
 
     def _plain(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
         for key, value in list(self._values.items())[:_MOST_ITEMS]:
@@ -126,10 +113,19 @@ class JsonLine:
 
     def _list(self, name: str) -> list[Any]:
         rule = f"must be a list of at most {_MOST_ITEMS:,} items"
-        value: list[Any] = self._value(name, list, rule) or []
-        if len(value) > _MOST_ITEMS:
-            self._refuse(name, value, rule)
-        return value
+        values: list[Any] = self._value(name, list, rule) or []
+        if len(values) > _MOST_ITEMS:
+            self._refuse(name, values, rule)
+        return values
+
+    def _items(self, name: str) -> list[JsonLine]:
+        """Return the items of a list, each as a line whose only value is `item`."""
+        return [self._inner({"item": value}, name) for value in self._list(name)]
+
+    def _two(self, name: str, values: list[_Value]) -> tuple[_Value, _Value]:
+        if len(values) != 2:
+            self._refuse(name, values, "must hold lists of two")
+        return values[0], values[1]
 
     def _value(self, name: str, kind: Any, rule: str) -> Any:
         """Return a value of a kind, or None; true and false are no numbers."""

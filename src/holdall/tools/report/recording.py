@@ -7,13 +7,13 @@ Memory stays small for long records: only the sums of a reading are kept, as num
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
-from holdall.tools.report.charts import Floats
+from holdall.tools.report.charts import SEVERITY_SIGNS, Floats
 from holdall.tools.report.json_lines import JsonLine
 
 RECORDING_FORMAT = "holdall-watch-1"
@@ -30,9 +30,10 @@ GROUP_TITLES = {
     "unattributed": "not attributed",
 }
 """Groups in the order in which they are stacked, and what they are called."""
+_MEASURED = ("step", "steps_per_second", "pressure")
 _GPU = ("requested", "allocated", "reserved", "fragmented", "other", "limit")
-_NAN = float("nan")
 _MOST_NOTICES = 500
+_NO_NAME = "without a name"
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,25 +71,15 @@ class RecordedVerdict:
     times: int
 
 
-@dataclass(frozen=True, slots=True)
-class RecordedEvent:
-    """Something that happened."""
+class _Columns(dict[str, "array[float]"]):
+    """Readings, column by column; what is not known is nan."""
 
-    time: float | None
-    text: str
+    def __init__(self, names: Iterable[str]) -> None:
+        super().__init__({name: array("d") for name in names})
 
-
-@dataclass(slots=True)
-class _RecordedSeries:
-    """Readings, column by column."""
-
-    time: array[float] = field(default_factory=lambda: array("d"))
-    step: array[float] = field(default_factory=lambda: array("d"))
-    pss: array[float] = field(default_factory=lambda: array("d"))
-    rate: array[float] = field(default_factory=lambda: array("d"))
-    pressure: array[float] = field(default_factory=lambda: array("d"))
-    groups: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in GROUP_TITLES})
-    gpu: dict[str, array[float]] = field(default_factory=lambda: {name: array("d") for name in _GPU})
+    def append(self, values: Mapping[str, float | None]) -> None:
+        for name, value in values.items():
+            self[name].append(np.nan if value is None else value)
 
 
 @dataclass(slots=True)
@@ -96,11 +87,13 @@ class Recording:
     """Everything of a file that a page shows; what is not known is nan in a series and None elsewhere."""
 
     header: JsonLine
-    series: _RecordedSeries = field(default_factory=_RecordedSeries)
+    series: _Columns = field(default_factory=lambda: _Columns(("time", "pss", *_MEASURED)))
+    groups: _Columns = field(default_factory=lambda: _Columns(GROUP_TITLES))
+    gpu: _Columns = field(default_factory=lambda: _Columns(_GPU))
     parts: list[RecordedPart] = field(default_factory=list)
     phases: dict[str, RecordedPhase] = field(default_factory=dict)
     verdicts: dict[str, RecordedVerdict] = field(default_factory=dict)
-    events: list[RecordedEvent] = field(default_factory=list)
+    events: list[tuple[float | None, str]] = field(default_factory=list)  # when, and what happened
 
     @classmethod
     def read(cls, header: JsonLine, lines: Iterable[JsonLine]) -> Recording:
@@ -108,21 +101,20 @@ class Recording:
         found = cls(header)
         takers = {"reading": found._reading, "phase": found._phase, "verdict": found._verdict, "event": found._event}
         for line in lines:
-            taker = takers.get(line.kind)
-            if taker is not None:
-                taker(line)
+            if line.kind in takers:
+                takers[line.kind](line)
         return found
 
     @property
     def times(self) -> Floats:
         """Seconds since the first reading."""
-        times = np.array(self.series.time)
+        times = np.array(self.series["time"])
         return times - times[0] if len(times) else times
 
     @property
     def pss(self) -> Floats:
         """Proportional set size of the process tree."""
-        return np.array(self.series.pss)
+        return np.array(self.series["pss"])
 
     @property
     def limit(self) -> tuple[float, str] | None:
@@ -136,62 +128,47 @@ class Recording:
     def vram(self) -> float | None:
         """The GPU's memory, if there is a GPU."""
         limits = self.header.inner("limits")
-        recorded = np.array(self.series.gpu["limit"])
+        recorded = np.array(self.gpu["limit"])
         known = recorded[np.isfinite(recorded)]
         return float(known[-1]) if len(known) else (limits.size("vram") if limits else None)
 
-    @property
-    def has_gpu(self) -> bool:
-        """Whether anything was read of a GPU."""
-        return any(np.isfinite(np.array(values)).any() for name, values in self.series.gpu.items() if name != "limit")
+    def graded(self) -> list[RecordedVerdict]:
+        """Return the verdicts, the most severe first."""
+        order = ("error", "warning", "info")
+        return sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
 
     def since_start(self, time: float | None) -> float | None:
         """Return the seconds from the first reading to a moment."""
-        return None if time is None or not self.series.time else max(time - self.series.time[0], 0.0)
+        return None if time is None or not self.series["time"] else max(time - self.series["time"][0], 0.0)
 
     def _reading(self, line: JsonLine) -> None:
-        series = self.series
-        previous = series.time[-1] if series.time else 0.0
+        previous = self.series["time"][-1] if self.series["time"] else 0.0
         time = line.number("time")
-        series.time.append(max(time, previous) if time is not None else previous)  # clocks are set back at times
-        series.step.append(_or_nan(line.size("step")))
-        series.rate.append(_or_nan(line.size("steps_per_second")))
-        series.pressure.append(_or_nan(line.size("pressure")))
-        self.parts = [
-            RecordedPart(
-                group if (group := part.text("group") or "") in GROUP_TITLES else "other",
-                part.text("name") or "without a name",
-                part.size("resident") or 0.0,
-                part.size("allocated"),
-                part.size("fill"),
-            )
-            for part in line.inners("parts")
-        ]
+        self.parts = [_part(part) for part in line.inners("parts")]
         sums = dict.fromkeys(GROUP_TITLES, 0.0)
         for part in self.parts:
             sums[part.group] += part.resident
-        pss = line.size("pss")
-        series.pss.append(sum(sums.values()) if pss is None else pss)
-        for name, total in sums.items():
-            series.groups[name].append(total)
-        gpu = line.inner("gpu")
-        for name in _GPU:
-            series.gpu[name].append(_NAN if gpu is None else _or_nan(gpu.size(name)))
+        pss, gpu = line.size("pss"), line.inner("gpu")
+        self.series.append({name: line.size(name) for name in _MEASURED})
+        self.series.append({
+            "time": previous if time is None else max(time, previous),  # clocks are set back at times
+            "pss": sum(sums.values()) if pss is None else pss,
+        })  # fmt: skip
+        self.groups.append(sums)
+        self.gpu.append({name: None if gpu is None else gpu.size(name) for name in _GPU})
 
     def _phase(self, line: JsonLine) -> None:
-        name = line.text("name") or "without a name"
+        name = line.text("name") or _NO_NAME
         self.phases[name] = RecordedPhase(name, line.size("peak"), line.size("count"), line.size("seconds"))
 
     def _verdict(self, line: JsonLine) -> None:
-        name = line.text("name") or "without a name"
+        name, severity, time = line.text("name") or _NO_NAME, line.text("severity") or "", line.number("time")
         before = self.verdicts.get(name)
         if before is None and len(self.verdicts) >= _MOST_NOTICES:
             return
-        severity = line.text("severity") or "info"
-        time = line.number("time")
         self.verdicts[name] = RecordedVerdict(
             name,
-            severity if severity in {"info", "warning", "error"} else "info",
+            severity if severity in SEVERITY_SIGNS else "info",
             line.text("text") or "",
             tuple(line.facts("evidence")),
             line.text("remedy") or "",
@@ -202,13 +179,10 @@ class Recording:
 
     def _event(self, line: JsonLine) -> None:
         if len(self.events) < _MOST_NOTICES:
-            self.events.append(RecordedEvent(line.number("time"), line.text("text") or ""))
-
-    def graded(self) -> Iterator[RecordedVerdict]:
-        """Yield the verdicts, the most severe first."""
-        order = ("error", "warning", "info")
-        yield from sorted(self.verdicts.values(), key=lambda verdict: order.index(verdict.severity))
+            self.events.append((line.number("time"), line.text("text") or ""))
 
 
-def _or_nan(value: float | None) -> float:
-    return _NAN if value is None else value
+def _part(line: JsonLine) -> RecordedPart:
+    group, name = line.text("group") or "", line.text("name") or _NO_NAME
+    known = group if group in GROUP_TITLES else "other"
+    return RecordedPart(known, name, line.size("resident") or 0.0, line.size("allocated"), line.size("fill"))

@@ -19,7 +19,6 @@ from holdall.tools.report.charts import (
     Floats,
     Markup,
     Plot,
-    PlotFlag,
     PlotLayer,
     Scale,
     bars,
@@ -65,14 +64,13 @@ def write_recording_page(recording: Recording) -> str:
 def summarize_recording(recording: Recording) -> dict[str, Any]:
     """Return the page in short, as plain data."""
     pss, limit = recording.pss, recording.limit
-    last = {name: int(values[-1]) for name, values in recording.series.groups.items() if len(values)}
     return {
         "readings": len(pss),
         "seconds": float(recording.times[-1]) if len(pss) else 0.0,
         "peak_bytes": int(pss.max()) if len(pss) else None,
         "last_bytes": int(pss[-1]) if len(pss) else None,
         "limit_bytes": None if limit is None else int(limit[0]),
-        "groups": last,
+        "groups": {name: int(values[-1]) for name, values in recording.groups.items() if len(values)},
         "buffers": [
             {"name": part.name, "resident_bytes": int(part.resident), "allocated_bytes": _whole(part.allocated),
              "fill": part.fill}
@@ -129,26 +127,19 @@ def _tiles(recording: Recording) -> Markup:
     peak = float(pss.max())
     share = peak / limit[0] if limit else None
     tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
+    held, used = (format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most") if limit else (_NOT_MEASURED, "")
     shown = [
         Tile("peak", format_bytes(peak), f"after {duration(recording.times[int(pss.argmax())])}", tone),
-        Tile("limit", format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most")
-        if limit is not None
-        else Tile("limit", _NOT_MEASURED),
+        Tile("limit", held, used),
         Tile("at the end", format_bytes(pss[-1]), f"after {duration(recording.times[-1])}"),
     ]
     buffers = [part for part in recording.parts if part.group == "buffers"]
     if buffers:
+        resident = sum(part.resident for part in buffers)
         allocated = sum(part.allocated or part.resident for part in buffers)
-        shown.append(
-            Tile(
-                "buffers",
-                format_bytes(sum(part.resident for part in buffers)),
-                f"of {format_bytes(allocated)} allocated",
-            )
-        )
-    steps = np.array(recording.series.step)
+        shown.append(Tile("buffers", format_bytes(resident), f"of {format_bytes(allocated)} allocated"))
+    steps, rate = (np.array(recording.series[name]) for name in ("step", "steps_per_second"))
     if np.isfinite(steps).any():
-        rate = np.array(recording.series.rate)
         speed = f"{number(float(np.nanmedian(rate)))} a second" if np.isfinite(rate).any() else ""
         shown.append(Tile("steps", f"{np.nanmax(steps):,.0f}", speed))
     return tiles(shown)
@@ -166,44 +157,51 @@ def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
     when = "" if moment is None else f"after {duration(moment)}"
     if verdict.times > 1 and first is not None:
         when += f", {verdict.times} times, first after {duration(first)}"
-    name = verdict.name.replace("_", " ").capitalize()
-    remedy = sentence(verdict.remedy)
-    return Card(verdict.severity, name, sentence(verdict.text), list(evidence_in_words(verdict.evidence)), remedy, when)
+    name, evidence = verdict.name.replace("_", " ").capitalize(), list(evidence_in_words(verdict.evidence))
+    return Card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
 
 
 def _memory(recording: Recording) -> Markup | None:
     pss = recording.pss
     if not len(pss):
         return None
-    chosen = thinned_positions(pss, _MOST_POINTS)
-    layers = [
-        PlotLayer(GROUP_TITLES[name], _COLOURS[name], np.array(values)[chosen])
-        for name, values in recording.series.groups.items()
+    bands = {
+        GROUP_TITLES[name]: (_COLOURS[name], np.array(values))
+        for name, values in recording.groups.items()
         if any(values)
-    ]
+    }
     limit = recording.limit
-    peak = max(float(pss.max()), *(float(sum(layer.values[at] for layer in layers)) for at in range(len(chosen))))
-    scale = limited_scale(peak, None if limit is None else limit[0])
-    named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
-    plot = _over_time(recording, chosen, layers, scale, "Memory over time, by what holds it", limit=named, flags=True)
-    figures = _figures(recording, chosen, layers, pss, "Memory over time")
-    thinned = "" if len(chosen) == len(pss) else f" {len(pss):,} readings are thinned; peaks and lows are kept."
+    named = limit and (limit[0], f"limit {format_bytes(limit[0])}, {limit[1]}")
+    thinned = "" if len(pss) <= _MOST_POINTS else f" {len(pss):,} readings are thinned; peaks and lows are kept."
     lead = f"Proportional set size of the process and its children: all parts add up to it.{thinned}"
-    return section("Memory over time", plot, figures, lead=lead)
+    label = "Memory over time, by what holds it"
+    plot = _stacked_bytes(recording, pss, bands, named, "Memory over time", label, flags=True)
+    return section("Memory over time", plot, lead=lead)
 
 
-def _figures(
-    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[PlotLayer], total: Floats, caption: str
+def _stacked_bytes(
+    recording: Recording,
+    total: Floats,
+    bands: dict[str, tuple[str, Floats]],
+    limit: tuple[float, str] | None,
+    caption: str,
+    label: str,
+    *,
+    flags: bool = False,
 ) -> Markup:
-    """Write some of the readings that a plot shows as a table, the first and the last among them."""
-    rows = np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64))
+    """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
+    chosen = thinned_positions(total, _MOST_POINTS)
+    layers = [PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
+    stacked = np.sum([layer.values for layer in layers], axis=0) if layers else total
+    scale = limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0])
+    plot = _over_time(recording, chosen, layers, scale, label, limit=limit, flags=flags)
     times, lines = recording.times, []
-    for row in rows:
-        at, step = chosen[row], recording.series.step[chosen[row]]
+    for row in np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)):
+        at, step = chosen[row], recording.series["step"][chosen[row]]
         held = [format_bytes(values[row]) for values in (total[chosen], *(layer.values for layer in layers))]
         lines.append([duration(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
-    heads = ["after", "step", "all", *(layer.name for layer in layers)]
-    return details("These figures as a table", table(heads, lines, caption))
+    heads = ["after", "step", "all", *bands]
+    return joined(plot, details("These figures as a table", table(heads, lines, caption)))
 
 
 def _over_time(
@@ -219,48 +217,42 @@ def _over_time(
 ) -> Markup:
     times = recording.times
     axis = seconds_scale(max(float(times[-1]), 1e-9))
-    heads = []
-    for at in chosen:
-        step = recording.series.step[at]
-        heads.append(f"after {duration(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else ""))
+    steps = [recording.series["step"][at] for at in chosen]
+    heads = [
+        f"after {duration(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else "")
+        for at, step in zip(chosen, steps, strict=True)
+    ]
     ticks = [(axis.share(value), axis.text(value)) for value in axis.ticks]
-    shares = times[chosen] / axis.end
     noted = list(_flags(recording, axis)) if flags else []
-    return Plot(label, shares, heads, layers, scale, ticks, stacked, limit, noted).markup()
+    return Plot(label, times[chosen] / axis.end, heads, layers, scale, ticks, stacked, limit, noted).markup()
 
 
-def _flags(recording: Recording, axis: Scale) -> Iterator[PlotFlag]:
+def _flags(recording: Recording, axis: Scale) -> Iterator[tuple[float, str, str]]:
     for verdict in recording.verdicts.values():
         moment = recording.since_start(verdict.first_time)
         if moment is not None:
             text = f"{verdict.name.replace('_', ' ')}, after {duration(moment)}\n{verdict.text}"
-            yield PlotFlag(axis.share(moment), verdict.severity, text)
-    for event in recording.events[:_MOST_BARS]:
-        moment = recording.since_start(event.time)
+            yield axis.share(moment), verdict.severity, text
+    for time, text in recording.events[:_MOST_BARS]:
+        moment = recording.since_start(time)
         if moment is not None:
-            yield PlotFlag(axis.share(moment), "info", f"after {duration(moment)}\n{event.text}")
+            yield axis.share(moment), "info", f"after {duration(moment)}\n{text}"
 
 
 def _phases(recording: Recording) -> Markup | None:
-    phases = [phase for phase in recording.phases.values() if phase.peak is not None]
-    if not phases:
+    peaks = [(phase, phase.peak) for phase in recording.phases.values() if phase.peak is not None]
+    if not peaks:
         return None
     limit = recording.limit
-    most = max(phase.peak or 0.0 for phase in phases)
-    scale = limited_scale(most, None if limit is None else limit[0])
-    rows = [
-        BarRow(
-            phase.name,
-            [BarPiece(phase.peak or 0.0, "c0", f"{phase.name}\npeak {format_bytes(phase.peak or 0.0)}")],
-            format_bytes(phase.peak or 0.0),
-            _count_and_time(phase.count, phase.seconds),
-            strong=phase.peak == most,
-        )
-        for phase in phases[:_MOST_BARS]
-    ]
-    named = None if limit is None else (limit[0], f"limit {format_bytes(limit[0])}")
-    return section("Peaks by phase", bars(rows, scale, "Peak memory by phase", limit=named),
-                   lead=_PHASES_LEAD)  # fmt: skip
+    most = max(peak for _, peak in peaks)
+    rows = []
+    for phase, peak in peaks[:_MOST_BARS]:
+        text, note = format_bytes(peak), _count_and_time(phase.count, phase.seconds)
+        piece = BarPiece(peak, "c0", f"{phase.name}\npeak {text}")
+        rows.append(BarRow(phase.name, [piece], text, note, strong=peak == most))
+    named = limit and (limit[0], f"limit {format_bytes(limit[0])}")
+    chart = bars(rows, limited_scale(most, limit and limit[0]), "Peak memory by phase", limit=named)
+    return section("Peaks by phase", chart, lead=_PHASES_LEAD)
 
 
 def _count_and_time(count: float | None, seconds: float | None) -> str:
@@ -293,39 +285,33 @@ def _buffer(part: RecordedPart) -> BarRow:
 
 
 def _gpu(recording: Recording) -> Markup | None:
-    if not recording.has_gpu:
+    columns = [np.array(values) for name, values in recording.gpu.items() if name != "limit"]
+    if not np.isfinite(columns).any():
         return None
-    columns = {name: np.array(values) for name, values in recording.series.gpu.items()}
-    zero = np.zeros(len(recording.pss))
-    requested, allocated, reserved, fragmented, other = (
-        np.nan_to_num(columns[name]) for name in ("requested", "allocated", "reserved", "fragmented", "other")
-    )
+    requested, allocated, reserved, fragmented, other = map(np.nan_to_num, columns)
     kinds = {
         "tensors": ("c0", np.where(requested > 0, requested, allocated)),
-        "rounded up to blocks": ("c1", np.where(requested > 0, np.maximum(allocated - requested, zero), zero)),
-        "kept free, in pieces": ("c3", np.minimum(fragmented, np.maximum(reserved - allocated, zero))),
-        "kept free": ("c2", np.maximum(reserved - allocated - fragmented, zero)),
+        "rounded up to blocks": ("c1", np.where(requested > 0, np.maximum(allocated - requested, 0.0), 0.0)),
+        "kept free, in pieces": ("c3", np.minimum(fragmented, np.maximum(reserved - allocated, 0.0))),
+        "kept free": ("c2", np.maximum(reserved - allocated - fragmented, 0.0)),
         "context and libraries": ("c5", other),
     }
     total = np.sum([values for _, values in kinds.values()], axis=0)
-    chosen = thinned_positions(total, _MOST_POINTS)
-    layers = [PlotLayer(name, colour, values[chosen]) for name, (colour, values) in kinds.items() if values.any()]
-    peak, limit = max(float(total.max()), 1.0), recording.vram
-    scale = limited_scale(peak, limit)
+    bands = {name: kind for name, kind in kinds.items() if kind[1].any()}
+    limit = recording.vram
     named = None if limit is None else (limit, f"the GPU's memory, {format_bytes(limit)}")
-    plot = _over_time(recording, chosen, layers, scale, "GPU memory over time", limit=named)
-    figures = _figures(recording, chosen, layers, total, "GPU memory over time")
+    plot = _stacked_bytes(recording, total, bands, named, "GPU memory over time", "GPU memory over time")
     lead = "What tensors asked for, what torch's pool keeps besides that, and what else this process holds on the GPU."
-    return section("GPU memory", plot, figures, lead=lead)
+    return section("GPU memory", plot, lead=lead)
 
 
 def _speed(recording: Recording) -> Markup | None:
     shown = []
-    for name, values, unit in (
-        ("steps a second", recording.series.rate, ""),
-        ("waiting for memory, % of the time", recording.series.pressure, " %"),
+    for name, key, unit in (
+        ("steps a second", "steps_per_second", ""),
+        ("waiting for memory, % of the time", "pressure", " %"),
     ):
-        column = np.array(values)
+        column = np.array(recording.series[key])
         if not np.isfinite(column).any():
             continue
         filled = np.nan_to_num(column)
@@ -342,16 +328,11 @@ def _parts(recording: Recording) -> Markup | None:
         return None
     largest = sorted(recording.parts, key=lambda part: part.resident, reverse=True)[: 2 * _MOST_ROWS]
     total = sum(part.resident for part in recording.parts) or 1.0
-    rows = [
-        [
-            part.name,
-            GROUP_TITLES[part.group],
-            format_bytes(part.resident),
-            f"{part.resident / total:.1%}",
-            _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated),
-        ]
-        for part in largest
-    ]
+    rows = []
+    for part in largest:
+        allocated = _NOT_MEASURED if part.allocated is None else format_bytes(part.allocated)
+        held = [format_bytes(part.resident), f"{part.resident / total:.1%}"]
+        rows.append([part.name, GROUP_TITLES[part.group], *held, allocated])
     figures = table(["part", "group", "resident", "share", "allocated"], rows, "Parts of the last reading", words=2)
     return section("Everything at the last reading", details(f"{len(rows)} parts, the largest first", figures))
 
@@ -359,12 +340,9 @@ def _parts(recording: Recording) -> Markup | None:
 def _events(recording: Recording) -> Markup | None:
     if not recording.events:
         return None
-    moments = [recording.since_start(event.time) for event in recording.events]
-    rows = [
-        ["-" if moment is None else duration(moment), event.text]
-        for moment, event in zip(moments, recording.events, strict=True)
-    ]
-    return section("Events", joined(table(["after", "what happened"], rows, "Events", words=2)))
+    moments = [(recording.since_start(time), text) for time, text in recording.events]
+    rows = [["-" if moment is None else duration(moment), text] for moment, text in moments]
+    return section("Events", table(["after", "what happened"], rows, "Events", words=2))
 
 
 def evidence_in_words(evidence: Sequence[tuple[str, Any]]) -> Iterator[tuple[str, str]]:

@@ -6,7 +6,7 @@ same classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import sqrt
 from statistics import fmean, median, stdev
@@ -48,21 +48,19 @@ class TrainingRun:
     @classmethod
     def read(cls, line: JsonLine) -> TrainingRun:
         """Read a line of a file; keys that are not known are skipped."""
-        peaks, checkpoint = line.inner("peaks"), line.inner("checkpoint")
+        counts = {name: int(line.size(name) or 0) for name in ("size", "batch_size", "steps")}
         return cls(
+            **counts,
             profile=line.text("profile") or "without a name",
             buffer=line.text("buffer") or "without a name",
             seed=int(line.number("seed") or 0),
             status=line.text("status") or "not known",
-            size=int(line.size("size") or 0),
-            batch_size=int(line.size("batch_size") or 0),
-            steps=int(line.size("steps") or 0),
             filled=line.size("filled") or 0.0,
             steps_per_second=line.size("steps_per_second"),
-            peaks={name: peaks.size(name) or 0.0 for name in peaks.names()} if peaks else {},
+            peaks={name: size or 0.0 for name, size in (line.sizes("peaks") or {}).items()},
             bytes_per_transition=line.number("bytes_per_transition"),
             rewards=tuple(line.numbers("rewards")),
-            checkpoint={name: checkpoint.size(name) for name in checkpoint.names()} if checkpoint else None,
+            checkpoint=line.sizes("checkpoint"),
             seconds=line.size("seconds"),
             reason=line.text("reason"),
         )
@@ -228,11 +226,6 @@ class Results:
     def of(self, profile: str, buffer: str) -> SeedsSummary | None:
         """Return one summary."""
         return next((one for one in self.summaries if one.name == (profile, buffer)), None)
-
-    def not_done(self) -> Iterator[TrainingRun]:
-        """Yield the runs that did not end well."""
-        for summary in self.summaries:
-            yield from (run for run in summary.runs if run.status != "done")
 
 
 def _interval(values: Iterable[float | None]) -> Interval | None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from holdall.tools.report.charts import (
@@ -19,8 +18,10 @@ from holdall.tools.report.charts import (
     bytes_scale,
     duration,
     limited_scale,
+    mark,
     number,
     number_scale,
+    or_dash,
     percent,
     tag,
     x_axis,
@@ -43,14 +44,8 @@ _POINT_SHAPES = ("M-6,0a6,6 0 1,0 12,0a6,6 0 1,0 -12,0Z", "M-5.5,-5.5H5.5V5.5H-5
 
 def write_bench_page(results: Results) -> str:
     """Write the page."""
-    sections = [_tiles(results), _rankings(results), _memory(results), _speed(results), _reward(results)]
-    sections += [
-        _memory_and_speed(results),
-        _buffer_comparison(results),
-        _all(results),
-        _runs_without_figures(results),
-        machine_section(results.header),
-    ]
+    parts = (_tiles, _rankings, _memory, _speed, _reward, _memory_and_speed, _buffer_comparison, _all, _not_done)
+    sections = [*(part(results) for part in parts), machine_section(results.header)]
     return document(_title(results), "bench", _facts(results), (part for part in sections if part))
 
 
@@ -99,23 +94,20 @@ def _facts(results: Results) -> list[str]:
 
 def machine_section(header: JsonLine) -> Markup | None:
     """Show where figures were measured, and with which versions."""
-    found = [
-        (
-            title,
-            [[name.removesuffix("_bytes").replace("_", " "), _value(name, value)] for name, value in header.facts(key)],
-        )
-        for key, title in (("machine", "Machine"), ("versions", "Versions"))
-    ]
-    shown = [table([title, ""], rows, title, words=2) for title, rows in found if rows]
+    shown = []
+    for key in ("machine", "versions"):
+        rows = [
+            [name.removesuffix("_bytes").replace("_", " "), _value(name, value)] for name, value in header.facts(key)
+        ]
+        if rows:
+            shown.append(table([key.capitalize(), ""], rows, key.capitalize(), words=2))
     return section("Measured on", tag("div", *shown, class_="columns")) if shown else None
 
 
 def _value(name: str, value: Any) -> str:
-    if value is None:
-        return "none"
     if isinstance(value, float):
         return format_bytes(value) if name.endswith("bytes") else number(value)
-    return str(value)
+    return "none" if value is None else str(value)
 
 
 def _display_name(name: Sequence[str]) -> str:
@@ -125,13 +117,11 @@ def _display_name(name: Sequence[str]) -> str:
 def _tiles(results: Results) -> Markup:
     best = []
     for ranking in results.rankings:
+        shown = ("not ranked", "see why below", "warning")
         if ranking.order and not ranking.refused:
-            found = results.of(*ranking.order[0])
-            best.append(
-                Tile(_BEST.get(ranking.by, ranking.by), _figure(ranking.by, found), _display_name(ranking.order[0]))
-            )
-        else:
-            best.append(Tile(_BEST.get(ranking.by, ranking.by), "not ranked", "see why below", "warning"))
+            first = ranking.order[0]
+            shown = (_figure(ranking.by, results.of(*first)), _display_name(first), "")
+        best.append(Tile(_BEST.get(ranking.by, ranking.by), *shown))
     runs = [run for one in results.summaries for run in one.runs]
     done = sum(run.status == "done" for run in runs)
     best.append(Tile("runs", f"{done} of {len(runs)}", "done", "" if done == len(runs) else "warning"))
@@ -139,12 +129,9 @@ def _tiles(results: Results) -> Markup:
 
 
 def _figure(by: str, found: SeedsSummary | None) -> str:
-    if found is None:
-        return _NOT_MEASURED
-    if by == "memory":
-        return _bytes(found.peak)
-    interval = found.speed if by == "speed" else found.reward
-    unit = " steps/s" if by == "speed" else ""
+    if found is None or by == "memory":
+        return _bytes(None if found is None else found.peak)
+    interval, unit = (found.speed, " steps/s") if by == "speed" else (found.reward, "")
     return _NOT_MEASURED if interval is None else f"{number(interval.mean)}{unit}"
 
 
@@ -155,11 +142,9 @@ def _bytes(value: float | None) -> str:
 def _rankings(results: Results) -> Markup | None:
     if not results.rankings:
         return None
-    return section(
-        "Rankings",
-        tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns"),
-        lead="The best first. What was not exercised, or does not differ clearly, is not ranked.",
-    )
+    shown = tag("div", *(_ranking(ranking, results) for ranking in results.rankings), class_="columns")
+    lead = "The best first. What was not exercised, or does not differ clearly, is not ranked."
+    return section("Rankings", shown, lead=lead)
 
 
 def _ranking(ranking: ProfileRanking, results: Results) -> Markup:
@@ -188,24 +173,19 @@ def _memory(results: Results) -> Markup | None:
     if not known:
         return None
     limit = results.header.size("limit") or 0.0
-    most = max(one.peak or 0.0 for one in known)
-    scale = limited_scale(most, limit)
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
-        pieces = [BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")]
+        piece = BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")
         text = _bytes(one.peak) if one.done else one.runs[0].status
         each = one.bytes_per_transition
         note = "" if each is None else f"{each:,.0f} B a transition"
-        rows.append(BarRow(_display_name(one.name), pieces if one.done else [], text, note))
+        rows.append(BarRow(_display_name(one.name), [piece] if one.done else [], text, note))
     named = (limit, f"limit {format_bytes(limit)}") if limit else None
     phases = list(dict.fromkeys(phase for one in known for phase in one.peaks))
-    figures = table(
-        ["profile", "buffer", *phases],
-        [[one.profile, one.buffer, *(_bytes(one.peaks.get(phase)) for phase in phases)] for one in known],
-        "Peak memory by phase",
-        words=2,
-    )
+    cells = [[one.profile, one.buffer, *(_bytes(one.peaks.get(phase)) for phase in phases)] for one in known]
+    figures = table(["profile", "buffer", *phases], cells, "Peak memory by phase", words=2)
+    scale = limited_scale(max(one.peak or 0.0 for one in known), limit)
     chart = bars(rows, scale, "Peak memory", legend=_legend(results), limit=named)
     lead = "The largest resident peak of the training process, median over seeds."
     return section("Memory", chart, details("By phase, as a table", figures), lead=lead)
@@ -244,47 +224,63 @@ def _intervals(
 ) -> Markup:
     rows = []
     for one in results.summaries:
-        interval = figure(one)
+        interval, name = figure(one), _display_name(one.name)
         if interval is None:
-            rows.append(BarRow(_display_name(one.name), [], _NOT_MEASURED if one.done else one.runs[0].status))
+            rows.append(BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
-        piece = BarPiece(
-            interval.mean - begin,
-            _colour(results, one.buffer),
-            f"{_display_name(one.name)}\n{text}\n{len(one.done)} seeds",
-        )
+        tip = f"{name}\n{text}\n{len(one.done)} seeds"
+        piece = BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
         ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
-        rows.append(BarRow(_display_name(one.name), [piece], text, interval=ends))
+        rows.append(BarRow(name, [piece], text, interval=ends))
     return bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
 
 
-def _written(interval: Interval | None) -> str:
-    if interval is None:
-        return _NOT_MEASURED
+def _written(interval: Interval) -> str:
     return number(interval.mean) + ("" if interval.half is None else f" ± {number(interval.half)}")
 
 
 def _memory_and_speed(results: Results) -> Markup | None:
     """Show every profile and buffer by what it takes and how fast it is."""
-    known = [one for one in results.summaries if one.peak is not None and one.speed is not None]
+    known = [(one, one.peak, one.speed) for one in results.summaries if one.peak is not None and one.speed is not None]
     if len(known) < 2:
         return None
-    points = [
-        ScatterPoint(
-            one.profile,
-            results.buffers.index(one.buffer),
-            _colour(results, one.buffer),
-            one.peak or 0.0,
-            _mean(one.speed) or 0.0,
-            f"{_display_name(one.name)}\npeak {_bytes(one.peak)}\n{_written(one.speed)} steps a second",
-        )
-        for one in known
-    ]
-    across, up = bytes_scale(max(point.x for point in points)), number_scale(max(point.y for point in points))
-    chart = scatter(points, across, up, "Peak memory against steps a second", _legend(results))
+    across = bytes_scale(max(peak for _, peak, _ in known))
+    up = number_scale(max(speed.mean for _, _, speed in known))
+    # A number over each point: names would lie over each other wherever points are near.
+    numbers = list(dict.fromkeys(one.profile for one, _, _ in known))
+    marks, signs = [], []
+    for one, peak, speed in known:
+        x, y = across.share(peak), up.share(speed.mean)
+        tip = f"{_display_name(one.name)}\npeak {format_bytes(peak)}\n{_written(speed)} steps a second"
+        point = mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
+        marks.append(tag("svg", point, x=percent(x), y=percent(1 - y), overflow="visible"))
+        style = f"left:{percent(x)};bottom:{percent(y)}"
+        sign = f"{numbers.index(one.profile) + 1}"
+        signs.append(tag("span", sign, class_="point-name", aria_hidden="true", style=style))
+    keys = [
+        tag("li", tag("svg", tag("path", d=_point_shape(results, buffer), class_=colour), viewBox="-8 -8 16 16",
+                      class_="shape"), buffer)
+        for buffer, colour in _legend(results)
+    ]  # fmt: skip
+    keys += [tag("li", tag("strong", f"{at}"), name) for at, name in enumerate(numbers, 1)]
+    heights = [percent(1 - up.share(value)) for value in up.ticks]
+    lines = [tag("line", x1="0", x2="100%", y1=height, y2=height, class_="grid") for height in heights]
+    drawing = tag("svg", *lines, *marks, focusable="false")
+    chart = tag(
+        "div",
+        y_axis(up),
+        tag("div", drawing, *signs, class_="points", role="group", aria_label="Peak memory against steps a second"),
+        x_axis((across.share(value), across.text(value)) for value in across.ticks),
+        tag("ul", *keys, class_="legend"),
+        class_="scatter",
+    )
     lead = "Peak memory to the right, steps a second upwards: the further to the upper left, the better."
     return section("Profile against profile", chart, lead=lead)
+
+
+def _point_shape(results: Results, buffer: str) -> str:
+    return _POINT_SHAPES[results.buffers.index(buffer) % len(_POINT_SHAPES)]
 
 
 def _buffer_comparison(results: Results) -> Markup | None:
@@ -307,120 +303,32 @@ def _buffer_comparison(results: Results) -> Markup | None:
 def _compared(base: SeedsSummary, other: SeedsSummary) -> list[str]:
     reward = "-"
     if base.reward is not None and other.reward is not None:
-        same = base.reward.overlaps(other.reward)
         change = other.reward.mean - base.reward.mean
+        same = base.reward.overlaps(other.reward)
         reward = "no clear difference" if same else f"{'+' if change > 0 else ''}{number(change)}"
-    return [
-        _share(base.peak, other.peak),
-        _share(base.bytes_per_transition, other.bytes_per_transition),
-        _share(_mean(base.speed), _mean(other.speed)),
-        reward,
-    ]
-
-
-def _mean(interval: Interval | None) -> float | None:
-    return None if interval is None else interval.mean
-
-
-def _share(base: float | None, other: float | None) -> str:
-    return "-" if not base or other is None else f"{100 * other / base:.0f} %"
+    figures = [(one.peak, one.bytes_per_transition, getattr(one.speed, "mean", None)) for one in (base, other)]
+    pairs = zip(*figures, strict=True)
+    return [*("-" if not one or two is None else f"{100 * two / one:.0f} %" for one, two in pairs), reward]
 
 
 def _all(results: Results) -> Markup:
     heads = ["profile", "buffer", "runs", "peak", "a transition", "steps a second", "reward", "saved", "in", "extra"]
-    rows = []
-    for one in results.summaries:
-        each, seconds = one.bytes_per_transition, one.checkpoint("seconds")
-        rows.append([
-            one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", _dash(one.peak, format_bytes),
-            _dash(each, lambda value: f"{value:,.0f} B"), "-" if one.speed is None else _written(one.speed),
-            "-" if one.reward is None else _written(one.reward), _dash(one.checkpoint("bytes"), format_bytes),
-            _dash(seconds, duration), _dash(one.checkpoint("extra"), format_bytes),
-        ])  # fmt: skip
+    rows = [
+        [
+            one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", or_dash(one.peak, format_bytes),
+            or_dash(one.bytes_per_transition, "{:,.0f} B".format), or_dash(one.speed, _written),
+            or_dash(one.reward, _written), or_dash(one.checkpoint("bytes"), format_bytes),
+            or_dash(one.checkpoint("seconds"), duration), or_dash(one.checkpoint("extra"), format_bytes),
+        ]
+        for one in results.summaries
+    ]  # fmt: skip
     lead = "Medians, or means with the half width of their 95 % interval. Extra: memory that saving took for a while."
     return section("All figures", table(heads, rows, "All figures", words=2), lead=lead)
 
 
-def _dash(value: float | None, text: Callable[[float], str]) -> str:
-    return "-" if value is None else text(value)
-
-
-def _runs_without_figures(results: Results) -> Markup | None:
-    rows = [
-        [_display_name((run.profile, run.buffer)), f"{run.seed}", run.status, run.reason or ""]
-        for run in results.not_done()
-    ]
-    if not rows:
-        return None
+def _not_done(results: Results) -> Markup | None:
+    runs = [run for one in results.summaries for run in one.runs if run.status != "done"]
+    rows = [[_display_name(run.key[:2]), f"{run.seed}", run.status, run.reason or ""] for run in runs]
     heads = ["run", "seed", "status", "why"]
-    return section("What was not measured", table(heads, rows, "Runs without figures", words=3, prose=True))
-
-
-@dataclass(frozen=True, slots=True)
-class ScatterPoint:
-    """One thing."""
-
-    name: str
-    kind: int  # which shape it has
-    colour: str
-    x: float
-    y: float
-    tip: str
-
-
-def scatter(
-    points: Sequence[ScatterPoint], horizontal: Scale, vertical: Scale, label: str, kinds: Sequence[tuple[str, str]]
-) -> Markup:
-    """Write points, their axes and what their shapes mean.
-
-    Args:
-        kinds: Names and colours, in the order of the shapes.
-    """
-    lines = [
-        tag("line", x1="0", x2="100%", y1=_down(vertical.share(value)), y2=_down(vertical.share(value)), class_="grid")
-        for value in vertical.ticks
-    ]
-    marks = [
-        tag(
-            "svg",
-            tag("path", d=_point_shape(point.kind), class_=f"mark {point.colour}", role="img", aria_label=point.tip,
-                data_tip=point.tip),
-            x=percent(horizontal.share(point.x)), y=_down(vertical.share(point.y)), overflow="visible",
-        )
-        for point in points
-    ]  # fmt: skip
-    # A number over each point: names would lie over each other wherever points are near.
-    numbers = list(dict.fromkeys(point.name for point in points))
-    signs = [
-        tag(
-            "span", f"{numbers.index(point.name) + 1}", class_="point-name", aria_hidden="true",
-            style=f"left:{percent(horizontal.share(point.x))};bottom:{percent(vertical.share(point.y))}",
-        )
-        for point in points
-    ]  # fmt: skip
-    keys = [
-        tag(
-            "li",
-            tag("svg", tag("path", d=_point_shape(at), class_=colour), viewBox="-8 -8 16 16", class_="shape"),
-            name,
-        )
-        for at, (name, colour) in enumerate(kinds)
-    ]
-    keys += [tag("li", tag("strong", f"{at + 1}"), name) for at, name in enumerate(numbers)]
-    drawing = tag("svg", *lines, *marks, focusable="false")
-    return tag(
-        "div",
-        y_axis(vertical),
-        tag("div", drawing, *signs, class_="points", role="group", aria_label=label),
-        x_axis((horizontal.share(value), horizontal.text(value)) for value in horizontal.ticks),
-        tag("ul", *keys, class_="legend"),
-        class_="scatter",
-    )
-
-
-def _point_shape(kind: int) -> str:
-    return _POINT_SHAPES[kind % len(_POINT_SHAPES)]
-
-
-def _down(share: float) -> str:
-    return percent(1 - share)
+    shown = table(heads, rows, "Runs without figures", words=3, prose=True)
+    return section("What was not measured", shown) if rows else None
