@@ -40,7 +40,6 @@ from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, P
 from holdall.storage.slices import Held as HeldArrays
 from holdall.storage.store import Rows, Store
 from holdall.storage.tiers import Budget
-from holdall.threads import ThreadPool
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -244,7 +243,7 @@ class RowFinder:
     def __init__(self, schema: Schema, kernels: Kernels) -> None:
         self._leaves = schema.observation.leaves
         self._kernels = kernels
-        self._threads = ThreadPool()
+        self._threads = self._kernels.new_pool()
         self._staging = host_pool()
         self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
 

@@ -184,7 +184,7 @@ class Agent:
         return [model for known in self._models if (model := known()) is not None]
 
     def _buffers(self) -> Iterator[Region]:
-        memories = tracked.living()
+        memories = list(tracked.LIVING)
         yield from memory_regions(memories)
         for name, (known, fill) in list(self._arrays.items()):
             if (array := known()) is None:
@@ -261,7 +261,7 @@ def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
 
 def _spilled_bytes() -> dict[str, int]:
     found: dict[str, int] = {}
-    for memory in tracked.living():
+    for memory in list(tracked.LIVING):
         folder = getattr(memory, "spill_dir", None)
         if folder is not None:
             found[str(folder)[:200]] = found.get(str(folder)[:200], 0) + int(getattr(memory, "disk_bytes", 0))
