@@ -37,6 +37,7 @@ from holdall.report import LIVING, MemoryReport
 from holdall.sampling import Held, Sampler, Uniform, drawn_from, require_enough, set_priorities
 from holdall.schema import Leaf, Schema, as_ids, fit_flags, require_held
 from holdall.storage import Budget, SpillFolder, Store, Tick, steps_in
+from holdall.threads import pool_threads
 from holdall.units import require_count
 
 
@@ -56,8 +57,7 @@ class ReplayMemory(SavedMemory):
         spill_dir: Where the oldest compressed transitions go that the budget does not hold. Without it, the oldest
             are dropped early when a limit is reached, see `report().capacity_that_fits`.
         device: None for NumPy batches; "cpu" or "cuda" for torch tensors there.
-        store_device: "cuda" keeps every slice there, uncompressed, and makes batches of them; the host keeps
-            what `budget` says, for saving.
+        store_device: "cuda" keeps every slice there, raw, and makes batches of them; the host keeps what `budget` says.
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
         sampler: How `sample` draws; `Uniform()` by default.
@@ -86,7 +86,7 @@ class ReplayMemory(SavedMemory):
         self.sampler = Uniform() if sampler is None else sampler
         self._generator = generator_of(seed)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
-        self._budget = Budget.of(budget, prefer, spills=spill_dir is not None)
+        self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs
@@ -167,8 +167,8 @@ class ReplayMemory(SavedMemory):
     def loader(self, batch_size: int, prefetch: int = 2, device: str | None = None) -> Loader:
         """Return an endless iterator over batches of `batch_size`, made ahead in the background.
 
-        A batch is drawn when the one `prefetch` before it is asked for, in that very call, so one seed gives one
-        sequence of batches. What is added or prioritised later is not in it. `prefetch=0` is as `sample`.
+        A batch is drawn when the one `prefetch` before it is asked for, so one seed gives one sequence of batches.
+        What is added or prioritised later is not in it. `prefetch=0` is as `sample`.
 
         Args:
             prefetch: Batches under way besides the one asked for; each takes the memory of a batch.
@@ -314,7 +314,7 @@ class ReplayMemory(SavedMemory):
 
     @functools.cached_property
     def _assembler(self) -> ObservationAssembler:
-        return ObservationAssembler(self._kernels, self._budget.staging_bytes)
+        return ObservationAssembler(self._kernels, self._budget.staging_bytes, self._budget.threads)
 
     @functools.cached_property
     def _batches(self) -> Batches:

@@ -132,9 +132,9 @@ def view_array(block: memoryview) -> tuple[Bytes, Bytes]:
 class ObservationAssembler:
     """Copies windows of slices into pooled memory: observations and next observations of a batch."""
 
-    def __init__(self, kernels: Kernels, most_staged_bytes: int) -> None:
+    def __init__(self, kernels: Kernels, most_staged_bytes: int, threads: int | None = None) -> None:
         self.staging = host_pool(most_staged_bytes)
-        self._threads = kernels.new_pool()
+        self._threads = kernels.new_pool(threads)
         self._kernels = kernels
 
     def assemble(

@@ -36,7 +36,7 @@ class PortableKernels:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
-    def new_pool(self) -> None:
+    def new_pool(self, threads: int | None = None) -> None:
         """Make none: NumPy's loops use one thread."""
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _pool: Any = None) -> None:

@@ -236,9 +236,9 @@ class NativeReading:
     _library: ctypes.CDLL
     coder: Coder
 
-    def new_pool(self) -> ThreadPool:
+    def new_pool(self, threads: int | None = None) -> ThreadPool:
         """See `Kernels.new_pool`."""
-        return ThreadPool()
+        return ThreadPool(threads)
 
     def namer(self) -> SliceNamer | None:
         """See `Kernels.namer`."""

@@ -26,6 +26,7 @@ from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.rings import new_ring
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
+from holdall.threads import pool_threads
 
 Copy = Callable[[Array, Array], None]
 """Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""
@@ -313,10 +314,11 @@ class RolloutFields:
             raise ArgumentError(
                 f"compress ({compress!r}) must be None or one of {sorted(COST_CAPS)}; pass one of these"
             )
-        self._pool = kernels.new_pool()
+        threads = pool_threads()
+        self._pool = kernels.new_pool(threads)
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress])
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], threads)
         self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:

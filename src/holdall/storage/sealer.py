@@ -21,7 +21,6 @@ from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform, choose
 from holdall.storage.layout import Window
-from holdall.threads import pool_threads
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
@@ -81,14 +80,14 @@ class Sealer:
 
     Args:
         cap: How much longer sampling may take, over a raw gather.
-        threads: Threads that share the decoding of a batch; None: as many as a pool has.
+        threads: Threads that share the decoding of a batch.
         wake: Called by the worker after every block, for its owner to collect the result at once; a bound method, held
             weakly, so that a memory which is simply dropped ends its worker too. None: the owner looks by itself.
         write: Writes sealed slices to a file and returns them as they are read from there; None without a disk tier.
     """
 
     def __init__(
-        self, coder: Coder, cap: float, threads: int | None = None, wake: Wake | None = None, write: Write | None = None
+        self, coder: Coder, cap: float, threads: int, wake: Wake | None = None, write: Write | None = None
     ) -> None:
         self._queue = _Queue()
         self._work = _Work(coder, cap, threads, write)
@@ -176,7 +175,7 @@ class Sealer:
 class _Work:
     """Chooses codecs, seals and spills; used by the worker alone."""
 
-    def __init__(self, coder: Coder, cap: float, threads: int | None, write: Write | None) -> None:
+    def __init__(self, coder: Coder, cap: float, threads: int, write: Write | None) -> None:
         self._coder = coder
         self._write = write
         self._cap = cap
@@ -223,15 +222,7 @@ class _Work:
     def _choose(self, frozen: FrozenBlock, slices: Bytes) -> _ChosenCodec:
         self.is_choosing = True
         try:
-            codec = choose(
-                self._coder,
-                frozen.leaf,
-                frozen.window,
-                slices,
-                self._cap,
-                self._threads or pool_threads(),
-                frozen.lanes,
-            )
+            codec = choose(self._coder, frozen.leaf, frozen.window, slices, self._cap, self._threads, frozen.lanes)
             return _ChosenCodec(codec, codec.hurried())
         finally:
             self.is_choosing = False

@@ -302,8 +302,8 @@ class Kernels(Protocol):
             pool: From `new_pool`; without it the calling thread works alone.
         """
 
-    def new_pool(self) -> Any:
-        """Make threads that help with `gather`; None where it uses none. They end with `dismiss`."""
+    def new_pool(self, threads: int | None = None) -> Any:
+        """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
 
     def namer(self) -> SliceNamer | None:
         """Return what names the slices of a batch, each once; None where that is not compiled."""

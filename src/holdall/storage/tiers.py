@@ -58,10 +58,10 @@ class Budget:
     raw_bytes: int  # closed blocks that stay raw
     closed_bytes: int  # closed blocks that stay in memory, raw or sealed
     cost_cap: float  # of sampling sealed slices, over a raw gather
-    threads: int | None  # that share the decoding of a batch; None: as many as there are
+    threads: int
 
     @classmethod
-    def of(cls, budget: str | int | None, prefer: str, threads: int | None = None, *, spills: bool = False) -> Budget:
+    def of(cls, budget: str | int | None, prefer: str, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
         if prefer not in COST_CAPS:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
