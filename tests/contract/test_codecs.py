@@ -254,6 +254,18 @@ def test_a_scaled_image_shrinks_as_its_bytes_do(predictor: Predictor, coder: Cod
 
 
 @pytest.mark.parametrize("coder", BOTH)
+def test_slices_in_any_order_of_memory_are_sealed_as_they_read(coder: Coder) -> None:
+    """A view whose rows do not lie one after another is no excuse for other bytes."""
+    rows = np.random.default_rng(0).integers(0, 3, (16, 64), dtype=np.uint8)
+    for slices in (np.asfortranarray(rows), np.repeat(rows, 2, axis=0)[::2]):
+        sealed = coder.seal(slices, Codec(Method.ZSTD, 1, Transform(64)))
+        assert sealed is not None
+        out = np.empty_like(rows)
+        coder.decode(sealed, np.arange(16), out)
+        assert np.array_equal(out, rows)
+
+
+@pytest.mark.parametrize("coder", BOTH)
 def test_what_is_told_of_a_block_is_what_it_takes(coder: Coder) -> None:
     """Slices, offsets and palette are counted; the offsets lead from the first byte to the last."""
     slices = np.tile(np.arange(50, dtype="f4"), (COUNT, 3)).view(np.uint8)

@@ -14,7 +14,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
-from holdall.checkpoint import autosave as arrival
+from holdall.checkpoint import autosave
 from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
 from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
@@ -58,7 +58,7 @@ def fetched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def unhurried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is fetched in the background."""
-    monkeypatch.setattr(arrival, "_run", lambda *_: None)
+    monkeypatch.setattr(autosave, "_fetch_blocks", lambda *_: None)
 
 
 @pytest.mark.usefixtures("unhurried")

@@ -204,7 +204,7 @@ def test_a_memory_that_ended_in_the_middle_of_a_drain_has_every_row_once(arrived
         numbered(memory, 0, 1_200)
         memory.flush()
         actor, fleet = memory._cluster.handle(0), memory._fleet
-        writer = memory._own()
+        writer = memory._writer
         ray.get([fleet.roster.retire.remote(0), actor.close_to_writers.remote()])
         writer.look_around()
         payload, rows, first_row, end = ray.get(actor.oldest.remote())

@@ -253,12 +253,16 @@ def received(call: Any, patience_s: float | None) -> Any:
         raise
 
 
-def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any]) -> dict[int, Checkpoint]:
-    """Wait for the checkpoints of all shards."""
+def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: float) -> dict[int, Checkpoint]:
+    """Wait for the checkpoints of all shards, each for as long as it answers."""
     found: dict[int, Checkpoint] = {}
     for shard, call in calls.items():
+        handle = cluster.handle(shard)
         try:
-            found[shard] = received(cluster.handle(shard).end_save.remote(received(call, None)), None)
+            saving = handle.end_save.remote(received(call, patience_s))
+            while not ray.wait([saving], timeout=patience_s)[0]:
+                received(handle.counters.remote(), patience_s)
+            found[shard] = received(saving, patience_s)
         except LOSSES as error:
             cluster.lose(shard)
             raise CheckpointError(

@@ -140,7 +140,6 @@ class ReplayMemory:
         self._savers = Savers(kernels.coder)
         self._words = schema_words(schema)
         self._lock = threading.RLock()
-        self._own_writer: Writer | None = None
         self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
@@ -149,6 +148,7 @@ class ReplayMemory:
         patience = settings.patience_s
         self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
         self._cluster = Cluster(self._address)
+        self._writer = Writer(self._address, self._lanes)
         policy = settings.on_shard_loss
         self._drawing = Drawing(self._cluster, schema, self._deliverer, sampler, generator, policy, patience)
         self._priorities = Priorities(self._cluster, patience)
@@ -170,7 +170,7 @@ class ReplayMemory:
         """
         self.flush()
         with self._lock:
-            self._fleet.drain(number, self._own(), self._cluster)
+            self._fleet.drain(number, self._writer, self._cluster)
 
     def writer(self, num_envs: int | None = None, spread: int | None = None) -> Writer:
         """Return a handle that feeds the memory from any process; it can be pickled.
@@ -199,7 +199,8 @@ class ReplayMemory:
     ) -> None:
         """Add one transition per lane, see `holdall.ReplayMemory.add`."""
         with self._lock:
-            self._own().add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            self._open()
+            self._writer.add(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
     def add_as_is(self, *_: Any) -> bool:
         """Say that there is no short way to add; for adapters."""
@@ -218,16 +219,16 @@ class ReplayMemory:
     ) -> None:
         """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
         with self._lock:
-            self._own().extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
+            self._open()
+            self._writer.extend(obs, action, reward, next_obs, terminated, truncated, extras, valid)
 
     def flush(self) -> None:
         """Return when the shards have acknowledged all that `add` was given."""
         with self._lock:
             self._open()
-            if self._own_writer is not None:
-                self._own_writer.flush()
-                for shard, counters in self._own_writer.counters_by_shard.items():
-                    self._cluster.note(shard, counters)
+            self._writer.flush()
+            for shard, counters in self._writer.counters_by_shard.items():
+                self._cluster.note(shard, counters)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions; what this process added before is among those that can be drawn."""
@@ -342,8 +343,10 @@ class ReplayMemory:
         calls = {
             number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
         }
-        ticks = self.capacity // self._lanes
-        snapshot = ShardsSnapshot(self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls))
+        ticks, patience = self.capacity // self._lanes, self._address.patience_s
+        snapshot = ShardsSnapshot(
+            self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
+        )
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
@@ -428,12 +431,6 @@ class ReplayMemory:
     ) -> None:
         self.close()
 
-    def _own(self) -> Writer:
-        self._open()
-        if self._own_writer is None:
-            self._own_writer = self.writer()
-        return self._own_writer
-
     def _open(self) -> None:
         if self._closed:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
@@ -458,12 +455,12 @@ class ReplayMemory:
         return self._drawing.start(count, batches)
 
     def _set_metrics(self) -> None:
-        writer, shards = self._own_writer, max(1, self.num_shards)
+        shards = max(1, self.num_shards)
         self._metrics.set(
             coverage=1 - len(self._cluster.lost) / shards,
             losses=self._cluster.losses,
-            unacknowledged_bytes=0 if writer is None else writer.unacknowledged_bytes,
-            credit_wait_seconds=0.0 if writer is None else writer.waited_s,
+            unacknowledged_bytes=self._writer.unacknowledged_bytes,
+            credit_wait_seconds=self._writer.waited_s,
         )
 
     def _wait_for_grant(self, count: int) -> None:

@@ -45,6 +45,9 @@ _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
 _NO_TICK = 2**40 - 1
 """First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
+_DECODED_FROM = 0.25
+"""Share of the decoded bytes from which on a shard decodes what it sends; measured on one machine, see decision 076."""
+_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 
 Ids = NDArray[np.int64]
 
@@ -229,14 +232,6 @@ class ShardData:
         return Held(self.store.first_tick, self.store.next_tick, 1, self.capacity, self.store)
 
 
-_DECODED_FROM = 0.25
-"""Share of the decoded bytes from which on compressed slices are decoded at the shard: to check and copy them costs
-more than it spares, also between machines."""
-
-
-_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
-
-
 class RowFinder:
     """Finds what a learner needs of some rows of a shard's store; several threads may use it."""
 
@@ -298,10 +293,10 @@ class RowFinder:
         begins, ends = offsets.take(units), offsets.take(units + 1)
         if int(ends.sum()) - int(begins.sum()) > _DECODED_FROM * 2 * len(where) * leaf.nbytes:
             return None
-        data: list[Any] = [each.data for each in coded]
+        data = [np.asarray(each.data).data for each in coded]
         segments = where[row[example]]
         cut = [
-            data[segment][first:last].data
+            data[segment][first:last]
             for segment, first, last in zip(segments.tolist(), begins.tolist(), ends.tolist(), strict=True)
         ]
         bounds = np.searchsorted(form_of[segments], np.arange(len(forms) + 1))
@@ -322,7 +317,12 @@ class RowFinder:
         keys: dict[tuple[Any, ...], int] = {}
         forms: list[SliceForm] = []
         numbers: list[int] = []
+        number, codec, last = -1, None, [0]
         for cut, each in zip(cuts, coded, strict=True):
+            if codec is each.codec and last == cut and not each.palette.size:  # most are coded like the one before
+                numbers.append(number)
+                continue
+            codec, last = each.codec, cut
             key = (id(each.codec), *cut, each.palette.tobytes() if each.palette.size else b"")
             number = keys.setdefault(key, len(forms))
             if number == len(forms):

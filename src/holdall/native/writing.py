@@ -291,6 +291,9 @@ class NativeCoder(NativeDecoder):
     def seal(self, slices: Bytes, codec: Codec) -> SealedSlices | None:
         """See `Coder.seal`."""
         transform = codec.transform
+        slices = np.ascontiguousarray(slices)  # C reads row after row
+        if slices.nbytes != len(slices) * transform.slice_bytes:
+            raise DamageError(f"slices of {slices.shape} came to a codec of {transform.slice_bytes} bytes; report this")
         count = len(slices)
         compressor = self._compressor(codec)
         room = count * transform.coded_bytes
