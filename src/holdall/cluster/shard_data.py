@@ -35,10 +35,11 @@ from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
 from holdall.storage.records import codec_words, dictionary_name
 from holdall.storage.remote_file import bring_places
+from holdall.storage.rings import Rows
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
 from holdall.storage.slices import Held as HeldArrays
-from holdall.storage.store import Rows, Store
+from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
 
 _LOADED = bytes(16)

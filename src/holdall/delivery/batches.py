@@ -21,8 +21,9 @@ from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import address
 from holdall.storage.remote_file import bring_places
+from holdall.storage.rings import Rows
 from holdall.storage.slices import Kernels, Places
-from holdall.storage.store import Rows, Store
+from holdall.storage.store import Store
 
 if TYPE_CHECKING:
     import torch
