@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 from holdall.units import format_bytes
 
@@ -122,16 +122,5 @@ class Tracked(Protocol):
         ...
 
 
-_living: weakref.WeakSet[Any] = weakref.WeakSet()
-
-MemoryT = TypeVar("MemoryT", bound=Tracked)
-
-
-def enlist(memory: MemoryT) -> None:
-    """List a memory for as long as it lives."""
-    _living.add(memory)
-
-
-def living() -> list[Tracked]:
-    """Return the memories that are alive."""
-    return list(_living)
+LIVING: weakref.WeakSet[Tracked] = weakref.WeakSet()
+"""The memories of this process; each adds itself, and is in here for as long as it lives."""

@@ -24,7 +24,7 @@ from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
-from holdall.report import FieldReport, MemoryReport, enlist
+from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage.rings import new_ring
@@ -85,7 +85,7 @@ class RolloutMemory:
         self._steps = 0
         self._observed = False  # whether the observations of the step to come are written already
         self._finished = False
-        enlist(self)
+        LIVING.add(self)
 
     def observe(self, obs: Any) -> None:
         """Write the observations of the step to come; `add` then takes None for them.

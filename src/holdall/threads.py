@@ -1,4 +1,4 @@
-"""Threads: how many cores there are to use, the one thread pool, and a limit for the pools of other libraries.
+"""Threads: how many cores there are to use, and a limit for the pools of other libraries.
 
 In:  how many threads a pool may have, or how many workers share the cores.  Out: nothing changes unless asked.
 Every Python thread that runs torch operations gets an OpenMP pool of its own, so a process has about as many threads
@@ -8,11 +8,8 @@ memory; what they cost is time, once more of them run than there are cores.
 
 from __future__ import annotations
 
-import ctypes
 import os
 import sys
-import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +23,8 @@ VARIABLES = (
 )  # fmt: skip
 """What OpenMP, the BLAS libraries, NumExpr and holdall's own pools read when they start."""
 
+_MOST_THREADS = 4
+"""More threads do not copy a batch faster: the memory's bandwidth is used up."""
 _POOLS_BESIDE_WORKERS = 2
 """The main thread's pool and autograd's."""
 _QUOTA = Path("/sys/fs/cgroup/cpu.max")
@@ -83,9 +82,9 @@ def usable_cores() -> int:
     return cores if quota is None else max(1, min(cores, int(quota)))
 
 
-def pool_threads() -> int:
-    """Count the threads that a pool of holdall's own may have: HOLDALL_THREADS, or the cores that can be used."""
-    return _wished() or usable_cores()
+def pool_threads(most: int = _MOST_THREADS) -> int:
+    """Count the threads of a pool of holdall's own: HOLDALL_THREADS, or the cores that can be used; `most` at most."""
+    return min(_wished() or usable_cores(), most)
 
 
 def _wished() -> int | None:
@@ -118,87 +117,3 @@ def _quota() -> float | None:
         return int(most) / int(period) if most not in {"max", "-1"} else None
     except (OSError, ValueError, ZeroDivisionError):  # no such control group, or none that says so
         return None
-
-
-_MOST_THREADS = 4
-"""More threads do not copy a batch faster: the memory's bandwidth is used up."""
-
-
-class ThreadPool:
-    """Threads that wait in C and share the loops of one memory; they start when they are first needed.
-
-    NumPy's loops use none of them. A forked child starts its own.
-
-    Args:
-        threads: How many, the caller among them; None: one a core that can be used, `most` at most.
-    """
-
-    def __init__(self, threads: int | None = None, most: int = _MOST_THREADS) -> None:
-        self.threads = threads or min(pool_threads(), most)
-        self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to whoever has `helping`
-        self._lock = threading.Lock()
-        self._process = 0
-        self._address = 0
-        self._end: weakref.finalize[Any, Any] | None = None
-
-    @contextmanager
-    def helping(self, library: ctypes.CDLL, wanted: int) -> Iterator[tuple[int, int]]:
-        """Yield the pool's address, for C, and how many helpers may begin; meanwhile nobody else has them.
-
-        Both are 0 if no helper is wanted, or another call has them: then the calling thread works alone, instead of
-        waiting.
-        """
-        helpers = min(wanted, self.threads - 1)
-        self._forget_parent()
-        if helpers < 1 or not self._lock.acquire(blocking=False):
-            yield 0, 0
-            return
-        try:
-            if not self._address:
-                self._start(library)
-            yield self._address, helpers
-        finally:
-            self._lock.release()
-
-    def dismiss(self) -> None:
-        """End the threads, after the call that they help with; the pool may be used again."""
-        self._forget_parent()
-        with self._lock:
-            if self._end is not None:
-                self._end()
-            self._address, self._end, self.workspaces = 0, None, []
-
-    def _forget_parent(self) -> None:
-        """In a forked child, leave the parent's threads: they are not here, and the lock may be held by one of them."""
-        if self._process not in {0, os.getpid()}:
-            self._lock, self._process, self._address, self.workspaces = threading.Lock(), 0, 0, []
-            if self._end is not None:
-                self._end.detach()
-                self._end = None
-
-    def _start(self, library: ctypes.CDLL) -> None:
-        address = library.holdall_threads_new()
-        if not address:
-            raise MemoryError("there is no memory for the threads that fill batches")
-        threads = [
-            threading.Thread(
-                target=library.holdall_threads_help,
-                args=(address, number),
-                name=f"holdall-pool-{number}",
-                daemon=True,  # a thread that waits in C must not keep the process from ending
-            )
-            for number in range(1, self.threads)
-        ]
-        for thread in threads:
-            thread.start()
-        self._address, self._process = address, os.getpid()
-        self._end = weakref.finalize(self, _end_threads, library, address, threads)
-
-
-def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
-    if not all(thread.is_alive() for thread in threads):
-        return  # a forked child's copies: nobody waits there
-    library.holdall_threads_dismiss(address)
-    for thread in threads:
-        thread.join()
-    library.holdall_threads_free(address)

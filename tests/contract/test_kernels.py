@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from holdall import ArgumentError, DamageError
-from holdall.native import PortableKernels, chosen_kernels, native_kernels
+from holdall.native import PortableKernels, ThreadPool, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.layout import Window
@@ -27,7 +27,6 @@ from holdall.storage.slices import (
 )
 from holdall.testing import LeafPlan, Mishaps, Stream
 from holdall.testing.strategies import box
-from holdall.threads import ThreadPool
 
 NATIVE = native_kernels()
 needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops were not built here")

@@ -10,7 +10,8 @@ from holdall.checkpoint.directory import FileSystem
 from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
 from holdall.checkpoint.manifest import CheckpointReader, Manifest, is_remote, normalized_url, require_whole
 from holdall.checkpoint.object_store import Objects
-from holdall.checkpoint.save import Checkpoint, SavedMemory, SaveHandle, Savers, open_writer
+from holdall.checkpoint.save import Checkpoint, SaveHandle, Savers, open_writer
+from holdall.checkpoint.saved_memory import SavedMemory
 from holdall.checkpoint.saved_records import RowsKey, damages
 from holdall.checkpoint.streams import Streams, WriterRun, collect_all, runs_of, runs_state, shard_url, trajectories
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot

@@ -32,7 +32,6 @@ from holdall.storage.layout import Window
 from holdall.storage.records import Buffer, codec_of, pack, records_in
 from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, Log, Places
-from holdall.threads import ThreadPool
 
 ANSWER = "answer"
 _MOST_BYTES = 2**28
@@ -243,8 +242,7 @@ class Deliverer:
     def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
         self._schema = schema
         self._kernels = kernels
-        self._threads = ThreadPool()
-        self._assembler = ObservationAssembler(kernels, self._threads, 1 << 62)
+        self._assembler = ObservationAssembler(kernels, 1 << 62)
         self._delivery = Delivery(device, schema.leaves)
 
     @property
@@ -291,7 +289,7 @@ class Deliverer:
 
     def dismiss(self) -> None:
         """End the threads."""
-        self._threads.dismiss()
+        self._assembler.close()
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any

@@ -35,12 +35,12 @@ from holdall.storage.codec import Codec, Dictionary
 from holdall.storage.layout import Window
 from holdall.storage.records import codec_words, dictionary_name
 from holdall.storage.remote_file import bring_places
+from holdall.storage.rings import Rows
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
 from holdall.storage.slices import Held as HeldArrays
-from holdall.storage.store import Rows, Store
+from holdall.storage.store import Store
 from holdall.storage.tiers import Budget
-from holdall.threads import ThreadPool
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -239,7 +239,7 @@ class RowFinder:
     def __init__(self, schema: Schema, kernels: Kernels) -> None:
         self._leaves = schema.observation.leaves
         self._kernels = kernels
-        self._threads = ThreadPool()
+        self._threads = self._kernels.new_pool()
         self._staging = host_pool()
         self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
 

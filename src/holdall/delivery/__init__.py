@@ -18,7 +18,7 @@ from holdall.delivery.batches import (
 )
 from holdall.delivery.device import DeviceStream, stream_to
 from holdall.delivery.device_batch import batches_for
-from holdall.delivery.loader import Loader, Prefetched
+from holdall.delivery.loader import Loader, Prefetched, SavedDraws
 from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
 
 __all__ = [
@@ -36,6 +36,7 @@ __all__ = [
     "MinibatchDelivery",
     "ObservationAssembler",
     "Prefetched",
+    "SavedDraws",
     "SlotLoad",
     "batches_for",
     "of_ids",

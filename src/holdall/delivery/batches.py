@@ -21,9 +21,9 @@ from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage.blocks import address
 from holdall.storage.remote_file import bring_places
+from holdall.storage.rings import Rows
 from holdall.storage.slices import Kernels, Places
-from holdall.storage.store import Rows, Store
-from holdall.threads import ThreadPool
+from holdall.storage.store import Store
 
 if TYPE_CHECKING:
     import torch
@@ -133,9 +133,9 @@ def view_array(block: memoryview) -> tuple[Bytes, Bytes]:
 class ObservationAssembler:
     """Copies windows of slices into pooled memory: observations and next observations of a batch."""
 
-    def __init__(self, kernels: Kernels, pool: ThreadPool, most_staged_bytes: int) -> None:
+    def __init__(self, kernels: Kernels, most_staged_bytes: int, threads: int | None = None) -> None:
         self.staging = host_pool(most_staged_bytes)
-        self.pool = pool
+        self._threads = kernels.new_pool(threads)
         self._kernels = kernels
 
     def assemble(
@@ -151,9 +151,14 @@ class ObservationAssembler:
             end.reshape(rows, leaf.nbytes) if want else None for end, want in zip(ends, wanted, strict=True)
         )
         if rows:
-            self._kernels.gather(places, field, obs, next_obs, self.pool)
+            self._kernels.gather(places, field, obs, next_obs, self._threads)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+    def close(self) -> None:
+        """End the threads."""
+        if self._threads is not None:
+            self._threads.dismiss()
 
 
 # ---------------------------------------------------------------- where batches go

@@ -102,17 +102,34 @@ def _done(job: BatchJob) -> Future[None]:
 _ARRAYS = {"ids": "i8", "weights": "f4", "last_ids": "i8", "reward": None, "discount": "f4", "mask": "b1"}
 
 
-class Prefetched:
-    """What the loaders of one memory have under way."""
+class SavedDraws(deque[Draw]):
+    """Recipes that a loader begins with: what one had under way when the memory was saved."""
 
-    def __init__(self) -> None:
+    def next_held(self, held: Held) -> Draw | None:
+        """Return the next recipe, if everything that it names is still held."""
+        try:
+            draw = self.popleft()
+            held.require_drawn(draw)
+        except (IndexError, TransitionIdError):
+            return None
+        return draw
+
+
+class Prefetched:
+    """What the loaders of one memory have under way.
+
+    Args:
+        saved: What `state` returned, by loader of the memory that was saved; goals get this reward function.
+    """
+
+    def __init__(self, saved: Any = (), reward_fn: RewardFunction | None = None) -> None:
         self._loaders: list[tuple[weakref.ref[Loader], deque[Draw]]] = []
-        self._saved: deque[deque[Draw]] = deque()  # by loader of the memory that was saved
+        self._saved = deque(SavedDraws(_draw(words, reward_fn) for words in loader) for loader in saved)
 
     def new_loader(
         self,
         batches: Batches,
-        look_up: Callable[[deque[Draw]], tuple[Draw, DrawnRows]],
+        look_up: Callable[[SavedDraws], tuple[Draw, DrawnRows]],
         batch_size: int,
         prefetch: int,
         finish: Callable[[], None] | None,
@@ -124,7 +141,9 @@ class Prefetched:
             finish: Called when the loader is closed.
         """
         batches.keep(prefetch + 2)
-        saved, drawn = self.saved(batch_size), deque[Draw](maxlen=prefetch + 1)
+        saved, drawn = self._saved.popleft() if self._saved else SavedDraws(), deque[Draw](maxlen=prefetch + 1)
+        if any(len(draw.ids) != batch_size for draw in saved):
+            saved.clear()
 
         def start() -> BatchJob:
             draw, rows = look_up(saved)
@@ -136,21 +155,6 @@ class Prefetched:
         self._loaders.append((weakref.ref(loader), drawn))
         return loader
 
-    def saved(self, batch_size: int) -> deque[Draw]:
-        """Return what the next loader begins with."""
-        draws = self._saved.popleft() if self._saved else deque()
-        return draws if all(len(draw.ids) == batch_size for draw in draws) else deque()
-
-    @staticmethod
-    def next_of(draws: deque[Draw], held: Held) -> Draw | None:
-        """Return the next of some recipes, if everything that it names is still held."""
-        try:
-            draw = draws.popleft()
-            held.require_drawn(draw)
-        except (IndexError, TransitionIdError):
-            return None
-        return draw
-
     def state(self) -> list[Any]:
         """Describe what is under way, loader by loader."""
         found = []
@@ -159,10 +163,6 @@ class Prefetched:
             if loader is not None and loader.under_way:
                 found.append([_words(draw) for draw in list(draws)[-loader.under_way :]])
         return found
-
-    def restore(self, state: Any, reward_fn: RewardFunction | None) -> None:
-        """Continue from what `state` returned; goals get this reward function."""
-        self._saved = deque(deque(_draw(words, reward_fn) for words in loader) for loader in state)
 
 
 def _words(draw: Draw) -> dict[str, Any]:

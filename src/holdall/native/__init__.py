@@ -4,7 +4,7 @@ from holdall.native.kernels import NativeKernels, chosen_kernels, native_kernels
 from holdall.native.library import chosen_library, compiled_library, open_library, system_libraries
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer
+from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer, ThreadPool
 from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.native.writing import NativeCoder
 
@@ -17,6 +17,7 @@ __all__ = [
     "PortableCoder",
     "PortableKernels",
     "SliceNamer",
+    "ThreadPool",
     "chosen_kernels",
     "chosen_library",
     "compiled_library",

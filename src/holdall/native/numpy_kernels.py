@@ -6,6 +6,7 @@ In:  contiguous arrays.  Out: parts and batches, byte for byte those of reading.
 from __future__ import annotations
 
 import ctypes
+from typing import Any
 
 import numpy as np
 import xxhash
@@ -17,7 +18,6 @@ from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, SealedSlices, SliceBlock, release_tail
 from holdall.storage.layout import Window, as_bytes
 from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
-from holdall.threads import ThreadPool
 
 
 class PortableKernels:
@@ -36,7 +36,10 @@ class PortableKernels:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
 
-    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _pool: ThreadPool) -> None:
+    def new_pool(self, threads: int | None = None) -> None:
+        """Make none: NumPy's loops use one thread."""
+
+    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _pool: Any = None) -> None:
         """See `Kernels.gather`."""
         obs_bytes = next(rows.shape[1] for rows in (obs, next_obs) if rows is not None)
         cursors = places.cursors[field]

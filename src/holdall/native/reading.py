@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import ctypes
 import itertools
+import os
 import threading
 import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +27,7 @@ from holdall.storage.blocks import Coder, SealedSlices, address
 from holdall.storage.codec import Transform
 from holdall.storage.remote_file import bring_slices
 from holdall.storage.slices import RECORD_FIELDS, Places
-from holdall.threads import ThreadPool
+from holdall.threads import pool_threads
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
@@ -39,10 +42,96 @@ _WAVE_BYTES = 6 << 20
 _MOST_COLLECTING_THREADS = 12
 """The bus to a device takes more than a few threads can copy."""
 
+_pointer: Callable[[Any], ctypes.Array[ctypes.c_char]] = (ctypes.c_char * 0).from_buffer
+"""Makes the pointer to an array that can be written to; it costs less than the address."""
+
 _CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
 _SEALED = RECORD_FIELDS.index("sealed")
 _BATCHES = itertools.count(1)
 """Numbers batches, so that a thread knows what it decoded for an older one."""
+
+
+# ---------------------------------------------------------------- threads
+
+
+class ThreadPool:
+    """Threads that wait in C and share the loops of one memory; they start when they are first needed.
+
+    NumPy's loops use none of them. A forked child starts its own.
+
+    Args:
+        threads: How many, the caller among them; None: see `pool_threads`.
+    """
+
+    def __init__(self, threads: int | None = None) -> None:
+        self.threads = threads or pool_threads()
+        self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to whoever has `helping`
+        self._lock = threading.Lock()
+        self._process = 0
+        self._address = 0
+        self._end: weakref.finalize[Any, Any] | None = None
+
+    @contextmanager
+    def helping(self, library: ctypes.CDLL, wanted: int) -> Iterator[tuple[int, int]]:
+        """Yield the pool's address, for C, and how many helpers may begin; meanwhile nobody else has them.
+
+        Both are 0 if no helper is wanted, or another call has them: then the calling thread works alone, instead of
+        waiting.
+        """
+        helpers = min(wanted, self.threads - 1)
+        self._forget_parent()
+        if helpers < 1 or not self._lock.acquire(blocking=False):
+            yield 0, 0
+            return
+        try:
+            if not self._address:
+                self._start(library)
+            yield self._address, helpers
+        finally:
+            self._lock.release()
+
+    def dismiss(self) -> None:
+        """End the threads, after the call that they help with; the pool may be used again."""
+        self._forget_parent()
+        with self._lock:
+            if self._end is not None:
+                self._end()
+            self._address, self._end, self.workspaces = 0, None, []
+
+    def _forget_parent(self) -> None:
+        """In a forked child, leave the parent's threads: they are not here, and the lock may be held by one of them."""
+        if self._process not in {0, os.getpid()}:
+            self._lock, self._process, self._address, self.workspaces = threading.Lock(), 0, 0, []
+            if self._end is not None:
+                self._end.detach()
+                self._end = None
+
+    def _start(self, library: ctypes.CDLL) -> None:
+        address = library.holdall_threads_new()
+        if not address:
+            raise MemoryError("there is no memory for the threads that fill batches")
+        threads = [
+            threading.Thread(
+                target=library.holdall_threads_help,
+                args=(address, number),
+                name=f"holdall-pool-{number}",
+                daemon=True,  # a thread that waits in C must not keep the process from ending
+            )
+            for number in range(1, self.threads)
+        ]
+        for thread in threads:
+            thread.start()
+        self._address, self._process = address, os.getpid()
+        self._end = weakref.finalize(self, _end_threads, library, address, threads)
+
+
+def _end_threads(library: ctypes.CDLL, address: int, threads: list[threading.Thread]) -> None:
+    if not all(thread.is_alive() for thread in threads):
+        return  # a forked child's copies: nobody waits there
+    library.holdall_threads_dismiss(address)
+    for thread in threads:
+        thread.join()
+    library.holdall_threads_free(address)
 
 
 # ---------------------------------------------------------------- decoding
@@ -67,10 +156,10 @@ class NativeDecoder:
         if failed >= 0:
             raise DamageError(f"slice {int(numbers[failed])} is damaged; nothing of it is returned")
 
-    def decoders(self, pool: ThreadPool, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
+    def decoders(self, pool: ThreadPool | None, helpers: int, scratch_bytes: int, batch: int) -> ctypes.Array[Any]:
         """Return decoders for C: the calling thread's, and one for every thread of the pool if some of them help."""
         own = self._own_memory(scratch_bytes, batch)
-        if helpers < 1:
+        if pool is None or helpers < 1:
             return own.alone
         unit_bytes = self._most_unit_bytes
         kept = [memory for memory in pool.workspaces if memory.suffices(scratch_bytes, unit_bytes)]
@@ -147,24 +236,30 @@ class NativeReading:
     _library: ctypes.CDLL
     coder: Coder
 
+    def new_pool(self, threads: int | None = None) -> ThreadPool:
+        """See `Kernels.new_pool`."""
+        return ThreadPool(threads)
+
     def namer(self) -> SliceNamer | None:
         """See `Kernels.namer`."""
         return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
 
-    def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool) -> None:
+    def gather(
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool | None = None
+    ) -> None:
         """See `Kernels.gather`."""
         records = places.records[field]
         decoder = self.coder if isinstance(self.coder, NativeDecoder) else None
         if decoder is None and records[:, _SEALED].any():
-            PortableKernels().gather(places, field, obs, next_obs, pool)
+            PortableKernels().gather(places, field, obs, next_obs)
             return
         rows, wanted = len(places.segment), [side for side in (obs, next_obs) if side is not None]
         row_bytes, nbytes = wanted[0].shape[1], sum(side.size for side in wanted)
         where = (
-            address(records), len(records), address(places.segment),
-            address(places.cursors[field]), address(places.lane), places.lanes, rows,
+            _pointer(records), len(records), _pointer(places.segment),
+            _pointer(places.cursors[field]), _pointer(places.lane), places.lanes, rows,
         )  # fmt: skip
-        sides = [0 if side is None else address(side) for side in (obs, next_obs)]
+        sides = [None if side is None else _pointer(side) for side in (obs, next_obs)]
         error = ctypes.c_int64()
 
         def fill(pieces: int, threads: int, helpers: int) -> int:
@@ -178,8 +273,8 @@ class NativeReading:
 
         if places.reads_files:
             self._library.holdall_expect(*where)
-        helpers = min(pool.threads, nbytes // _BYTES_PER_THREAD) - 1
-        if helpers < 1:
+        helpers = 0 if pool is None else min(pool.threads, nbytes // _BYTES_PER_THREAD) - 1
+        if pool is None or helpers < 1:
             failed = fill(1, 0, 0)
         else:
             with pool.helping(self._library, helpers) as (threads, helpers):
@@ -217,7 +312,7 @@ class SliceNamer:
     ) -> None:
         self._library = library
         self._decoder = decoder
-        self.pool = ThreadPool(most=most_threads)
+        self.pool = ThreadPool(pool_threads(most_threads))
         self.send_here = ctypes.cast(library.holdall_send_here, ctypes.c_void_p).value or 0
         self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
         self._struct = NamesStruct()

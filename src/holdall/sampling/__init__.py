@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from holdall.sampling.draw import Held, PrioritySampler, Sampler, SmallFields, Stateless, Uniform
-from holdall.sampling.episodic import (
-    Hindsight,
-    NStep,
-    RolloutSequences,
-    Sequence,
-    drawn_from,
-    priorities_of,
+from holdall.sampling.draw import (
+    Held,
+    PrioritySampler,
+    Sampler,
+    SmallFields,
+    Stateless,
+    Uniform,
+    require_enough,
     resume,
-    reward_function_of,
+    sampler_state,
     sampler_to_resume,
+    set_priorities,
 )
+from holdall.sampling.episodic import Hindsight, NStep, RolloutSequences, Sequence, drawn_from
 from holdall.sampling.prioritized import Prioritized
 
 __all__ = [
@@ -29,8 +31,9 @@ __all__ = [
     "Stateless",
     "Uniform",
     "drawn_from",
-    "priorities_of",
+    "require_enough",
     "resume",
-    "reward_function_of",
+    "sampler_state",
     "sampler_to_resume",
+    "set_priorities",
 ]

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError
-from holdall.schema import Validity, require_held
+from holdall.schema import Validity, as_array, as_ids, require_held
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -155,3 +155,58 @@ def _drawn_again(ids: Ids, held: Held, generator: np.random.Generator) -> Ids:
         raise ArgumentError("none of the transitions held may be drawn by this sampler; add more first")
     ids[missed] = generator.choice(allowed, missed.size)
     return ids
+
+
+# ---------------------------------------------------------------- a memory's sampler
+
+
+def require_enough(count: int, transitions: int, least: int) -> None:
+    """Refuse to draw `count` rows of a memory that holds less than `least` transitions."""
+    if transitions < least:
+        raise ArgumentError(
+            f"batch_size ({count}) is more than the {transitions} transitions held; add more first, or draw a smaller "
+            "batch"
+        )
+
+
+def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> None:
+    """Check priorities that a caller learned, and give them to a sampler that has some."""
+    update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
+    if update is None:
+        raise ArgumentError(
+            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
+            "priorities; construct the memory with sampler=Prioritized(...)"
+        )
+    given = np.asarray(ids)
+    values = priorities.detach().cpu() if hasattr(priorities, "detach") else priorities
+    update(held, as_ids(given.reshape(-1)).reshape(given.shape), as_array(values, "priorities"))
+
+
+def sampler_state(sampler: Sampler) -> dict[str, Any]:
+    """Return what a checkpoint holds of a sampler."""
+    return {"kind": type(sampler).__name__, "state": sampler.state()}
+
+
+def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
+    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
+    if sampler is None and kind != Uniform.__name__:
+        raise ArgumentError(
+            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
+            "settings, or another one to start anew"
+        )
+    return Uniform() if sampler is None else sampler
+
+
+def resume(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: int) -> bool:
+    """Let a sampler continue from `sampler_state`, if it is of the kind that was saved; return whether it is.
+
+    Args:
+        capacity: Of the memory that it continues in, which holds the ids from `first_id` on.
+    """
+    if type(sampler).__name__ != saved["kind"]:
+        return False
+    sampler.restore(saved["state"])
+    resize: Callable[[int, int], None] | None = getattr(sampler, "resize", None)
+    if resize is not None:
+        resize(capacity, first_id)
+    return True

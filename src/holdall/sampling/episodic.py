@@ -7,7 +7,7 @@ Invariant: steps of two episodes are never mixed unless `crossing` asks for it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -366,38 +366,3 @@ def drawn_from(sampler: Sampler, held: Held, count: int, generator: np.random.Ge
     if type(sampler) not in _OWN_SAMPLERS:
         held.require_drawn(draw)
     return draw
-
-
-def priorities_of(sampler: Sampler) -> Callable[[Held, Ids, NDArray[Any]], None]:
-    """Return what sets the priorities of a sampler that has some."""
-    update: Callable[[Held, Ids, NDArray[Any]], None] | None = getattr(sampler, "update_priorities", None)
-    if update is None:
-        raise ArgumentError(
-            f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
-            "priorities; construct the memory with sampler=Prioritized(...)"
-        )
-    return update
-
-
-def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
-    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
-    if sampler is None and kind != Uniform.__name__:
-        raise ArgumentError(
-            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
-            "settings, or another one to start anew"
-        )
-    return Uniform() if sampler is None else sampler
-
-
-def resume(sampler: Sampler, state: Mapping[str, Any], capacity: int, first_id: int) -> None:
-    """Let a sampler continue in a memory of this capacity, which holds the ids from `first_id` on."""
-    sampler.restore(state)
-    resize: Callable[[int, int], None] | None = getattr(sampler, "resize", None)
-    if resize is not None:
-        resize(capacity, first_id)
-
-
-def reward_function_of(sampler: Sampler) -> RewardFunction | None:
-    """Return what computes rewards of other goals, if the sampler changes goals."""
-    reward_fn: RewardFunction | None = getattr(sampler, "reward_fn", None)
-    return reward_fn

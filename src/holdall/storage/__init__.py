@@ -20,11 +20,12 @@ from holdall.storage.blocks import (
 )  # fmt: skip
 from holdall.storage.codec import COST_CAPS, Codec, Dictionary, Method, Predictor, Transform
 from holdall.storage.layout import Window, WindowSearches, as_bytes
+from holdall.storage.rings import Rows
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import ClosedPart, Kernels, OpenPart, Places, Segment
 from holdall.storage.snapshot import FrozenStore, FullBlock, RowChunk, StoreContent, Tick, UnchangedStore, steps_in
-from holdall.storage.store import Rows, Store
+from holdall.storage.store import Store
 from holdall.storage.tiers import Budget, SpillFolder
 
 __all__ = [

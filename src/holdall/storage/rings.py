@@ -27,6 +27,7 @@ from holdall.storage.layout import (
     WriteObservations,
     as_bytes,
 )
+from holdall.storage.slices import Places
 from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 _UNSHARED_BEFORE_PAIRING = 1024
@@ -177,10 +178,12 @@ _FLAG = Leaf("", (), np.dtype(np.bool_))
 _REWARD_BYTES = 8
 
 
-class SmallRows(NamedTuple):
-    """Copies of the fields in rings under some ids."""
+class Rows(NamedTuple):
+    """What was read under some ids: copies of the small fields, places of the large ones."""
 
     small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
+    large: tuple[int, ...]  # observation leaves whose places follow, in this order
+    places: Places | None
     action: list[Array]
     reward: Array
     terminated: Array
@@ -276,11 +279,13 @@ class Rings:
             self.invalid = self._ring(_FLAG)
         return self.reward
 
-    def read(self, ids: NDArray[np.int64]) -> SmallRows:
-        """Copy all fields of `ids`."""
+    def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Places | None) -> Rows:
+        """Copy all fields of `ids` that are here; the others lie at `places`."""
         slot, next_slot = self.slots(ids), self.slots(ids, 1)
-        return SmallRows(
+        return Rows(
             small={i: ring.read(ids, slot, next_slot) for i, ring in self.small.items()},
+            large=large,
+            places=places,
             action=[_take(ring, slot) for ring in self.action],
             reward=np.empty(0, np.float32) if self.reward is None else _take(self.reward, slot),
             terminated=_take(self.terminated, slot),

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +26,7 @@ from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.rings import new_ring
 from holdall.storage.sealer import Sealer
 from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, OpenPart, Places, lies_direct
-from holdall.threads import ThreadPool
+from holdall.threads import pool_threads
 
 Copy = Callable[[Array, Array], None]
 """Copies to an array in C order from one of the same shape and any layout, as `np.copyto`."""
@@ -38,7 +39,6 @@ _SPARE_ROOM = 0.25
 """Room for slices beyond one new one per step: for episodes that begin and steps that skip."""
 _COMPRESSED_SEGMENT_BYTES = 16 * 2**20
 """Slices after which a segment is compressed, if the rollout is."""
-_ALONE = ThreadPool(threads=1)
 
 
 class FlatRows:
@@ -56,7 +56,7 @@ class FlatRows:
         """Return one tick, to read only."""
         return np.asarray(self._rows[tick])
 
-    def gather(self, places: NDArray[np.int64], out: Array, _pool: ThreadPool) -> None:
+    def gather(self, places: NDArray[np.int64], out: Array, _pool: Any = None) -> None:
         """Copy the rows of `places` to `out`; a negative place gives zeros."""
         gather_padded(self._rows, places, out)
 
@@ -129,10 +129,10 @@ class SlicedRows:
     def read(self, tick: int) -> Array:
         """Return a copy of one tick."""
         out = np.empty((self._lanes, *self._leaf.shape), self._leaf.dtype)
-        self.gather(np.arange(tick * self._lanes, (tick + 1) * self._lanes), out, _ALONE)
+        self.gather(np.arange(tick * self._lanes, (tick + 1) * self._lanes), out)
         return out
 
-    def gather(self, places: NDArray[np.int64], out: Array, pool: ThreadPool) -> None:
+    def gather(self, places: NDArray[np.int64], out: Array, pool: Any = None) -> None:
         """Copy the rows of `places` to `out`; a negative place gives zeros."""
         if not len(places):
             return
@@ -314,10 +314,11 @@ class RolloutFields:
             raise ArgumentError(
                 f"compress ({compress!r}) must be None or one of {sorted(COST_CAPS)}; pass one of these"
             )
-        self._pool = ThreadPool()
+        threads = pool_threads()
+        self._pool = kernels.new_pool(threads)
         self.sealer = None
         if compress is not None:
-            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], self._pool.threads)
+            self.sealer = Sealer(kernels.coder, COST_CAPS[compress], threads)
         self._fields = [RolloutField(leaf, ticks, lanes, kernels, compress is not None, copy) for leaf in leaves]
 
     def write(self, tick: int, obs: Sequence[Array]) -> None:
@@ -358,7 +359,8 @@ class RolloutFields:
         """End the threads."""
         if self.sealer is not None:
             self.sealer.stop()
-        self._pool.dismiss()
+        if self._pool is not None:
+            self._pool.dismiss()
 
     def _take_sealed(self, sealer: Sealer) -> None:
         """Let fields change over to what the worker finished."""

@@ -12,7 +12,7 @@ import os
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,6 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.layout import Window
-from holdall.threads import ThreadPool
 
 if TYPE_CHECKING:
     from holdall.native import SliceNamer
@@ -48,7 +47,6 @@ _DIRECT_BYTES = 32
 _REUSE_THAT_PAYS = 0.25
 """Share of known slices from which on the next segment goes on in the same block."""
 _FIRST_LOG_ROWS = 64
-_ALONE = ThreadPool(threads=1)
 
 
 def lies_direct(window: Window) -> bool:
@@ -296,9 +294,16 @@ class Kernels(Protocol):
         """Make an empty part that writes to `block`."""
 
     def gather(
-        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool, /
+        self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /
     ) -> None:
-        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted."""
+        """Fill `obs` and `next_obs`, rows of bytes, with one field of the places; None for one not wanted.
+
+        Args:
+            pool: From `new_pool`; without it the calling thread works alone.
+        """
+
+    def new_pool(self, threads: int | None = None) -> Any:
+        """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
 
     def namer(self) -> SliceNamer | None:
         """Return what names the slices of a batch, each once; None where that is not compiled."""
@@ -376,7 +381,7 @@ def read_tick(kernels: Kernels, part: OpenPart, cursors: Cursors) -> tuple[Bytes
         lanes=part.lanes,
         held=((part.held,),),
     )
-    kernels.gather(places, 0, obs, next_obs, _ALONE)
+    kernels.gather(places, 0, obs, next_obs)
     return obs, next_obs
 
 

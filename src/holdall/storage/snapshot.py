@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -418,7 +418,7 @@ class StoreContent:
 class UnchangedStore:
     """Refuses to be pickled once its store was added to: what was written before is not of one moment then."""
 
-    def __init__(self, store: NumberedTicks) -> None:
+    def __init__(self, store: Any) -> None:
         self._store = store
         self._next_tick = store.next_tick
 
@@ -429,9 +429,3 @@ class UnchangedStore:
                 "what was written is not one moment; throw it away, hold the adding threads, and save again"
             )
         return bool, ()
-
-
-class NumberedTicks(Protocol):
-    """What counts its ticks."""
-
-    next_tick: int

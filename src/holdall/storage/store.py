@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,11 +22,11 @@ from holdall.report import FieldReport
 from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
-from holdall.storage.rings import Rings, field_name
+from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import ClosedPart, Kernels, Places
+from holdall.storage.slices import ClosedPart, Kernels
 from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
@@ -48,19 +48,6 @@ _SMALL_BYTES = 4096
 """Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
 _FEWEST_TICKS = 2
 """What the smallest segment has to hold."""
-
-
-class Rows(NamedTuple):
-    """What was read under some ids: copies of the small fields, places of the large ones."""
-
-    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
-    large: tuple[int, ...]  # observation leaves whose places follow, in this order
-    places: Places | None
-    action: list[Array]
-    reward: Array
-    terminated: Array
-    truncated: Array
-    extras: list[Array]
 
 
 class Store:
@@ -265,9 +252,8 @@ class Store:
 
     def read(self, ids: NDArray[np.int64]) -> Rows:
         """Copy the small fields of `ids`, all of them held, and find the large ones."""
-        small, large = self._rings.read(ids), tuple(self._large)
-        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if large else None
-        return Rows(small.small, large, places, *small[1:])
+        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if self._large else None
+        return self._rings.read(ids, tuple(self._large), places)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""

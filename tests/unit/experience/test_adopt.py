@@ -15,7 +15,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, DamageError, HoldallError
-from holdall.native import chosen_kernels
+from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
@@ -24,7 +24,6 @@ from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import Tick
 from holdall.storage.store import Store
 from holdall.storage.tiers import Budget, SpillFolder
-from holdall.threads import ThreadPool
 
 SPACE = spaces.Dict(
     {

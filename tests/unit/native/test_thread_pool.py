@@ -17,13 +17,12 @@ import pytest
 
 from holdall import threads
 from holdall.errors import DamageError
-from holdall.native import NativeKernels, compiled_library, native_kernels, reading
+from holdall.native import NativeKernels, ThreadPool, compiled_library, native_kernels, reading
 from holdall.schema import Bytes, Leaf
 from holdall.storage.blocks import reserve
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart, Places
-from holdall.threads import ThreadPool
 
 LIBRARY = compiled_library()
 pytestmark = pytest.mark.skipif(LIBRARY is None, reason="threads wait in the compiled loops")
@@ -229,7 +228,7 @@ def test_a_child_that_was_forked_during_a_call_does_not_wait_for_it(pool: Thread
 def test_a_process_ends_while_threads_wait() -> None:
     """Nobody has to dismiss them."""
     code = (
-        "from holdall.native import compiled_library; from holdall.threads import ThreadPool\n"
+        "from holdall.native import ThreadPool, compiled_library\n"
         "pool = ThreadPool(threads=3)\n"
         "with pool.helping(compiled_library(), 2) as (address, helpers): print(helpers)\n"
     )

@@ -57,11 +57,11 @@ def test_a_rollout_names_its_fields() -> None:
 
 def test_memories_are_listed_as_long_as_they_live() -> None:
     memory = ReplayMemory(spaces.Box(-1, 1, (3,)), spaces.Discrete(2), 10)
-    assert any(one is memory for one in tracked.living())
+    assert any(one is memory for one in list(tracked.LIVING))
     memory.close()
     del memory
     gc.collect()
-    assert not any(isinstance(one, ReplayMemory) and one.capacity == 10 for one in tracked.living())
+    assert not any(isinstance(one, ReplayMemory) and one.capacity == 10 for one in list(tracked.LIVING))
 
 
 def test_plain_buffers_are_named_by_their_attributes_and_filled_by_their_position() -> None:

@@ -178,7 +178,7 @@ class Agent:
         return [model for known in self._models if (model := known()) is not None]
 
     def _buffers(self) -> Iterator[Region]:
-        memories = tracked.living()
+        memories = list(tracked.LIVING)
         yield from memory_regions(memories)
         for name, (known, fill) in list(self._arrays.items()):
             if (array := known()) is None:
@@ -239,7 +239,7 @@ def _torch_gpu_bytes(torch: Any) -> dict[str, int]:
 
 def _spilled_bytes() -> dict[str, int]:
     found: Counter[str] = Counter()
-    for memory in tracked.living():
+    for memory in list(tracked.LIVING):
         if (folder := getattr(memory, "spill_dir", None)) is not None:
             found[str(folder)[:200]] += int(getattr(memory, "disk_bytes", 0))
     return found

@@ -120,7 +120,7 @@ class MemoryGuard:
 
     def _relieve(self, wanted: int) -> str:
         """Ask every memory to give up its share."""
-        memories = [memory for memory in tracked.living() if hasattr(memory, "relieve")]
+        memories = [memory for memory in list(tracked.LIVING) if hasattr(memory, "relieve")]
         sizes = [sum(int(array.nbytes) for _, array in memory.arrays()) for memory in memories]
         for memory, size in zip(memories, sizes, strict=True):
             with contextlib.suppress(ClosedError):

@@ -18,7 +18,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.native import NativeCoder, PortableCoder, chosen_kernels, native_kernels
+from holdall.native import NativeCoder, PortableCoder, ThreadPool, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import sealer as seal
 from holdall.storage import segment
@@ -30,7 +30,6 @@ from holdall.storage.segment import Segments
 from holdall.storage.slices import Places
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
-from holdall.threads import ThreadPool
 
 LEAF = Leaf("", (500,), np.dtype("u1"))
 PATIENCE_S = 20

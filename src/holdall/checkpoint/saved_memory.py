@@ -1,0 +1,253 @@
+"""A memory and what is kept of it elsewhere: checkpoints that it writes or came from, and pickles.
+
+In:  a memory with its store, sampler and generator.  Out: snapshots of one moment, and the memory that one becomes.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+
+from holdall.checkpoint.load import Loading, Restored, open_reader
+from holdall.checkpoint.manifest import normalized_url
+from holdall.checkpoint.save import Progress, SaveHandle, Savers
+from holdall.checkpoint.saved_records import Attached, RowsKey
+from holdall.checkpoint.write import Snapshot, checked_attachments
+from holdall.delivery import Prefetched
+from holdall.errors import ArgumentError
+from holdall.json_state import generator_state, restored_generator, schema_words
+from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
+from holdall.schema import Schema
+from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
+from holdall.units import require_count, require_number
+
+if TYPE_CHECKING:
+    from holdall.checkpoint.autosave import Autosave, BackgroundFetch
+
+
+class SavedMemory(ABC):
+    """A memory's checkpoints and pickles; the subclass has the store, and takes its arguments.
+
+    Args:
+        settings: The rest of the subclass's arguments, as they were given.
+    """
+
+    sampler: Sampler
+    _generator: np.random.Generator
+
+    def __init__(self, schema: Schema, capacity: int, settings: dict[str, Any], coder: Coder) -> None:
+        self.schema, self.num_envs = schema, schema.num_envs
+        self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
+        self._settings = settings
+        self._lock = threading.Lock()
+        self._prefetched: Prefetched | None = None  # made with the first loader
+        self._savers = Savers(coder)
+        self._attached = Attached()
+        self._autosave: Autosave | None = None
+        self._fetch: BackgroundFetch | None = None
+
+    @abstractmethod
+    def _open(self) -> Store:
+        """Return the store, or refuse a memory that was closed."""
+
+    @property
+    @abstractmethod
+    def next_id(self) -> int:
+        """Id of the first transition of the next `add`."""
+
+    def save(
+        self,
+        url: str | os.PathLike[str],
+        *,
+        attach: Mapping[str, Any] | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+        progress: Progress | None = None,
+    ) -> SaveHandle:
+        """Write a checkpoint of this moment in the background, and return at once.
+
+        Saving again to the same place writes only what is new. A save that fails says so when its handle is asked for
+        the result; the memory goes on, and the checkpoints before are intact.
+
+        Args:
+            url: A directory, or a prefix of an object store: s3://bucket/run, gs://bucket/run, az://container/run.
+            attach: A trainer's own files, by name: bytes, or paths of files that stay as they are until the save is
+                done. They are part of the checkpoint, see `attached`.
+            keep: How many checkpoints stay; older ones are removed once this one is safe.
+            mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
+                handle's `mirrored()` waits for that.
+            progress: Called in the background with what is written now and the bytes so far.
+        """
+        require_count("keep", keep, 1)
+        files = checked_attachments(attach)
+        saver = self._savers.to(normalized_url(url))
+        return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
+
+    def save_every(
+        self,
+        url: str | os.PathLike[str],
+        seconds: float | None = None,
+        *,
+        transitions: int | None = None,
+        keep: int = 3,
+        mirror: str | None = None,
+    ) -> None:
+        """Save in the background, until the memory is closed; a crash costs no more than what was added since.
+
+        Every block is written as soon as it is full and compressed; a checkpoint is made of them when it is due, and
+        has little left to write then. Calling it again replaces what was said before.
+
+        Args:
+            seconds: Make a checkpoint after so many seconds ...
+            transitions: ... or after so many transitions, whichever comes first.
+        """
+        if seconds is None and transitions is None:
+            raise ArgumentError("save_every was told neither seconds nor transitions; name one of them, or both")
+        pause = None if seconds is None else require_number("seconds", seconds, 0.01)
+        if transitions is not None:
+            require_count("transitions", transitions, 1)
+        require_count("keep", keep, 1)
+        from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
+
+        interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
+        self._open()
+        if self._autosave is not None:
+            self._autosave.stop()
+
+        def save(memory: Any) -> SaveHandle:
+            handle: SaveHandle = memory.save(location, keep=kept, mirror=mirror)
+            return handle
+
+        def write_ahead(memory: Any) -> None:
+            memory._savers.to(location).write_ahead(memory._full_blocks)
+
+        self._autosave = Autosave(self, save, write_ahead, interval)
+
+    @classmethod
+    def load(
+        cls,
+        url: str | os.PathLike[str],
+        capacity: int | None = None,
+        device: str | None = None,
+        budget: str | int | None = "auto",
+        prefer: str = "balanced",
+        spill_dir: str | os.PathLike[str] | None = None,
+        sampler: Sampler | None = None,
+        *,
+        num_envs: int | None = None,
+        recover: bool = False,
+    ) -> Self:
+        """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
+
+        Compressed and raw blocks stay in their files and are read when they are sampled from. Of an object store,
+        what a batch needs is fetched when it is drawn, and the rest meanwhile, to temporary files or `spill_dir`.
+
+        Args:
+            url: Where it was saved.
+            capacity: Transitions to hold, if not as many as before; the newest are kept.
+            sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
+                one of another kind starts anew. None: `Uniform()`.
+            num_envs: Lanes, if not as many as before. Every transition is then added anew, under a new id; where a
+                lane's stream is cut, the last transition before is marked as truncated; samplers start anew.
+            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
+                none, all others are loaded, and the log says what is lost. Everything is read for that.
+        """
+        if num_envs is not None:
+            require_count("num_envs", num_envs, 1)
+
+        made: Any = cls
+
+        def make(schema: Schema, ticks: int, is_final: bool) -> Any:
+            most = ticks * schema.num_envs
+            if not is_final:
+                return made(schema, None, most, budget=None, prefer=prefer)
+            return made(schema, None, most, budget=budget, prefer=prefer, spill_dir=spill_dir, device=device)
+
+        loading: Loading[Any] = Loading(make, made._take_over, sampler, capacity, num_envs, recover)
+        memory: Self = loading.load(open_reader(url, spill_dir))
+        return memory
+
+    @property
+    def attached(self) -> Attached:
+        """Files that were saved with the memory that this one was loaded from, by name."""
+        return self._attached
+
+    @abstractmethod
+    def close(self) -> None:
+        """Free everything."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _came_from(self, found: Restored) -> None:
+        """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""
+        if found.saved is not None:
+            self._savers.to(found.url, found.saved)
+        self._fetch = found.fetch_the_rest()
+        self._attached = found.attached
+
+    def _end_saving(self) -> None:
+        """Wait for what is being saved, and end all that goes on in the background."""
+        autosave, self._autosave = self._autosave, None
+        if autosave is not None:
+            autosave.stop()
+        self._savers.close()
+        fetch, self._fetch = self._fetch, None
+        if fetch is not None:
+            fetch.stop()
+
+    def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
+        """Become what was saved."""
+        with self._lock:
+            found.fill(self._open())
+        self._generator = restored_generator(found.state["generator"])
+        saved = found.state["sampler"]
+        self.sampler = sampler_to_resume(sampler, saved["kind"])
+        first_id = self._open().first_tick * self.num_envs
+        continues = found.content is not None and resume(self.sampler, saved, self.capacity, first_id)
+        if continues and (recipes := found.state.get("prefetched")):
+            self._prefetched = Prefetched(recipes, getattr(self.sampler, "reward_fn", None))
+        self._came_from(found)
+
+    def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
+        with self._lock:
+            store = self._open()
+            frozen = store.freeze(saved)
+            state = {
+                "sampler": sampler_state(self.sampler),
+                "generator": generator_state(self._generator),
+                "prefetched": [] if self._prefetched is None else self._prefetched.state(),
+            }
+            words, ticks = schema_words(self.schema), self.capacity // self.num_envs
+            return Snapshot(frozen, words, ticks, state, attach, self._lock, store.release)
+
+    def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
+        with self._lock:
+            return self._open().full_blocks(is_known)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the content as arrays that pickle protocol 5 writes without copying them."""
+        with self._lock:
+            store = self._open()
+            return {
+                "schema": self.schema,
+                "capacity": self.capacity,
+                "settings": self._settings,
+                "generator": self._generator,
+                "sampler": self.sampler,
+                "store": store.content(),
+                "rows": store.rows(),
+                "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
+            }
