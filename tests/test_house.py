@@ -43,3 +43,20 @@ def test_a_file_is_no_longer_than_a_chapter(file: Path) -> None:
 
 def test_a_files_name_says_what_is_inside() -> None:
     assert not [str(file) for file in _files() if VAGUE.search(file.name)]
+
+
+PACKAGES = ("storage", "native", "delivery", "sampling", "checkpoint", "testing")
+"""Packages that are entered through their `__init__` alone. Tools and the cluster are imported file by file, since what
+a command or a worker loads decides how fast it starts."""
+
+
+def _reached_into(file: Path) -> list[str]:
+    """Return the modules of other packages that a file imports past their `__init__`."""
+    own = file.relative_to(SOURCE).parts[0]
+    named = [node.module for node in ast.walk(_tree(file)) if isinstance(node, ast.ImportFrom) and node.module]
+    reached = [name for name in named if name.startswith("holdall.") and name.count(".") > 1]
+    return [name for name in reached if name.split(".")[1] in PACKAGES and name.split(".")[1] != own]
+
+
+def test_a_package_is_entered_through_its_front_door() -> None:
+    assert not {str(file): reached for file in _files() if (reached := _reached_into(file))}

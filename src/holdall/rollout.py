@@ -27,8 +27,7 @@ from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
-from holdall.storage.rings import new_ring
-from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
+from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)

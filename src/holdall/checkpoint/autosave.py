@@ -22,7 +22,7 @@ import numpy as np
 from holdall.checkpoint.manifest import Manifest, next_number
 from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
 from holdall.errors import CheckpointError, HoldallError
-from holdall.storage.blocks import Extent, SegmentFile
+from holdall.storage import Extent, SegmentFile
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle

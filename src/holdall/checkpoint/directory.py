@@ -32,7 +32,7 @@ from holdall.checkpoint.manifest import (
     require_format,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
-from holdall.storage.blocks import SegmentFile
+from holdall.storage import SegmentFile
 
 if sys.platform == "win32":
     import msvcrt

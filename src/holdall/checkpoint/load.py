@@ -28,14 +28,23 @@ from holdall.checkpoint.manifest import (
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_of, malformed_refused, schema_of
-from holdall.sampling.draw import Sampler, Uniform
+from holdall.sampling import Sampler, Uniform
 from holdall.schema import Leaf, Schema
-from holdall.storage.blocks import CarriedSlices, Extent, KeptBlock, SegmentFile, reserve
-from holdall.storage.codec import Dictionary
-from holdall.storage.records import (
+from holdall.storage import (
+    CarriedSlices,
+    ClosedPart,
+    Dictionary,
+    Extent,
+    KeptBlock,
     Like,
     Read,
     Record,
+    RowChunk,
+    Segment,
+    SegmentFile,
+    Store,
+    StoreContent,
+    reserve,
     unpack_dictionary,
     unpack_logs,
     unpack_piece,
@@ -44,9 +53,6 @@ from holdall.storage.records import (
     unpack_state,
     window_of,
 )
-from holdall.storage.slices import ClosedPart, Segment
-from holdall.storage.snapshot import RowChunk, StoreContent
-from holdall.storage.store import Store
 from holdall.units import require_count
 
 if TYPE_CHECKING:

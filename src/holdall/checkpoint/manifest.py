@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.json_state import count_of, malformed_refused, text_of
-from holdall.storage.blocks import SegmentFile
+from holdall.storage import SegmentFile
 
 FORMAT = "holdall checkpoint"
 VERSION = 1

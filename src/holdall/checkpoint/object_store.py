@@ -43,8 +43,7 @@ from holdall.errors import (
     FencedError,
     MissingPackageError,
 )
-from holdall.storage.blocks import SegmentFile
-from holdall.storage.remote_file import AwaitedFile
+from holdall.storage import AwaitedFile, SegmentFile
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2

@@ -28,8 +28,7 @@ from holdall.checkpoint.manifest import (
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
-from holdall.storage.blocks import Coder, SliceBlock
-from holdall.storage.snapshot import FullBlock
+from holdall.storage import Coder, FullBlock, SliceBlock
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror

@@ -32,12 +32,26 @@ from holdall.checkpoint.manifest import (
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import malformed_refused
 from holdall.schema import Leaf
-from holdall.storage.blocks import Coder, Extent, KeptBlock, SegmentFile, SliceBlock
-from holdall.storage.layout import Window
-from holdall.storage.records import SLICES, Buffer, Like, Record, numbers, unpack, unpack_file
-from holdall.storage.remote_file import Demand, bring
-from holdall.storage.slices import ClosedPart
-from holdall.storage.snapshot import RowChunk, is_settled
+from holdall.storage import (
+    SLICES,
+    Buffer,
+    ClosedPart,
+    Coder,
+    Demand,
+    Extent,
+    KeptBlock,
+    Like,
+    Record,
+    RowChunk,
+    SegmentFile,
+    SliceBlock,
+    Window,
+    bring,
+    is_settled,
+    numbers,
+    unpack,
+    unpack_file,
+)
 
 FILE_BYTES = 64 * 2**20
 _FILES = 64

@@ -39,12 +39,23 @@ from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRe
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import dtype_name
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, Extent, SliceBlock
-from holdall.storage.codec import Codec, Method, Transform
-from holdall.storage.records import (
+from holdall.storage import (
     PIECE_BYTES,
     Buffer,
+    Codec,
+    Coded,
+    Coder,
+    Extent,
+    FrozenRows,
+    FrozenSegments,
+    FrozenStore,
+    FullBlock,
+    Method,
+    OpenSlices,
+    SliceBlock,
+    Transform,
     dictionary_name,
+    is_settled,
     pack_dictionary,
     pack_file,
     pack_logs,
@@ -53,14 +64,6 @@ from holdall.storage.records import (
     pack_slices,
     pack_state,
     window_words,
-)
-from holdall.storage.snapshot import (
-    FrozenRows,
-    FrozenSegments,
-    FrozenStore,
-    FullBlock,
-    OpenSlices,
-    is_settled,
 )
 
 if TYPE_CHECKING:

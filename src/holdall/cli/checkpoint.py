@@ -26,7 +26,7 @@ from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
-from holdall.sampling.draw import Uniform
+from holdall.sampling import Uniform
 from holdall.units import format_bytes
 
 _MINARI = "minari:"

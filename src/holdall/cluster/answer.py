@@ -22,16 +22,28 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
-from holdall.delivery.batches import Delivery, ObservationAssembler
+from holdall.delivery import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage.blocks import Coded, KeptBlock
-from holdall.storage.codec import Codec, Dictionary
-from holdall.storage.layout import Window
-from holdall.storage.records import Buffer, codec_of, pack, records_in
-from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS
-from holdall.storage.slices import RECORD_FIELDS, ClosedPart, Cursors, Kernels, Log, Places
+from holdall.storage import (
+    MOST_SEGMENT_ROWS,
+    RECORD_FIELDS,
+    Buffer,
+    ClosedPart,
+    Codec,
+    Coded,
+    Cursors,
+    Dictionary,
+    KeptBlock,
+    Kernels,
+    Log,
+    Places,
+    Window,
+    codec_of,
+    pack,
+    records_in,
+)
 
 ANSWER = "answer"
 _MOST_BYTES = 2**28

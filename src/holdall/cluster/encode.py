@@ -16,13 +16,34 @@ import numpy as np
 import ray
 
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage.blocks import CarriedSlices, Coded, Coder, KeptBlock, reserve
-from holdall.storage.codec import COST_CAPS, Codec, Dictionary, Method, Transform, choose
-from holdall.storage.layout import Window, WindowSearches
-from holdall.storage.records import Buffer, codec_of, codec_words, pack, records_in, window_words
-from holdall.storage.sealed_segment import SealedSegment
-from holdall.storage.slices import ClosedPart, Cursors, Kernels, OpenPart
-from holdall.storage.snapshot import RowChunk, Tick
+from holdall.storage import (
+    COST_CAPS,
+    Buffer,
+    CarriedSlices,
+    ClosedPart,
+    Codec,
+    Coded,
+    Coder,
+    Cursors,
+    Dictionary,
+    KeptBlock,
+    Kernels,
+    Method,
+    OpenPart,
+    RowChunk,
+    SealedSegment,
+    Tick,
+    Transform,
+    Window,
+    WindowSearches,
+    choose,
+    codec_of,
+    codec_words,
+    pack,
+    records_in,
+    reserve,
+    window_words,
+)
 
 ROW_BYTES = 256
 """Observation leaves up to this size are sent as rows, obs and next_obs: cutting them into slices saves nothing."""

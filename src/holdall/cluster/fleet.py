@@ -32,10 +32,8 @@ from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import actor_state
 from holdall.cluster.writer import Address, Writer
 from holdall.errors import ArgumentError, ShardError
-from holdall.sampling import Sampler, Uniform
-from holdall.sampling.prioritized import Prioritized
-from holdall.storage.codec import COST_CAPS
-from holdall.storage.sealed_segment import segment_needs
+from holdall.sampling import Prioritized, Sampler, Uniform
+from holdall.storage import COST_CAPS, segment_needs
 from holdall.units import require_number
 
 _TALKS = 16

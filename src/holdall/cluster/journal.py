@@ -24,9 +24,7 @@ from typing import Any
 from holdall.checkpoint import FileSystem, Objects, is_remote
 from holdall.cluster.protocol import dictionary_of, packed_dictionary, whole
 from holdall.errors import CheckpointError, DamageError, FencedError, HoldallError
-from holdall.storage.codec import Dictionary
-from holdall.storage.records import DICTIONARY, Record, dictionary_name, pack, records_in
-from holdall.storage.sealed_segment import SealedSegment
+from holdall.storage import DICTIONARY, Dictionary, Record, SealedSegment, dictionary_name, pack, records_in
 
 _NAME = re.compile(r"[0-9a-f]{16}\.slot")
 MOST_SLOT_BYTES = 2**30

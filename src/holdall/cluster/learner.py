@@ -25,10 +25,9 @@ from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
 from holdall.cluster.fleet import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
 from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
-from holdall.sampling import Sampler
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized, Sampler
 from holdall.schema import Array, Schema, as_array, as_ids
-from holdall.storage.codec import Dictionary
+from holdall.storage import Dictionary
 
 Ids = NDArray[np.int64]
 

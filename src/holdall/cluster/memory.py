@@ -45,7 +45,7 @@ from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
 from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
 from holdall.cluster.writer import Address, Writer, copy_transitions
-from holdall.delivery.loader import Loader
+from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import (
     generator_of,
@@ -56,8 +56,7 @@ from holdall.json_state import (
 )
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
-from holdall.sampling import Sampler
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized, Sampler
 from holdall.schema import Schema, as_ids
 from holdall.units import require_count
 

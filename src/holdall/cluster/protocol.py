@@ -28,8 +28,7 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, ShardError
-from holdall.storage.codec import Dictionary
-from holdall.storage.records import DICTIONARY, dictionary_name, pack_dictionary, records_in
+from holdall.storage import DICTIONARY, Dictionary, dictionary_name, pack_dictionary, records_in
 
 Ids = NDArray[np.int64]
 

@@ -45,11 +45,9 @@ from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import Process, ShardMetrics
 from holdall.errors import ArgumentError, CheckpointError, DamageError, ShardError
 from holdall.json_state import generator_of
-from holdall.sampling import Sampler
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized, Sampler
 from holdall.schema import as_ids
-from holdall.storage.records import dictionary_name
-from holdall.storage.sealed_segment import segment_needs
+from holdall.storage import dictionary_name, segment_needs
 
 GROUPS = {"insert": 32, "sample": 4, "control": 4, "save": 4}
 """Threads by kind of call, so that none waits behind another kind."""

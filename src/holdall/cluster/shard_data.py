@@ -22,25 +22,37 @@ from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload
 from holdall.cluster.encode import sliced_leaves
 from holdall.cluster.journal import SLOT_BYTES, Entry, Journal
 from holdall.cluster.protocol import ShardCounters
-from holdall.delivery.batches import host_pool
-from holdall.delivery.loader import Prefetched
+from holdall.delivery import Prefetched, host_pool
 from holdall.errors import DamageError
 from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.native import chosen_kernels
-from holdall.sampling.draw import Held, Sampler
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Held, Prioritized, Sampler
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage.blocks import CarriedSlices, Coded, Extent, SealedSlices, SliceBlock
-from holdall.storage.codec import Codec, Dictionary
-from holdall.storage.layout import Window
-from holdall.storage.records import codec_words, dictionary_name
-from holdall.storage.remote_file import bring_places
-from holdall.storage.rings import Rows
-from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
-from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Kernels, Log, Places
-from holdall.storage.slices import Held as HeldArrays
-from holdall.storage.store import Store
-from holdall.storage.tiers import Budget
+from holdall.storage import (
+    NEXT_IS_WHOLE,
+    RECORD_FIELDS,
+    Budget,
+    CarriedSlices,
+    Codec,
+    Coded,
+    Dictionary,
+    Extent,
+    Kernels,
+    Log,
+    Places,
+    Rows,
+    SealedSegment,
+    SealedSlices,
+    SliceBlock,
+    Store,
+    Window,
+    bring_places,
+    codec_words,
+    dictionary_name,
+    pack_segment,
+    unpack_segment,
+)
+from holdall.storage import Held as HeldArrays
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""

@@ -23,12 +23,9 @@ from holdall.errors import ClosedError, ShardError
 from holdall.json_state import schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory as LocalReplayMemory
-from holdall.sampling.draw import Uniform
+from holdall.sampling import Uniform
 from holdall.schema import Schema, Tree
-from holdall.storage.codec import Dictionary
-from holdall.storage.records import dictionary_name
-from holdall.storage.sealed_segment import pack_segment, segment_needs
-from holdall.storage.snapshot import Tick
+from holdall.storage import Dictionary, Tick, dictionary_name, pack_segment, segment_needs
 
 _SEGMENT_ROWS = 128
 _ASK_AGAIN_S = 0.01

@@ -5,8 +5,6 @@ The chapters, in the order of the flow: `batches` (on the host; the entry), `dev
 `to_device` (rollouts and trajectories). Torch is imported when a device is asked for.
 """
 
-from __future__ import annotations
-
 from holdall.delivery.batches import (
     Batches,
     BatchJob,
@@ -14,6 +12,7 @@ from holdall.delivery.batches import (
     DrawnRows,
     HostBatches,
     ObservationAssembler,
+    host_pool,
     of_ids,
 )
 from holdall.delivery.device import DeviceStream, stream_to
@@ -39,6 +38,7 @@ __all__ = [
     "SavedDraws",
     "SlotLoad",
     "batches_for",
+    "host_pool",
     "of_ids",
     "stream_to",
 ]

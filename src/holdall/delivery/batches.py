@@ -19,11 +19,7 @@ from numpy.typing import NDArray
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage.blocks import address
-from holdall.storage.remote_file import bring_places
-from holdall.storage.rings import Rows
-from holdall.storage.slices import Kernels, Places
-from holdall.storage.store import Store
+from holdall.storage import Kernels, Places, Rows, Store, address, bring_places
 
 if TYPE_CHECKING:
     import torch

@@ -44,9 +44,7 @@ from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.schema import Schema
-from holdall.storage.rings import Rows
-from holdall.storage.slices import Kernels
-from holdall.storage.store import Store
+from holdall.storage import Kernels, Rows, Store
 
 if TYPE_CHECKING:
     import torch

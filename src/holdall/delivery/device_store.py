@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 from holdall.delivery.device import DeviceStream, StagingRing
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coder, SliceBlock, address
-from holdall.storage.slices import ClosedPart, OpenPart, lies_direct
-from holdall.storage.store import Store
+from holdall.storage import ClosedPart, Coder, OpenPart, SliceBlock, Store, address, lies_direct
 
 if TYPE_CHECKING:
     import torch

@@ -20,7 +20,7 @@ import numpy as np
 from holdall.batch import Batch, Draw, Goals, RewardFunction
 from holdall.delivery.batches import Batches, BatchJob, DrawnRows
 from holdall.errors import ClosedError, DamageError, TransitionIdError
-from holdall.sampling.draw import Held
+from holdall.sampling import Held
 
 
 class Loader:

@@ -10,8 +10,7 @@ from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.native.reading import NativeReading
 from holdall.native.writing import NativeCoder, NativeWriting
-from holdall.storage.blocks import Coder
-from holdall.storage.slices import Kernels
+from holdall.storage import Coder, Kernels
 
 
 class NativeKernels(NativeWriting, NativeReading):

@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.storage.codec import TRANSFORM_FIELDS
-from holdall.storage.slices import RECORD_FIELDS
+from holdall.storage import RECORD_FIELDS, TRANSFORM_FIELDS
 
 _VERSION = 9
 """What holdall_version must return; raised with every change of an exported function."""

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coded, Coder, SealedSlices
-from holdall.storage.codec import Codec, Method, Predictor, Transform
+from holdall.storage import Codec, Coded, Coder, Method, Predictor, SealedSlices, Transform
 
 Decompress = Callable[[bytes, int], bytes]
 """Takes a unit and how many bytes must come of it; returns others if it is damaged."""

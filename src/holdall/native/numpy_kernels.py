@@ -15,9 +15,19 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.native.numpy_codec import PortableCoder
 from holdall.schema import Array, Bytes
-from holdall.storage.blocks import Coder, SealedSlices, SliceBlock, release_tail
-from holdall.storage.layout import Window, as_bytes
-from holdall.storage.slices import NEXT_IS_WHOLE, RECORD_FIELDS, Cursors, OpenPart, Places
+from holdall.storage import (
+    NEXT_IS_WHOLE,
+    RECORD_FIELDS,
+    Coder,
+    Cursors,
+    OpenPart,
+    Places,
+    SealedSlices,
+    SliceBlock,
+    Window,
+    as_bytes,
+    release_tail,
+)
 
 
 class PortableKernels:

@@ -23,10 +23,7 @@ from holdall.errors import DamageError, HoldallError
 from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, NamesStruct
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
-from holdall.storage.blocks import Coder, SealedSlices, address
-from holdall.storage.codec import Transform
-from holdall.storage.remote_file import bring_slices
-from holdall.storage.slices import RECORD_FIELDS, Places
+from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
 from holdall.threads import pool_threads
 
 _DECODED_PLACES = 4096

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from holdall.native.library import chosen_library
 from holdall.schema import Array
-from holdall.storage.blocks import address
+from holdall.storage import address
 
 _FEWEST_CHANNELS = 4
 """From this many channels on, C separates them faster than NumPy copies them."""

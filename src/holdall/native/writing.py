@@ -27,10 +27,23 @@ from holdall.native.library import (
 )
 from holdall.native.reading import NativeDecoder
 from holdall.schema import Array, Bytes
-from holdall.storage.blocks import Coded, Coder, SealedSlices, SliceBlock, address, release_tail, reserve
-from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Transform
-from holdall.storage.layout import Window
-from holdall.storage.slices import Cursors, OpenPart
+from holdall.storage import (
+    TRANSFORM_FIELDS,
+    Codec,
+    Coded,
+    Coder,
+    Cursors,
+    Dictionary,
+    Method,
+    OpenPart,
+    SealedSlices,
+    SliceBlock,
+    Transform,
+    Window,
+    address,
+    release_tail,
+    reserve,
+)
 
 _MOST_LAYOUTS = 8
 """Layouts that a part remembers; a caller has one or two."""

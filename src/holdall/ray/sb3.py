@@ -16,7 +16,7 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.cluster.collect import MakeAct
 from holdall.cluster.memory import ReplayMemory
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized
 from holdall.sb3 import ReplayBuffer as LocalReplayBuffer
 from holdall.sb3.prioritized import PrioritizedSamples
 

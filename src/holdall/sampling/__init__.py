@@ -1,7 +1,5 @@
 """Which transitions come next: the contract of a sampler, and the samplers."""
 
-from __future__ import annotations
-
 from holdall.sampling.draw import (
     Held,
     PrioritySampler,

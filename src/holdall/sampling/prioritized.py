@@ -19,7 +19,7 @@ from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError, TransitionIdError
 from holdall.native import chosen_library
 from holdall.sampling.draw import Held, Ids, State
-from holdall.storage.blocks import address
+from holdall.storage import address
 from holdall.units import require_number
 
 Slots = NDArray[np.int64]

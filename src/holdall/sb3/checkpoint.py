@@ -27,7 +27,7 @@ from holdall.checkpoint import SaveHandle, attached_files
 from holdall.errors import ArgumentError, CheckpointError, DamageError
 from holdall.json_state import decode_state, encode_state, generator_state, restored_generator
 from holdall.replay import ReplayMemory
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized
 from holdall.sb3.her import HerReplayBuffer
 from holdall.sb3.prioritized import PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer

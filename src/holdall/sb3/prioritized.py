@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
-from holdall.sampling.prioritized import Prioritized
+from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
 
 

@@ -25,7 +25,7 @@ from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
 from holdall.sb3.replay import SlotArray
 from holdall.schema import Leaf
-from holdall.storage.rollout import RolloutFields
+from holdall.storage import RolloutFields
 
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("values", "log_probs", "advantages", "returns")

@@ -27,11 +27,21 @@ from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError
 from holdall.json_state import encode_state
 from holdall.replay import ReplayMemory
-from holdall.sampling.draw import Held, Sampler
+from holdall.sampling import Held, Sampler
 from holdall.schema import Bytes, Leaf, stored_space
-from holdall.storage.blocks import Coded, Coder, Extent, SealedSlices, SegmentFile
-from holdall.storage.codec import Codec, Dictionary, Method, Transform, candidates
-from holdall.storage.layout import Window
+from holdall.storage import (
+    Codec,
+    Coded,
+    Coder,
+    Dictionary,
+    Extent,
+    Method,
+    SealedSlices,
+    SegmentFile,
+    Transform,
+    Window,
+    candidates,
+)
 from holdall.testing.oracle import OracleMemory, assert_same_bits, stack_rows
 from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows
 

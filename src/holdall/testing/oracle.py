@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch
 from holdall.errors import ArgumentError, TransitionIdError
-from holdall.sampling.draw import Held
+from holdall.sampling import Held
 
 
 class _Tick(NamedTuple):

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.machine import held_bytes
-from holdall.testing.oracle import OracleMemory, as_array
+from holdall.testing import OracleMemory, as_array
 from holdall.tools.bench.buffer_libraries import BUFFER_SETUPS, BufferAdapter, BufferSetup
 from holdall.tools.bench.child_process import emit, measured_save
 from holdall.tools.bench.trace import Trace, TraceStep

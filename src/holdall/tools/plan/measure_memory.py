@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdall.machine import held_bytes
 from holdall.replay import ReplayMemory
 from holdall.rollout import RolloutMemory
-from holdall.storage.segment import SEGMENT_BYTES
+from holdall.storage import SEGMENT_BYTES
 from holdall.tools.plan.environments import has_images, make_single_env, random_steps
 from holdall.tools.plan.phases import SEGMENTS_OF_A_CAPACITY, HoldallNeed
 from holdall.tools.plan.spec import Spec
