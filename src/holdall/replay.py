@@ -29,7 +29,7 @@ from holdall.delivery import (
     SavedDraws,
     batches_for,
     of_ids,
-)  # fmt: skip
+)
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
