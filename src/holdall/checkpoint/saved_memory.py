@@ -153,9 +153,9 @@ class SavedMemory(ABC):
             url: Where it was saved.
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
-                one of another kind starts anew. None: `Uniform()`.
-            num_envs: Lanes, if not as many as before. Every transition is then added anew, under a new id; where a
-                lane's stream is cut, the last transition before is marked as truncated; samplers start anew.
+                one of another kind starts afresh. None: `Uniform()`.
+            num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
+                lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
                 none, all others are loaded, and the log says what is lost. Everything is read for that.
         """

@@ -91,7 +91,7 @@ class LocalSlots:
         return True
 
     def read(self, number: int) -> bytes | None:
-        """Return the bytes of a slot; None if it is not there: whoever removes slots may do so at any time."""
+        """Return the bytes of a slot; None if it is not there: slots may be removed at any time."""
         try:
             return (self._root / _name(number)).read_bytes()
         except FileNotFoundError:

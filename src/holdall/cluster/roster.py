@@ -69,7 +69,7 @@ class RateLimit:
 
 @dataclass(slots=True)
 class Limiter:
-    """Grants inserts and samples. Not locked: whoever owns it is."""
+    """Grants inserts and samples. Not locked: its owner is."""
 
     limit: RateLimit
     inserted: int = 0  # what the shards took, as they last said

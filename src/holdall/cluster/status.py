@@ -1,7 +1,7 @@
 """What shards, learners and the limiter report: where they run, what they hold and take; as numbers, and as metrics.
 
 In:  an actor, or a process's own counters.  Out: a few numbers; also of a shard that does not answer.
-Invariant: reading what a process takes costs it a fiftieth of a core at most, however large it is and whoever asks.
+Invariant: reading what a process takes costs it a fiftieth of a core at most, however large it is and often asked.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class _Gauges:
 
 
 class _AskedFor(_Gauges):
-    """Gauges that are set once a second at most, by whoever is called anyway."""
+    """Gauges that are set once a second at most, during calls that come anyway."""
 
     def __init__(self, prefix: str, described: dict[str, str], memory: str) -> None:
         super().__init__(prefix, described, {"memory": memory})

@@ -62,7 +62,7 @@ class ThreadPool:
 
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or pool_threads()
-        self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to whoever has `helping`
+        self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
         self._lock = threading.Lock()
         self._process = 0
         self._address = 0

@@ -143,7 +143,7 @@ class SegmentFile:
         return b"".join(pieces)
 
     def bring(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
-        """See to it that ranges can be read soon: the disk is told of all of them at once."""
+        """Ask the disk for all of these ranges at once, so that they can be read soon."""
         if hasattr(os, "posix_fadvise"):
             for start, end in zip(starts.tolist(), ends.tolist(), strict=True):
                 os.posix_fadvise(self.descriptor, start, end - start, os.POSIX_FADV_WILLNEED)
@@ -317,7 +317,7 @@ class Coder(Protocol):
         """Code all rows of `slices`; None if a palette does not hold their words."""
 
     def keeping(self) -> Coder:
-        """Return a coder for many small blocks, of one thread: making a compressor anew would cost as much as each."""
+        """Return a coder for many small blocks, of one thread; it keeps its compressors, which cost as much as a block."""
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Sum every unit of sealed slices up, for when it is read from a file."""

@@ -43,7 +43,7 @@ class Method(IntEnum):
 
 
 class Predictor(IntEnum):
-    """What a byte is told by; the numbers are those of codec.h."""
+    """What a byte is predicted from; the numbers are those of codec.h."""
 
     NOTHING = 0
     LEFT = 1
@@ -190,7 +190,7 @@ def _predictions(base: Transform, leaf: Leaf, window: Window) -> list[Transform]
 
 
 COST_CAPS = {"speed": 1.2, "balanced": 2.0, "memory": 4.0}
-"""How dear sampling compressed slices may be, over a raw gather, by preference."""
+"""How many times as long as a raw gather sampling compressed slices may take, by preference."""
 
 _SAMPLED_SLICES = 256
 """Slices that are measured: they chose right in 27 of 29 recorded environments."""
@@ -200,7 +200,7 @@ _TRAININGS: tuple[tuple[int, dict[str, int]], ...] = (
     (32 * 1024, {"k": 1024, "d": 8}),
     (64 * 1024, {"k": 2048, "d": 8}),
 )
-"""Sizes of dictionaries, and how the trainer is told to cut its samples."""
+"""Sizes of dictionaries, and how the trainer cuts its samples."""
 _GROUPS = (4, 8, 16)
 """How many neighbours are tried together: a transition of a stack of 4 needs 5 of them."""
 _TOGETHER_PAYS = 1.25

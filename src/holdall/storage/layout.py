@@ -160,7 +160,7 @@ class WindowScout:
 
 
 class WindowSearches:
-    """One search a field at a time; ever more seldom in vain."""
+    """One search a field at a time; the more searches find nothing, the longer the pause before the next."""
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes

@@ -250,7 +250,7 @@ class Segments:
         return ticks, sum(part.new_slices * part.window.slice_bytes for part in parts) / max(ticks, 1)
 
     def disk_bytes(self, field: int) -> int:
-        """Count the bytes of one field on disk; a block counts once, whoever names it."""
+        """Count the bytes of one field on disk; a block counts once, however many segments name it."""
         blocks = {id(s.parts[field].block): s.parts[field].block for s in self._closed}
         return sum(block.sealed.disk_bytes for block in blocks.values() if block.sealed is not None)
 

@@ -387,7 +387,7 @@ class FrozenStore:
     next_tick: int
     first_tick: int
     rows: FrozenRows
-    versions: dict[int, int]  # of chunks of rows whose flags were set anew
+    versions: dict[int, int]  # of chunks of rows whose flags were changed
     large: list[int]  # observation leaves in segments, in the order of their fields
     segments: FrozenSegments | None
     newest: dict[int, Array]  # by small leaf: the next observations of the newest tick, where they have no row yet

@@ -169,7 +169,7 @@ class Tiers:
         self._spills = spills
         self._measures_early = measures_early
         self._raw = _BlockQueue()
-        self._sealed = _BlockQueue()  # in memory: sealed, or tried in vain
+        self._sealed = _BlockQueue()  # in memory: sealed, or did not shrink
         self._measured: list[FrozenBlock] = []  # to be sealed early
         self._sealing: dict[int, FrozenBlock] = {}  # by identity of the block
         self._spilling: dict[int, FrozenBlock] = {}
