@@ -317,7 +317,7 @@ class Coder(Protocol):
         """Code all rows of `slices`; None if a palette does not hold their words."""
 
     def keeping(self) -> Coder:
-        """Return a coder for many small blocks, of one thread; it keeps its compressors, which cost as much as a block."""
+        """Return a coder for many small blocks, of one thread; it keeps its compressors, which are slow to make."""
 
     def checksums(self, data: Bytes, offsets: NDArray[np.uint32]) -> NDArray[np.uint32]:
         """Sum every unit of sealed slices up, for when it is read from a file."""
