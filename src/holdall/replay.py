@@ -26,9 +26,13 @@ from holdall.delivery import (
     Loader,
     ObservationAssembler,
     Prefetched,
+    ResidentBatches,
     SavedDraws,
+    TensorFit,
     batches_for,
+    is_on_device,
     of_ids,
+    rings_on,
 )
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
@@ -86,6 +90,7 @@ class ReplayMemory(SavedMemory):
         self.sampler = Uniform() if sampler is None else sampler
         self._generator = generator_of(seed)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
+        self._tensor_fit: TensorFit | None = None  # of a memory whose data is born on its device
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
@@ -111,10 +116,9 @@ class ReplayMemory(SavedMemory):
         if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
             return
         with self._lock:
+            tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             store = self._open()
-            store.write(
-                self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            )
+            store.write(tick)
         store.sealer.wait_for_room()
 
     def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
@@ -154,9 +158,11 @@ class ReplayMemory(SavedMemory):
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
         with self._lock:
-            store = self._open()
+            store, batches = self._open(), self._batches
+            batch = batches.draw(self.sampler, batch_size, self._generator) if store.next_tick else None
+            if batch is not None:
+                return batch
             draw = self._draw(store, batch_size, batch_size)
-            batches = self._batches
             reading = batches.look_up(draw, store)
         return batches.make(draw, reading)
 
@@ -327,10 +333,36 @@ class ReplayMemory(SavedMemory):
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
         """Check every argument; nothing is written if one does not fit."""
         reward_dtype = self._open().reward_dtype
+        if self._settings["store_device"] is not None and (
+            self._tensor_fit or is_on_device(self._delivery, arguments[0])
+        ):
+            return self._fit_tensors(leading, reward_dtype, arguments)
         tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
         if reward_dtype is None:
             self._delivery.require(Leaf("reward", (), tick.reward.dtype))
         return tick
+
+    def _fit_tensors(self, leading: tuple[int, ...], reward_dtype: Any, arguments: tuple[Any, ...]) -> Tick:
+        """Check tensors on the store's device; the first of them say that everything is to live there."""
+        fit = self._tensor_fit or TensorFit(self._delivery, self.schema)
+        tick = fit.tick(leading, reward_dtype, *arguments)
+        if self._tensor_fit is None:
+            if self._open().next_tick:
+                raise ArgumentError(
+                    f"obs is on {fit.device}, but the memory was begun with arrays of the host; go on with these, or "
+                    "make a new memory"
+                )
+            self._move_to_device(fit)
+        return tick
+
+    def _move_to_device(self, fit: TensorFit) -> None:
+        """Let everything live on the store's device; nothing was added yet."""
+        ticks = self.capacity // self.num_envs
+        rings = rings_on(fit, self.schema, ticks, self._budget.limit)
+        store = Store(self.schema, ticks, self._kernels, self._lock, self._budget, None, large=(), rings=rings)
+        self._open().close()
+        self._store, self._tensor_fit = store, fit
+        self.__dict__["_batches"] = ResidentBatches(self.schema, rings)
 
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""

@@ -8,7 +8,7 @@ before anything is written.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from typing import Any, Protocol
@@ -56,6 +56,10 @@ class Leaf:
         return f"{argument}[{self.name!r}]" if self.name else argument
 
 
+Fit = Callable[[Leaf, Any, tuple[int, ...], str], Any]
+"""Returns a value as an array of a leaf, of given leading axes; the last argument is what the caller calls it."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tree:
     """A space taken apart into leaves, and the way back."""
@@ -73,15 +77,17 @@ class Tree:
         keys = tuple(structure) if isinstance(structure, dict) and shallow else None
         return cls(tuple(leaves), structure, keys)
 
-    def flatten(self, value: Any, leading: tuple[int, ...], argument: str) -> list[Array]:
-        """Return one checked array per leaf, in leaf order."""
+    def flatten(self, value: Any, leading: tuple[int, ...], argument: str, fit: Fit = Leaf.fit) -> list[Any]:
+        """Return one checked array per leaf, in leaf order; `fit` checks one."""
         if type(self.structure) is int:
-            return [self.leaves[0].fit(value, leading, argument)]
+            return [fit(self.leaves[0], value, leading, argument)]
         if self.keys is not None and type(value) is dict and value.keys() == set(self.keys):
             leaves = zip(self.keys, self.leaves, strict=True)
-            return [leaf.fit(value[key], leading, argument) for key, leaf in leaves]
-        arrays: list[Array] = []
-        self._collect(self.structure, value, leading, argument, "", arrays)
+            return [fit(leaf, value[key], leading, argument) for key, leaf in leaves]
+        arrays: list[Any] = []
+        self._collect(
+            self.structure, value, lambda leaf, part: fit(leaf, part, leading, argument), argument, "", arrays
+        )
         return arrays
 
     def build(self, arrays: Sequence[Any]) -> Any:
@@ -92,13 +98,13 @@ class Tree:
         self,
         structure: Structure,
         value: Any,
-        leading: tuple[int, ...],
+        fit: Callable[[Leaf, Any], Any],
         argument: str,
         path: str,
-        arrays: list[Array],
+        arrays: list[Any],
     ) -> None:
         if isinstance(structure, int):
-            arrays.append(self.leaves[structure].fit(value, leading, argument))
+            arrays.append(fit(self.leaves[structure], value))
             return
         where = f"{argument}[{path!r}]" if path else argument
         if isinstance(structure, dict):
@@ -115,7 +121,7 @@ class Tree:
                     f"{sorted(structure)}: missing {missing}, unknown {unknown}; pass exactly the space's keys"
                 )
             for key, child in structure.items():
-                self._collect(child, value[key], leading, argument, _join(path, key), arrays)
+                self._collect(child, value[key], fit, argument, _join(path, key), arrays)
             return
         if not isinstance(value, tuple | list) or len(value) != len(structure):
             raise ArgumentError(
@@ -123,7 +129,7 @@ class Tree:
                 f"{len(structure)}; pass a tuple of {len(structure)} batched values"
             )
         for index, child in enumerate(structure):
-            self._collect(child, value[index], leading, argument, _join(path, str(index)), arrays)
+            self._collect(child, value[index], fit, argument, _join(path, str(index)), arrays)
 
 
 Structure = int | dict[str, "Structure"] | tuple["Structure", ...]

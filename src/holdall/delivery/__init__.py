@@ -18,6 +18,7 @@ from holdall.delivery.batches import (
 from holdall.delivery.device import DeviceStream, stream_to
 from holdall.delivery.device_batch import batches_for
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws
+from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
 from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
 
 __all__ = [
@@ -35,10 +36,14 @@ __all__ = [
     "MinibatchDelivery",
     "ObservationAssembler",
     "Prefetched",
+    "ResidentBatches",
     "SavedDraws",
     "SlotLoad",
+    "TensorFit",
     "batches_for",
     "host_pool",
+    "is_on_device",
     "of_ids",
+    "rings_on",
     "stream_to",
 ]

@@ -271,6 +271,10 @@ class BatchJob(Protocol):
 class Batches(ABC):
     """Makes batches of one memory's transitions."""
 
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
+        """Draw and make a batch in one step, where that can be done; under the memory's lock."""
+        return None
+
     @abstractmethod
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """Find all that a draw needs; under the memory's lock."""

@@ -83,6 +83,7 @@ from holdall.storage.slices import (
     lies_direct,
 )
 from holdall.storage.snapshot import (
+    Apart,
     FrozenRows,
     FrozenSegments,
     FrozenStore,
@@ -93,6 +94,8 @@ from holdall.storage.snapshot import (
     Tick,
     UnchangedStore,
     is_settled,
+    put_rows,
+    rows_of,
     steps_in,
 )
 from holdall.storage.store import Store
@@ -108,6 +111,7 @@ __all__ = [
     "SEGMENT_BYTES",
     "SLICES",
     "TRANSFORM_FIELDS",
+    "Apart",
     "AwaitedFile",
     "Budget",
     "Buffer",
@@ -180,9 +184,11 @@ __all__ = [
     "pack_segment",
     "pack_slices",
     "pack_state",
+    "put_rows",
     "records_in",
     "release_tail",
     "reserve",
+    "rows_of",
     "segment_needs",
     "steps_in",
     "unpack",

@@ -214,6 +214,11 @@ class Rings:
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = first_tick
 
+    def keep_only(self, small: Iterable[int]) -> None:
+        """Have rings for exactly these observation leaves, as saved elsewhere; nothing was written yet."""
+        leaves = self.schema.observation.leaves
+        self.small = {i: self.small.get(i) or ObservationRing(leaves[i], self.lanes, self.ring_ticks) for i in small}
+
     def write(self, now: int, tick: Tick) -> None:
         """Write one tick; `count_invalid` comes first if lanes of it, or of others, made no transition."""
         slot = now % self.ring_ticks

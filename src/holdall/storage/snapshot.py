@@ -76,7 +76,7 @@ class Tick(NamedTuple):
 
 def steps_in(reward: Any) -> int:
     """Count the steps of trajectories, by their rewards."""
-    shape = as_array(reward, "reward").shape
+    shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])

@@ -59,6 +59,7 @@ class Store:
         lock: Guards every call of the store; its worker takes it to hand in what it did.
         first_tick: Number of the first tick that will be held.
         large: Observation leaves that lie in segments, and always will; None: by their size and what is found.
+        rings: Where all fields lie that are not large, if not in memory of the host.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Store:
         *,
         first_tick: int = 0,
         large: Collection[int] | None = None,
+        rings: Rings | None = None,
     ) -> None:
         self.next_tick = self._begun_at = self._not_before = first_tick
         self.flags_changed = 0
@@ -88,7 +90,7 @@ class Store:
         self._large = sorted(by_size if large is None else large)
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
-        self._rings = Rings(schema, self._ring_ticks, small, first_tick)
+        self._rings = Rings(schema, self._ring_ticks, small, first_tick) if rings is None else rings
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
@@ -388,7 +390,7 @@ class Store:
         self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._begun_at = content.first_tick
         rings = self._rings
-        rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
+        rings.keep_only(i for i in range(len(leaves)) if i not in self._large)
         sliced = [leaves[i] for i in self._large]
         self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
         self._settle(may_evict=True)

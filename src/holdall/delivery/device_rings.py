@@ -1,0 +1,481 @@
+"""Flat rings on a device: ticks are written and rows are read there, and the host waits for neither.
+
+In:  tensors on the device, tick by tick; ids.  Out: tensors on the device; for checkpoints, arrays of the host.
+Invariant: every row comes back bit for bit. An observation that continues from the last next observation is kept once;
+the device compares the two at every tick, and keeps what differs apart, in a pool that grows before it can run out.
+
+These are the rings of a store whose data is born on a device. The host knows the number of ticks. How many places of a
+pool are free only the device knows; it leaves that in memory of the host at every tick, and the host counts on the
+worst that can have happened since.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from holdall.delivery.device_loops import (
+    INVALID,
+    MOST_FIELDS,
+    TERMINATED,
+    TRUNCATED,
+    DeviceField,
+    RingsOnDevice,
+    RowsOnDevice,
+    TickOnDevice,
+    loops_for,
+    put_places,
+)
+from holdall.errors import ArgumentError
+from holdall.report import FieldReport
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage import Apart, Rows, Tick, put_rows, rows_of
+
+if TYPE_CHECKING:
+    import torch
+
+_SLACK_TICKS = 4
+"""Ticks that the device may lag behind before the host waits, if every lane ended an episode in each of them."""
+_POOLED_SHARE = 64
+"""A pool begins with a place for every so many rows."""
+_MOST_CHUNKS = 32
+_PATIENCE_SECONDS = 60.0
+_REWARD_BYTES = 4
+_FLAG = Leaf("", (), np.dtype(np.bool_))
+
+
+class ApartPool:
+    """Next observations of one field that no tick continues, and a queue of the places that are free."""
+
+    def __init__(self, torch: Any, device: torch.device, row_bytes: int, lanes: int, cells: int) -> None:
+        self._torch, self._device, self._row_bytes = torch, device, row_bytes
+        self.first_chunk = self.places = _first_places(lanes, cells)
+        self.chunks = [self._new_chunk(self.places)]
+        self.table = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
+        self.table[0] = self.chunks[0].data_ptr()
+        self.apart = torch.full((cells,), -1, dtype=torch.int32, device=device)
+        self._fill_queue(torch.arange(self.places, dtype=torch.int32, device=device))
+
+    def _new_chunk(self, places: int) -> torch.Tensor:
+        chunk: torch.Tensor = self._torch.empty((places, self._row_bytes), dtype=self._torch.uint8, device=self._device)
+        return chunk
+
+    def _fill_queue(self, free: torch.Tensor) -> None:
+        """Let the queue hold these places, with room for all that there are."""
+        torch, length = self._torch, 1 << (self.places - 1).bit_length()
+        self.queue = torch.zeros(length, dtype=torch.int32, device=self._device)
+        self.queue[: len(free)] = free
+        self.counts = torch.tensor([0, len(free), length - 1, 0], dtype=torch.int32, device=self._device)
+
+    def free(self) -> torch.Tensor:
+        """Return the places that are free; waits for the device."""
+        taken, given, mask, _ = (number & 0xFFFFFFFF for number in self.counts.tolist())
+        positions = self._torch.arange((given - taken) & 0xFFFFFFFF, device=self._device) + taken
+        places: torch.Tensor = self.queue[positions & mask]
+        return places
+
+    def grow(self) -> int:
+        """Add as many places as there are; return how many are free. The device is at rest."""
+        free, new = self.free(), self.places
+        self.chunks.append(self._new_chunk(new))
+        self.table[len(self.chunks) - 1] = self.chunks[-1].data_ptr()
+        self.places += new
+        added = self._torch.arange(new, 2 * new, dtype=self._torch.int32, device=self._device)
+        self._fill_queue(self._torch.cat([free, added]))
+        return len(free) + new
+
+    def put(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
+        """Keep rows for cells that have none. The device is at rest."""
+        while len(free := self.free()) < len(rows):
+            self.grow()
+        put_places(self, free[: len(rows)].long(), rows)
+        self.apart[cells] = free[: len(rows)]
+        self._fill_queue(free[len(rows) :])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
+
+
+class DeviceColumn:
+    """A ring on the device, read and written like an array of the host along its first axis."""
+
+    def __init__(self, torch: Any, ring: torch.Tensor, dtype: np.dtype[Any], bit: int = 0) -> None:
+        self._torch, self._ring, self._bit = torch, ring, bit
+        self.dtype = dtype
+        self.shape = tuple(ring.shape)
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __getitem__(self, where: int | slice) -> Array:
+        part = self._ring[where]
+        if self._bit:
+            part = (part & self._bit) != 0
+        if part.device.type == "cuda":
+            staged = self._torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
+            part = staged.copy_(part)
+        array: Array = np.array(part.numpy())
+        return array.view(self.dtype)
+
+    def __setitem__(self, where: slice, rows: Array) -> None:
+        given = self._torch.from_numpy(np.ascontiguousarray(rows)).to(self._ring.device)
+        part = self._ring[where]
+        if self._bit:
+            given = (part & (0xFF ^ self._bit)) | given.to(part.dtype) * self._bit
+        part.copy_(given)
+
+
+class DeviceRing:
+    """One field on the device; observations have a pool."""
+
+    is_shared = True
+
+    def __init__(
+        self, torch: Any, device: torch.device, leaf: Leaf, lanes: int, slots: int, *, is_pooled: bool
+    ) -> None:
+        self.leaf = leaf
+        self._slots = slots
+        self.rows: torch.Tensor = torch.empty((slots * lanes, leaf.nbytes), dtype=torch.uint8, device=device)
+        self.pool = ApartPool(torch, device, leaf.nbytes, lanes, slots * lanes) if is_pooled else None
+        kind = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
+        self.field = DeviceField(self.rows, kind, leaf.shape, self.pool)
+        self.column = DeviceColumn(torch, self.rows.view(kind).view(slots, lanes, *leaf.shape), leaf.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device, all of which are taken from the first tick on."""
+        return self.rows.nbytes + (0 if self.pool is None else self.pool.nbytes)
+
+    def bytes_of(self, rows: int) -> int:
+        """Bytes that the field takes."""
+        return self.nbytes
+
+    def describe(self, kept: int) -> str:
+        """Say where the field lies, for people."""
+        places = 0 if self.pool is None else self.pool.places
+        return f"flat rows on {self.rows.device}; room for {places:,} next observations apart"
+
+    def newest_next(self, next_tick: int) -> Array:
+        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
+        return self.column[next_tick % self._slots]
+
+    def arrays(self) -> list[Array]:
+        """Return nothing: no array of the host belongs to the field."""
+        return []
+
+
+class DeviceRings:
+    """All fields of a memory in rings on one device; the interface is that of the rings on the host.
+
+    Args:
+        first_tick: Number of the first tick that will be written.
+    """
+
+    def __init__(self, torch: Any, device: torch.device, schema: Schema, ring_ticks: int, first_tick: int) -> None:
+        if len(schema.leaves) + 1 > MOST_FIELDS:
+            raise ArgumentError(
+                f"store_device ({device}): the spaces have {len(schema.leaves)} arrays, at most {MOST_FIELDS - 1} fit; "
+                "join small ones into one Box"
+            )
+        self.torch, self.device, self.schema = torch, device, schema
+        self.lanes, self.ring_ticks = schema.num_envs, ring_ticks
+        self._first_tick = self._next_tick = first_tick
+        self.scouts: dict[int, Any] = {}
+        self.invalid: DeviceColumn | None = None
+        self.reward: DeviceColumn | None = None
+        cells = ring_ticks * self.lanes
+        self._flags = torch.zeros(cells, dtype=torch.uint8, device=device)
+        self._counts = torch.tensor([first_tick, first_tick, 0], dtype=torch.int64, device=device)
+        pinned = device.type == "cuda"
+        self._free = torch.zeros(1 + MOST_FIELDS, dtype=torch.int64, pin_memory=pinned)
+        self._seen_free = self._free.numpy()
+        self.small = {i: self._ring(leaf, is_pooled=True) for i, leaf in enumerate(schema.observation.leaves)}
+        self.action = [self._ring(leaf) for leaf in schema.action.leaves]
+        self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
+        self._reward_ring: DeviceRing | None = None
+        self._loops = loops_for(torch, device)
+
+    def _ring(self, leaf: Leaf, *, is_pooled: bool = False) -> DeviceRing:
+        ring = DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled)
+        return ring
+
+    def _all(self) -> list[DeviceRing]:
+        """All fields in the order in which the loops know them."""
+        reward = [] if self._reward_ring is None else [self._reward_ring]
+        return [*self.small.values(), *self.action, *self.extras, *reward]
+
+    def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Any:
+        """Make the ring of rewards, which the first one does; and remember that lanes without transitions come."""
+        if self._reward_ring is None:
+            self._reward_ring = self._ring(Leaf("", (), reward_dtype))
+            self.reward = self._reward_ring.column
+            self._attach()
+        if has_invalid and self.invalid is None:
+            self.invalid = self._flag_column(INVALID)
+        return self.reward
+
+    def _attach(self) -> None:
+        """Show the loops where everything is, and how many places are free."""
+        fields = [ring.field for ring in self._all()]
+        self._loops.attach(RingsOnDevice(self.ring_ticks, self.lanes, fields, self._flags, self._counts, self._free))
+        for i, ring in enumerate(self.small.values()):
+            if ring.pool is not None:
+                self._seen_free[1 + i] = len(ring.pool.free())
+        self._seen_free[0] = self._next_tick
+
+    def write(self, now: int, tick: Tick) -> None:
+        """Write one tick of tensors, as soon as the device gets there."""
+        self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
+        self._make_room(now)
+        rows = [_row_contiguous(t) for t in (*tick.obs, *tick.action, *tick.extras, tick.reward)]
+        following = [_row_contiguous(t) for t in tick.next_obs]
+        flags = (tick.terminated.contiguous(), tick.truncated.contiguous())
+        valid = None if tick.valid is None else tick.valid.contiguous()
+        self._loops.write(now, TickOnDevice(rows, following, *flags, valid), has_previous=now > self._first_tick)
+        self._next_tick = now + 1
+
+    def keep_only(self, small: Iterable[int]) -> None:
+        """Refuse what is saved in another form: every observation leaf has a ring here."""
+        if list(small) != list(self.small):
+            raise ArgumentError("store_device: the checkpoint holds compressed fields, which a device does not read")
+
+    def fast_tick(self, *_: Any) -> None:
+        """Return nothing: there is no shorter way than `write`."""
+
+    def _make_room(self, now: int) -> None:
+        """See that every pool has a place for each lane, whatever the device has done since it last said."""
+        lag = now - int(self._seen_free[0])
+        needed = (lag + 1) * self.lanes
+        if all(int(self._seen_free[1 + i]) >= needed for i in range(len(self.small))):
+            return
+        self._wait_for(now - 1)
+        lag = now - int(self._seen_free[0])
+        short = [i for i in range(len(self.small)) if int(self._seen_free[1 + i]) < (lag + 1) * self.lanes]
+        if short:
+            self._rest()
+            for i in short:
+                pool = list(self.small.values())[i].pool
+                while pool is not None and len(pool.free()) < _SLACK_TICKS * self.lanes:
+                    pool.grow()
+            self._attach()
+
+    def _wait_for(self, tick: int) -> None:
+        """Wait until the device has begun a tick."""
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while int(self._seen_free[0]) < tick:
+            if time.monotonic() > deadline:
+                self._rest()
+                return
+            time.sleep(0)
+
+    def _rest(self) -> None:
+        """Wait until the device has done everything."""
+        if self.device.type == "cuda":
+            self.torch.cuda.synchronize(self.device)
+
+    def draw(self, count: int, seed: int) -> RowsOnDevice:
+        """Draw rows, every one that made a transition with the same probability; the host waits for nothing."""
+        return self._loops.draw(count, seed)
+
+    def gather(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> RowsOnDevice:
+        """Read rows that are held, under ids on the device."""
+        return self._loops.read(ids, last_ids)
+
+    def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
+        """Bring ids to the device."""
+        tensor: torch.Tensor = self.torch.from_numpy(np.ascontiguousarray(ids.reshape(-1))).to(self.device)
+        return tensor
+
+    def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Any) -> Rows:
+        """Read rows under ids of the host; `large` and `places` are of no use here."""
+        found = self.gather(self.to_device(ids))
+        observed, actions = len(self.small), len(self.small) + len(self.action)
+        return Rows(
+            small={i: (found.rows[i], found.next_obs[i]) for i in range(observed)},
+            large=large,
+            places=places,
+            action=found.rows[observed:actions],
+            reward=found.rows[-1],
+            terminated=found.terminated,
+            truncated=found.truncated,
+            extras=found.rows[actions:-1],
+        )
+
+    def rewards(self, ids: NDArray[np.int64]) -> Array:
+        """Copy the rewards of `ids`, of any shape, to the host."""
+        if self._reward_ring is None:
+            return np.empty(0, np.float32)
+        rows = self._reward_ring.rows[self.to_device(ids) % len(self._flags)]
+        array: Array = rows.cpu().numpy().view(self._reward_ring.leaf.dtype).reshape(ids.shape)
+        return array
+
+    def flags(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        """Copy how transitions ended to the host."""
+        flags = self._flag_bytes(ids)
+        return (flags & TERMINATED) != 0, (flags & TRUNCATED) != 0
+
+    def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
+        """Tell real transitions from lanes that made none."""
+        if self.invalid is None:
+            return np.ones(ids.shape, np.bool_)
+        return np.asarray((self._flag_bytes(ids) & INVALID) == 0)
+
+    def _flag_bytes(self, ids: NDArray[np.int64]) -> Array:
+        array: Array = self._flags[self.to_device(ids) % len(self._flags)].cpu().numpy().reshape(ids.shape)
+        return array
+
+    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
+        """Overwrite how transitions ended."""
+        cells = self.to_device(ids) % len(self._flags)
+        ends = terminated.astype(np.uint8) * TERMINATED + truncated.astype(np.uint8) * TRUNCATED
+        new = self.torch.from_numpy(ends.reshape(-1)).to(self.device)
+        self._flags[cells] = (self._flags[cells] & INVALID) | new
+
+    def count_invalid(self, first_tick: int, next_tick: int) -> int:
+        """Count the lanes that made no transition in some ticks; waits for the device if there were any."""
+        if self.invalid is None:
+            return 0
+        slots = np.arange(first_tick, next_tick) % self.ring_ticks
+        flags = self._flags.view(self.ring_ticks, self.lanes)[self.torch.from_numpy(slots).to(self.device)]
+        return int(((flags & INVALID) != 0).sum())
+
+    # ------------------------------------------------------------ to and from the host
+
+    def _flag_column(self, bit: int) -> DeviceColumn:
+        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), _FLAG.dtype, bit)
+
+    def columns(self) -> dict[str, DeviceColumn]:
+        """Return all rings by name."""
+        columns = {f"action.{i}": ring.column for i, ring in enumerate(self.action)}
+        columns |= {f"extras.{i}": ring.column for i, ring in enumerate(self.extras)}
+        if self.reward is not None:
+            columns["reward.0"] = self.reward
+        columns["terminated.0"], columns["truncated.0"] = self._flag_column(TERMINATED), self._flag_column(TRUNCATED)
+        if self.invalid is not None:
+            columns["invalid.0"] = self.invalid
+        return columns | {f"obs.{i}": ring.column for i, ring in self.small.items()}
+
+    def apart(self) -> dict[str, Apart]:
+        """Return the next observations that are kept apart now, by column."""
+        first, end = self._first_held(), self._next_tick
+        ids = self.torch.arange(first * self.lanes, end * self.lanes, device=self.device)
+        kept = {}
+        for i, ring in self.small.items():
+            if ring.pool is not None:
+                some = ids[ring.pool.apart[ids % len(self._flags)] >= 0]
+                rows = self.gather(some).next_obs[i].cpu().numpy() if len(some) else np.empty((0, *ring.leaf.shape))
+                kept[f"obs.{i}"] = Apart(some.cpu().numpy(), rows.astype(ring.leaf.dtype, copy=False), 0, len(some))
+        return kept
+
+    def _first_held(self) -> int:
+        return max(self._first_tick, self._next_tick + 1 - self.ring_ticks)
+
+    def thaw(
+        self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int], scouts: dict[str, Any]
+    ) -> None:
+        """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
+        del paired, scouts  # next observations with rows of their own are compared as they come
+        self._first_tick, self._next_tick = first_tick, next_tick
+        self._counts.copy_(self.torch.tensor([next_tick, first_tick, 0]))
+        for i, rows in newest.items():
+            slot = next_tick % self.ring_ticks
+            self.small[i].column[slot : slot + 1] = rows[None]
+
+    def put(
+        self, first: int, columns: Mapping[str, Array], apart: Mapping[str, tuple[NDArray[np.int64], Array]]
+    ) -> None:
+        """Take over rows of ticks from `first` on, in order."""
+        for name, column in self.columns().items():
+            if name in columns:
+                put_rows(column, first, columns[name])  # type: ignore[arg-type]  # it has what is asked of an array
+        for i, ring in self.small.items():
+            ids, rows = apart.get(f"obs.{i}", (np.empty(0, np.int64), np.empty((0, *ring.leaf.shape), ring.leaf.dtype)))
+            if f"next.{i}" in columns:
+                ids, rows = self._unshared(first, i, columns[f"obs.{i}"], columns[f"next.{i}"])
+            if len(ids) and ring.pool is not None:
+                flat = self.torch.from_numpy(np.ascontiguousarray(rows).reshape(len(ids), -1).view(np.uint8))
+                ring.pool.put(self.to_device(ids) % len(self._flags), flat.to(self.device))
+        if self._reward_ring is not None:
+            self._attach()
+
+    def _unshared(self, first: int, i: int, obs: Array, following: Array) -> tuple[NDArray[np.int64], Array]:
+        """Return the next observations that the following rows do not show; the newest tick's stand behind it."""
+        ticks = len(obs)
+        flat = following.reshape(ticks, self.lanes, -1).view(np.uint8)
+        differs = np.ones((ticks, self.lanes), np.bool_)
+        differs[:-1] = (flat[:-1] != obs.reshape(ticks, self.lanes, -1).view(np.uint8)[1:]).any(axis=2)
+        if first + ticks == self._next_tick:
+            slot = self._next_tick % self.ring_ticks
+            self.small[i].column[slot : slot + 1] = following[-1:]
+            differs[-1] = False
+        where = np.flatnonzero(differs)
+        return first * self.lanes + where, following.reshape(ticks * self.lanes, *following.shape[2:])[where]
+
+    def report(self, held: int, touched: int) -> list[FieldReport]:
+        """Account for all fields but observations."""
+        named = [("action", ring) for ring in self.action] + [("extras", ring) for ring in self.extras]
+        named += [] if self._reward_ring is None else [("reward", self._reward_ring)]
+        note = f"flat rows on {self.device}"
+        fields = [
+            FieldReport(
+                f"{prefix}.{ring.leaf.name}" if ring.leaf.name else prefix,
+                0,
+                0,
+                ring.nbytes,
+                held * ring.leaf.nbytes,
+                note,
+            )
+            for prefix, ring in named
+        ]
+        return [*fields, FieldReport("flags", 0, 0, self._flags.nbytes, 2 * held, note)]
+
+    def arrays(self) -> list[tuple[str, Array]]:
+        """Return nothing: no array of the host belongs to a field."""
+        return []
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the device."""
+        return sum(ring.nbytes for ring in self._all()) + self._flags.nbytes
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one transition on the host: none."""
+        return 0
+
+    def copy(self, first: int, end: int) -> dict[str, Array]:
+        """Copy the rows of ticks [first, end) to the host, next observations too."""
+        columns = {name: rows_of(ring, first, end) for name, ring in self.columns().items()}  # type: ignore[arg-type]
+        found = self.gather(self.to_device(np.arange(first * self.lanes, end * self.lanes)))
+        for i in self.small:
+            columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)
+        return columns
+
+
+def rings_bytes(schema: Schema, ticks: int) -> int:
+    """Bytes that rings of so many ticks take on a device before the first tick, with rewards of four bytes."""
+    cells = (ticks + 1) * schema.num_envs
+    places = _first_places(schema.num_envs, cells)
+    rows = sum(leaf.nbytes for leaf in schema.leaves) + _REWARD_BYTES + _FLAG.nbytes
+    pooled = sum(4 * cells + places * (leaf.nbytes + 8) for leaf in schema.observation.leaves)
+    return cells * rows + pooled
+
+
+def _first_places(lanes: int, cells: int) -> int:
+    return min(max(_SLACK_TICKS * lanes, cells // _POOLED_SHARE), max(cells, lanes))
+
+
+def _row_contiguous(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor each of whose rows lies in one piece."""
+    return tensor if tensor[0].is_contiguous() and tensor.stride(0) >= 0 else tensor.contiguous()
+
+
+def _numpy_dtype(torch: Any, tensor: torch.Tensor) -> np.dtype[Any]:
+    dtype: np.dtype[Any] = torch.empty(0, dtype=tensor.dtype).numpy().dtype
+    return dtype

@@ -1,0 +1,259 @@
+"""Memories whose data is born on a device: arguments that are tensors there, and batches that never leave it.
+
+In:  the arguments of an `add`; draws.  Out: checked ticks of tensors; batches on the device.
+Invariant: nothing is cast, and a value that does not fit is refused before anything is written. Adding and drawing
+uniformly wait for nothing that the device does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from holdall.batch import Batch, Draw
+from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
+from holdall.delivery.device_loops import RowsOnDevice
+from holdall.delivery.device_rings import DeviceRings, rings_bytes
+from holdall.errors import ArgumentError
+from holdall.sampling import Uniform
+from holdall.schema import Leaf, Schema
+from holdall.storage import Store, Tick
+from holdall.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_CUDA_IN_DLPACK = 2
+
+
+def is_on_device(delivery: Delivery, value: Any) -> bool:
+    """Whether the first array of a nested value is a tensor, or something torch can see as one, on that device."""
+    while isinstance(value, Mapping | tuple) and len(value):
+        value = next(iter(value.values())) if isinstance(value, Mapping) else value[0]
+    device = delivery.torch_device
+    if device is None or isinstance(value, np.ndarray):
+        return False
+    if isinstance(value, delivery.torch.Tensor):
+        return bool(value.device.type == device.type)
+    dlpack = getattr(value, "__dlpack_device__", None)
+    return dlpack is not None and device.type == "cuda" and dlpack()[0] == _CUDA_IN_DLPACK
+
+
+class TensorFit:
+    """Checks the arguments of an `add` for a memory on one device."""
+
+    def __init__(self, delivery: Delivery, schema: Schema) -> None:
+        self._torch, self._schema = delivery.torch, schema
+        device = delivery.torch_device
+        if device.type == "cuda" and device.index is None:
+            device = self._torch.device("cuda", self._torch.cuda.current_device())
+        self.device = device
+        self._kinds = {leaf.dtype: self._kind(leaf.dtype) for leaf in schema.leaves}
+
+    def _kind(self, dtype: np.dtype[Any]) -> torch.dtype:
+        kind: torch.dtype = self._torch.from_numpy(np.empty(0, dtype)).dtype
+        return kind
+
+    def tick(
+        self, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None,
+        obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any, extras: Any, valid: Any,
+    ) -> Tick:  # fmt: skip
+        """Return all arguments as tensors on the device."""
+        schema, flag = self._schema, Leaf("", (), np.dtype(np.bool_))
+        rewards = self._tensor(reward, "reward")
+        dtype = self.numpy_dtype(rewards) if reward_dtype is None else reward_dtype
+        return Tick(
+            obs=schema.observation.flatten(obs, leading, "obs", self._fit),
+            action=schema.action.flatten(action, leading, "action", self._fit),
+            reward=self._fit(Leaf("", (), dtype), rewards, leading, "reward"),
+            next_obs=schema.observation.flatten(next_obs, leading, "next_obs", self._fit),
+            terminated=self._fit(flag, terminated, leading, "terminated"),
+            truncated=self._fit(flag, truncated, leading, "truncated"),
+            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras", self._fit),
+            valid=None if valid is None else self._fit(flag, valid, leading, "valid"),
+        )
+
+    def numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
+        """Return NumPy's name of a tensor's dtype."""
+        try:
+            dtype: np.dtype[Any] = self._torch.empty(0, dtype=tensor.dtype).numpy().dtype
+        except TypeError as error:
+            raise ArgumentError(f"reward has dtype {tensor.dtype}, which NumPy does not know; pass float32") from error
+        return dtype
+
+    def _tensor(self, value: Any, called: str) -> torch.Tensor:
+        torch = self._torch
+        if not isinstance(value, torch.Tensor):
+            if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
+                value = torch.from_dlpack(value)
+            else:
+                value = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
+        if value.device != self.device:
+            raise ArgumentError(
+                f"{called} is on {value.device}, the memory's data is on {self.device}; pass {called}.to('{self.device}')"
+            )
+        tensor: torch.Tensor = value
+        return tensor
+
+    def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
+        called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
+        tensor = self._tensor(value, called)
+        kind = self._kinds.get(leaf.dtype)
+        if kind is None:
+            kind = self._kinds[leaf.dtype] = self._kind(leaf.dtype)
+        if tensor.dtype != kind:
+            raise ArgumentError(
+                f"{called} has dtype {tensor.dtype}, expected {kind}; holdall never casts, so pass {called}.to({kind})"
+            )
+        if tensor.shape != leading + leaf.shape:
+            raise ArgumentError(
+                f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: the lanes, then the "
+                f"space's {leaf.shape}; pass a tensor of that shape"
+            )
+        return tensor
+
+
+def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, first_tick: int = 0) -> DeviceRings:
+    """Allocate all that a memory takes on its device; say what would fit if that is too much."""
+    torch, device = fit._torch, fit.device
+    needed = rings_bytes(schema, ticks)
+    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else needed
+    room = free if limit is None else min(limit, free)
+    if needed <= room:
+        try:
+            return DeviceRings(torch, device, schema, ticks + 1, first_tick)
+        except torch.OutOfMemoryError:
+            room = torch.cuda.mem_get_info(device)[0]
+    fitting = max(0, room * ticks // needed) * schema.num_envs
+    raise ArgumentError(
+        f"capacity ({ticks * schema.num_envs}) takes {format_bytes(needed)} on {device}, where {format_bytes(room)} "
+        f"{'are free' if limit is None or free < limit else 'are allowed by budget'}; capacity={fitting} fits"
+    )
+
+
+class ResidentBatches(Batches):
+    """Makes batches of rows that are on their device already."""
+
+    def __init__(self, schema: Schema, rings: DeviceRings) -> None:
+        self._schema, self._rings = schema, rings
+
+    def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
+        """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
+        if type(sampler) is not Uniform:
+            return None
+        found = self._rings.draw(count, int(generator.integers(2**63)))
+        weights = self._rings.torch.ones(count, device=self._rings.device)
+        return self._batch(found, found.ids, weights)
+
+    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+        """See `Batches`; the rows are copied here, in the order of the stream."""
+        rings = self._rings
+        last = None if draw.last_ids is None else rings.to_device(draw.last_ids)
+        found = rings.gather(rings.to_device(draw.ids), last)
+        goals = None if draw.goals is None else rings.gather(rings.to_device(draw.goals.ids))
+        return DrawnRows(found, None, goals)  # type: ignore[arg-type]  # rows on the device in place of rows
+
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
+        """See `Batches`."""
+        return _ResidentJob(self, draw, drawn)
+
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """See `Batches`."""
+        found: Any = drawn.rows
+        if draw.goals is not None:
+            found = self._relabelled(draw, found, drawn.outcomes)
+        elif draw.reward is not None:
+            found = found._replace(rows=[*found.rows[:-1], self._to_device(draw.reward.reshape(-1))])
+        return self._batch(found, draw.ids, self._to_device(draw.weights), draw)
+
+    def _batch(self, found: RowsOnDevice, ids: Any, weights: torch.Tensor, draw: Draw | None = None) -> Batch:
+        schema, shape = self._schema, tuple(ids.shape)
+        observed = len(schema.observation.leaves)
+        actions = observed + len(schema.action.leaves)
+        rows = found.rows
+        if len(shape) > 1:
+            found = RowsOnDevice(found.ids, *_in_sequences(shape, found))
+            rows = found.rows
+        return Batch(
+            obs=schema.observation.build(rows[:observed]),
+            action=schema.action.build(rows[observed:actions]),
+            next_obs=schema.observation.build(found.next_obs),
+            extras=schema.extras.build(rows[actions:-1]),
+            reward=rows[-1],
+            terminated=found.terminated,
+            truncated=found.truncated,
+            ids=ids,
+            weights=weights,
+            discount=None if draw is None or draw.discount is None else self._to_device(draw.discount),
+            mask=None if draw is None or draw.mask is None else self._to_device(draw.mask),
+        )
+
+    def _to_device(self, array: Any) -> torch.Tensor:
+        tensor: torch.Tensor = self._rings.torch.from_numpy(np.ascontiguousarray(array)).to(self._rings.device)
+        return tensor
+
+    def _relabelled(self, draw: Draw, found: RowsOnDevice, outcomes: Any) -> RowsOnDevice:
+        """Put other goals into rows; the reward function is the caller's, on the host."""
+        goals, keys = draw.goals, self._schema.observation.keys or ()
+        if goals is None or not goals.rows.size:
+            return found
+        for key in (goals.achieved_key, goals.desired_key):
+            if key not in keys:
+                raise ArgumentError(
+                    f"sampler: hindsight needs the key {key!r}, but the observation space has {list(keys)}; name the "
+                    "keys with achieved_key and desired_key"
+                )
+        achieved, desired = keys.index(goals.achieved_key), keys.index(goals.desired_key)
+        rows, goal = self._to_device(goals.rows), outcomes.next_obs[achieved]
+        found.rows[desired][rows] = goal
+        found.next_obs[desired][rows] = goal
+        first = len(self._schema.observation.leaves) + len(self._schema.action.leaves)
+        info = self._schema.extras.build([extra[rows].cpu().numpy() for extra in found.rows[first:-1]])
+        rewards = np.asarray(goals.reward_fn(found.next_obs[achieved][rows].cpu().numpy(), goal.cpu().numpy(), info))
+        if rewards.shape != goals.rows.shape:
+            raise ArgumentError(
+                f"reward_fn returned an array of shape {rewards.shape} for {len(goals.rows)} rows; return one reward a "
+                "row"
+            )
+        found.rows[-1][rows] = self._to_device(rewards).to(found.rows[-1].dtype)
+        return found
+
+    def keep(self, batches: int) -> None:
+        """See `Batches`; torch keeps what it allocated."""
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Batches`."""
+        return 0
+
+    def close(self) -> None:
+        """See `Batches`."""
+
+
+def _in_sequences(shape: tuple[int, ...], found: RowsOnDevice) -> tuple[Any, ...]:
+    """Give rows that were read one after another their two axes."""
+
+    def seen(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.view(*shape, *tensor.shape[1:])
+
+    rows, following = [seen(t) for t in found.rows], [seen(t) for t in found.next_obs]
+    return rows, following, seen(found.terminated), seen(found.truncated)
+
+
+class _ResidentJob:
+    """A batch whose rows are under way already."""
+
+    is_quick = True
+
+    def __init__(self, batches: ResidentBatches, draw: Draw, drawn: DrawnRows) -> None:
+        self._arguments = (batches, draw, drawn)
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+
+    def receive(self) -> Batch:
+        """See `BatchJob`."""
+        batches, draw, drawn = self._arguments
+        return batches.make(draw, drawn)
