@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.checkpoint import SavedMemory
+from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
 from holdall.delivery import (
     Batches,
     Delivery,
@@ -226,6 +227,8 @@ class ReplayMemory(SavedMemory):
             priorities: Numbers of at least 0, one a row of the batch.
         """
         with self._lock:
+            if self._tensor_fit is not None and self._batches.update_priorities(self.sampler, ids, priorities):
+                return
             set_priorities(self.sampler, self._held(self._open()), ids, priorities)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
@@ -355,6 +358,18 @@ class ReplayMemory(SavedMemory):
             self._move_to_device(fit)
         return tick
 
+    def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
+        """Become what was saved; on the store's device, if nothing of it is compressed."""
+        if self._settings["store_device"] is not None and found.content is not None and not found.content.large:
+            self._move_to_device(TensorFit(self._delivery, self.schema))
+        super()._take_over(found, sampler)
+
+    def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
+        with self._lock:
+            if isinstance(batches := self._batches, ResidentBatches):
+                batches.bring_back()
+        return super()._snapshot(saved, attach)
+
     def _move_to_device(self, fit: TensorFit) -> None:
         """Let everything live on the store's device; nothing was added yet."""
         ticks = self.capacity // self.num_envs
@@ -362,7 +377,7 @@ class ReplayMemory(SavedMemory):
         store = Store(self.schema, ticks, self._kernels, self._lock, self._budget, None, large=(), rings=rings)
         self._open().close()
         self._store, self._tensor_fit = store, fit
-        self.__dict__["_batches"] = ResidentBatches(self.schema, rings)
+        self.__dict__["_batches"] = ResidentBatches(self.schema, rings, self.capacity)
 
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""

@@ -143,6 +143,7 @@ class SavedMemory(ABC):
         *,
         num_envs: int | None = None,
         recover: bool = False,
+        store_device: str | None = None,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
@@ -158,6 +159,7 @@ class SavedMemory(ABC):
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
                 none, all others are loaded, and the log says what is lost. Everything is read for that.
+            store_device: As of the constructor; a memory whose data was born on a device goes back there.
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
@@ -168,7 +170,8 @@ class SavedMemory(ABC):
             most = ticks * schema.num_envs
             if not is_final:
                 return made(schema, None, most, budget=None, prefer=prefer)
-            return made(schema, None, most, budget=budget, prefer=prefer, spill_dir=spill_dir, device=device)
+            settings = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device}
+            return made(schema, None, most, store_device=store_device, **settings)
 
         loading: Loading[Any] = Loading(make, made._take_over, sampler, capacity, num_envs, recover)
         memory: Self = loading.load(open_reader(url, spill_dir))

@@ -275,6 +275,10 @@ class Batches(ABC):
         """Draw and make a batch in one step, where that can be done; under the memory's lock."""
         return None
 
+    def update_priorities(self, sampler: Any, ids: Any, priorities: Any) -> bool:
+        """Set priorities where batches are drawn, if that is not the sampler itself; return whether."""
+        return False
+
     @abstractmethod
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """Find all that a draw needs; under the memory's lock."""

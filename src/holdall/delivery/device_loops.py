@@ -99,6 +99,9 @@ class DeviceLoops(Protocol):
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """Draw rows, every valid one with the same probability, and read them."""
 
+    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
+        """Draw ids as `draw` does, and read nothing."""
+
     def attach(self, rings: RingsOnDevice) -> None:
         """Work on these rings from now on, some of which were moved."""
 
@@ -185,12 +188,26 @@ class CudaLoops:
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """See `DeviceLoops`; inside a CUDA graph every replay draws others."""
+        return self._read(self._drawn(count, seed), None)
+
+    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
+        """See `DeviceLoops`."""
+        ids, task = self._drawn(count, seed), self._task
+        task.rows, task.ids, task.last_ids, task.to_terminated, task.to_truncated = count, ids.data_ptr(), 0, 0, 0
+        task.fields = 0
+        self._launch(self._gather_rows, count)
+        task.fields = len(self._rings.fields)
+        return ids
+
+    def _drawn(self, count: int, seed: int) -> torch.Tensor:
+        """Have the next launch draw; return where the ids go."""
         task, torch = self._task, self._torch
         task.draws, task.call, task.seed = 1, 0, seed
         if torch.cuda.is_current_stream_capturing():
             task.call = _NO_CALL
             self._count_call((1, 1), (1, 1), self._stream(), ctypes.c_int64(self._rings.counts.data_ptr()))
-        return self._read(torch.empty(count, dtype=torch.int64, device=self._device), None)
+        ids: torch.Tensor = torch.empty(count, dtype=torch.int64, device=self._device)
+        return ids
 
     def _read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         empty, device, count, fields = self._torch.empty, self._device, len(ids), self._rings.fields
@@ -285,12 +302,17 @@ class TorchLoops:
 
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """See `DeviceLoops`."""
+        return self.read(self.draw_ids(count, seed), None)
+
+    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
+        """See `DeviceLoops`."""
         rings, generator = self._rings, np.random.default_rng(seed)
         end, first = (int(tick) * rings.lanes for tick in rings.counts[:2])
         ids = self._torch.from_numpy(generator.integers(first, end, count)).to(rings.flags.device)
         while len(missed := (rings.flags[ids % len(rings.flags)] & INVALID).nonzero()[:, 0]):
             ids[missed] = self._torch.from_numpy(generator.integers(first, end, len(missed))).to(ids.device)
-        return self.read(ids, None)
+        drawn: torch.Tensor = ids
+        return drawn
 
     def _slot(self, tick: int) -> slice:
         first = tick % self._rings.slots * self._rings.lanes
@@ -306,6 +328,7 @@ def _bytes_of(torch: Any, value: torch.Tensor, lanes: int) -> torch.Tensor:
 
 
 def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows to places of a pool."""
     first = 0
     for chunk in pool.chunks:
         here = (places >= first) & (places < first + len(chunk))

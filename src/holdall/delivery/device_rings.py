@@ -124,7 +124,7 @@ class DeviceColumn:
         return array.view(self.dtype)
 
     def __setitem__(self, where: slice, rows: Array) -> None:
-        given = self._torch.from_numpy(np.ascontiguousarray(rows)).to(self._ring.device)
+        given = self._torch.from_numpy(np.array(rows)).to(self._ring.device)  # a copy: rows may be read-only
         part = self._ring[where]
         if self._bit:
             given = (part & (0xFF ^ self._bit)) | given.to(part.dtype) * self._bit
@@ -199,11 +199,11 @@ class DeviceRings:
         self.action = [self._ring(leaf) for leaf in schema.action.leaves]
         self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward_ring: DeviceRing | None = None
+        self._constants: dict[Any, torch.Tensor] = {}
         self._loops = loops_for(torch, device)
 
     def _ring(self, leaf: Leaf, *, is_pooled: bool = False) -> DeviceRing:
-        ring = DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled)
-        return ring
+        return DeviceRing(self.torch, self.device, leaf, self.lanes, self.ring_ticks, is_pooled=is_pooled)
 
     def _all(self) -> list[DeviceRing]:
         """All fields in the order in which the loops know them."""
@@ -282,6 +282,44 @@ class DeviceRings:
     def draw(self, count: int, seed: int) -> RowsOnDevice:
         """Draw rows, every one that made a transition with the same probability; the host waits for nothing."""
         return self._loops.draw(count, seed)
+
+    def draw_ids(self, count: int, seed: int) -> torch.Tensor:
+        """Draw ids as `draw` does, and read nothing."""
+        return self._loops.draw_ids(count, seed)
+
+    @property
+    def first_id(self) -> int:
+        """Lowest id held."""
+        return self._first_held() * self.lanes
+
+    @property
+    def next_id(self) -> int:
+        """Id of the first transition of the next tick."""
+        return self._next_tick * self.lanes
+
+    def bounds(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the first and the next id as the device knows them: right inside a CUDA graph, too."""
+        ids = self._counts[:2] * self.lanes
+        return ids[1], ids[0]
+
+    def flag_bytes(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return how transitions ended, of ids of any shape on the device."""
+        flags: torch.Tensor = self._flags[ids % len(self._flags)]
+        return flags
+
+    def reward_rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """Return rewards of ids of any shape on the device."""
+        if self._reward_ring is None:
+            raise ArgumentError("nothing was added yet; add transitions first")
+        field = self._reward_ring.field
+        rows: torch.Tensor = field.rows.view(field.kind)[:, 0][ids % len(self._flags)]
+        return rows
+
+    def constant(self, key: Any, values: list[float], dtype: torch.dtype) -> torch.Tensor:
+        """Return numbers as a tensor that is made once."""
+        if key not in self._constants:
+            self._constants[key] = self.torch.tensor(values, dtype=dtype, device=self.device)
+        return self._constants[key]
 
     def gather(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> RowsOnDevice:
         """Read rows that are held, under ids on the device."""
@@ -399,7 +437,7 @@ class DeviceRings:
             if f"next.{i}" in columns:
                 ids, rows = self._unshared(first, i, columns[f"obs.{i}"], columns[f"next.{i}"])
             if len(ids) and ring.pool is not None:
-                flat = self.torch.from_numpy(np.ascontiguousarray(rows).reshape(len(ids), -1).view(np.uint8))
+                flat = self.torch.from_numpy(np.array(rows).reshape(len(ids), -1).view(np.uint8))
                 ring.pool.put(self.to_device(ids) % len(self._flags), flat.to(self.device))
         if self._reward_ring is not None:
             self._attach()

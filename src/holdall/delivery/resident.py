@@ -7,13 +7,16 @@ uniformly wait for nothing that the device does.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
+from holdall.delivery.device_draws import DeviceSampler, draws_on_device
 from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings, rings_bytes
 from holdall.errors import ArgumentError
@@ -92,7 +95,8 @@ class TensorFit:
                 value = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
         if value.device != self.device:
             raise ArgumentError(
-                f"{called} is on {value.device}, the memory's data is on {self.device}; pass {called}.to('{self.device}')"
+                f"{called} is on {value.device}, the memory's data is on {self.device}; pass it "
+                f"as {called}.to('{self.device}')"
             )
         tensor: torch.Tensor = value
         return tensor
@@ -126,7 +130,7 @@ def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, firs
             return DeviceRings(torch, device, schema, ticks + 1, first_tick)
         except torch.OutOfMemoryError:
             room = torch.cuda.mem_get_info(device)[0]
-    fitting = max(0, room * ticks // needed) * schema.num_envs
+    fitting = bisect.bisect_right(range(1, ticks), room, key=lambda some: rings_bytes(schema, some)) * schema.num_envs
     raise ArgumentError(
         f"capacity ({ticks * schema.num_envs}) takes {format_bytes(needed)} on {device}, where {format_bytes(room)} "
         f"{'are free' if limit is None or free < limit else 'are allowed by budget'}; capacity={fitting} fits"
@@ -136,16 +140,47 @@ def rings_on(fit: TensorFit, schema: Schema, ticks: int, limit: int | None, firs
 class ResidentBatches(Batches):
     """Makes batches of rows that are on their device already."""
 
-    def __init__(self, schema: Schema, rings: DeviceRings) -> None:
-        self._schema, self._rings = schema, rings
+    def __init__(self, schema: Schema, rings: DeviceRings, capacity: int) -> None:
+        self._schema, self._rings, self._capacity = schema, rings, capacity
+        self._sampler: tuple[Any, DeviceSampler] | None = None
 
     def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
         """Draw a batch on the device, if the sampler's draws can be made there; under the memory's lock."""
-        if type(sampler) is not Uniform:
+        seed = int(generator.integers(2**63))
+        if type(sampler) is Uniform:
+            found = self._rings.draw(count, seed)
+            return self._batch(found, found.ids, self._rings.torch.ones(count, device=self._rings.device))
+        there = self._on_device(sampler)
+        if there is None:
             return None
-        found = self._rings.draw(count, int(generator.integers(2**63)))
-        weights = self._rings.torch.ones(count, device=self._rings.device)
-        return self._batch(found, found.ids, weights)
+        draw = there.draw(count, seed)
+        found = self._rings.gather(draw.ids.reshape(-1), draw.last_ids)
+        if draw.reward is not None:
+            found.rows[-1] = draw.reward
+        batch = self._batch(found, draw.ids, draw.weights)
+        return replace(batch, discount=draw.discount, mask=draw.mask)
+
+    def update_priorities(self, sampler: Any, ids: Any, priorities: Any) -> bool:
+        """Set priorities on the device, if the sampler draws there; return whether."""
+        there = self._on_device(sampler)
+        if there is None or there.priorities is None:
+            return False
+        torch, device = self._rings.torch, self._rings.device
+        there.update(torch.as_tensor(ids, device=device), torch.as_tensor(priorities, device=device))
+        return True
+
+    def bring_back(self) -> None:
+        """Have the sampler on the host know what its twin on the device knows, before it is saved."""
+        if self._sampler is not None and self._sampler[1].priorities is not None:
+            self._sampler[1].priorities.require_sound()
+            self._sampler[1].priorities.bring_back()
+
+    def _on_device(self, sampler: Any) -> DeviceSampler | None:
+        if not draws_on_device(sampler):
+            return None
+        if self._sampler is None or self._sampler[0] is not sampler:
+            self._sampler = (sampler, DeviceSampler(sampler, self._rings, self._capacity))
+        return self._sampler[1]
 
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """See `Batches`; the rows are copied here, in the order of the stream."""

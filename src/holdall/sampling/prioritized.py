@@ -177,6 +177,11 @@ class Prioritized:
         return self._alpha
 
     @property
+    def floor(self) -> float:
+        """What is added to every priority."""
+        return self._floor
+
+    @property
     def beta(self) -> float:
         """How much of it the weights correct."""
         return self._beta

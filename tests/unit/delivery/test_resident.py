@@ -1,0 +1,441 @@
+"""Memories whose data is born on a device: every row comes back, whatever the lanes do, and nothing waits.
+
+The rules hold on the CPU, where torch does the loops, and on a CUDA device, where one kernel does.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import holdall
+
+DEVICES = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+on_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(params=DEVICES)
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+class World:
+    """Random steps of lanes whose episodes end at different times, and a plain list of them."""
+
+    def __init__(
+        self,
+        device: str,
+        lanes: int,
+        shape: tuple[int, ...] = (5,),
+        dtype: Any = np.float32,
+        ends: float = 0.1,
+        seed: int = 0,
+    ) -> None:
+        self.device, self.lanes, self.ends = device, lanes, ends
+        self.generator = np.random.default_rng(seed)
+        low, high = (-9, 9) if dtype == np.float32 else (0, 255)
+        self.space = spaces.Dict(
+            {"image": spaces.Box(low, high, shape, dtype), "state": spaces.Box(-9, 9, (3,), np.float32)}
+        )
+        self.action = spaces.Box(-1, 1, (2,), np.float32)
+        self.extras = {"goal": spaces.Discrete(7)}
+        self.rows: list[dict[str, Any]] = []
+        self._obs = self._observation()
+
+    def memory(self, ticks: int, **settings: Any) -> holdall.ReplayMemory:
+        return holdall.ReplayMemory(
+            self.space, self.action, ticks * self.lanes, self.lanes,
+            store_device=self.device, seed=1, extras=self.extras, **settings,
+        )  # fmt: skip
+
+    def _observation(self) -> dict[str, Any]:
+        def some(box: Any) -> Any:
+            return self.generator.integers(0, 200, (self.lanes, *box.shape)).astype(box.dtype)
+
+        return {name: some(box) for name, box in self.space.spaces.items()}
+
+    def step(self, *, some_invalid: bool = False) -> dict[str, Any]:
+        """Make the next step of all lanes, and remember it."""
+        lanes, draw = self.lanes, self.generator
+        terminated, truncated = draw.random(lanes) < self.ends, draw.random(lanes) < self.ends / 2
+        row = {
+            "obs": self._obs,
+            "action": draw.random((lanes, 2)).astype(np.float32),
+            "reward": draw.standard_normal(lanes).astype(np.float32),
+            "next_obs": self._observation(),
+            "terminated": terminated,
+            "truncated": truncated,
+            "extras": {"goal": draw.integers(0, 7, lanes)},
+            "valid": draw.random(lanes) > 0.2 if some_invalid else None,
+        }
+        first, ended = self._observation(), terminated | truncated
+        self._obs = {
+            name: np.where(ended.reshape(-1, *[1] * (value.ndim - 1)), first[name], value)
+            for name, value in row["next_obs"].items()
+        }
+        self.rows.append(row)
+        return row
+
+    def there(self, row: Any) -> Any:
+        """Bring nested arrays to the device."""
+        if isinstance(row, dict):
+            return {name: self.there(value) for name, value in row.items()}
+        return None if row is None else torch.from_numpy(np.ascontiguousarray(row)).to(self.device)
+
+    def add(self, memory: holdall.ReplayMemory, **how: Any) -> None:
+        memory.add(**self.there(self.step(**how)))
+
+    def expected(self, field: str, ids: Any, key: str | None = None) -> Any:
+        values = [self.rows[i // self.lanes][field] for i in ids]
+        return np.stack([(v if key is None else v[key])[i % self.lanes] for v, i in zip(values, ids, strict=True)])
+
+    def check(self, batch: holdall.Batch) -> None:
+        """Compare every field of a plain batch with what was added."""
+        ids = here(batch.ids).reshape(-1)
+        for field in ("obs", "next_obs"):
+            for key in self.space.spaces:
+                same(getattr(batch, field)[key], self.expected(field, ids, key))
+        same(batch.extras["goal"], self.expected("extras", ids, "goal"))
+        for field in ("action", "reward", "terminated", "truncated"):
+            same(getattr(batch, field), self.expected(field, ids))
+
+    def check_all(self, memory: holdall.ReplayMemory) -> None:
+        held = [i for i in range(memory.first_id, memory.next_id) if self.is_valid(i)]
+        assert len(memory) == len(held)
+        self.check(memory.gather(np.array(held)))
+
+    def is_valid(self, i: int) -> bool:
+        valid = self.rows[i // self.lanes]["valid"]
+        return valid is None or bool(valid[i % self.lanes])
+
+
+def here(value: Any) -> Any:
+    return value.cpu().numpy() if isinstance(value, torch.Tensor) else np.asarray(value)
+
+
+def same(got: Any, expected: Any) -> None:
+    found = here(got)
+    assert found.dtype == expected.dtype
+    assert found.tobytes() == expected.tobytes()
+
+
+@pytest.mark.parametrize(
+    ("lanes", "ticks", "steps", "shape", "dtype", "ends"),
+    [
+        (1, 5, 40, (7,), np.float32, 0.1),
+        (3, 4, 40, (40, 40, 3), np.uint8, 0.1),
+        (17, 1, 12, (5,), np.uint8, 0.3),
+        (64, 20, 60, (33,), np.float32, 0.4),
+        (5, 33, 100, (16, 16, 3), np.uint8, 0.9),
+        (2, 8, 30, (1,), np.uint8, 0.0),
+    ],
+)
+def test_every_row_comes_back(
+    device: str, lanes: int, ticks: int, steps: int, shape: tuple[int, ...], dtype: Any, ends: float
+) -> None:
+    world = World(device, lanes, shape, dtype, ends)
+    memory = world.memory(ticks)
+    for step in range(steps):
+        world.add(memory, some_invalid=step % 3 == 1)
+        if step % 7 == 0 or step == steps - 1:
+            world.check_all(memory)
+            world.check(memory.sample(1))
+
+
+def test_batches_are_tensors_on_the_device(device: str) -> None:
+    world = World(device, 4)
+    memory = world.memory(10)
+    for _ in range(5):
+        world.add(memory)
+    batch = memory.sample(8)
+    for tensor in (batch.obs["image"], batch.next_obs["state"], batch.action, batch.reward, batch.weights, batch.ids):
+        assert isinstance(tensor, torch.Tensor)
+        assert tensor.device.type == device
+
+
+def test_every_valid_transition_is_drawn_equally_often(device: str) -> None:
+    world = World(device, 8)
+    memory = world.memory(10)
+    for _ in range(25):
+        world.add(memory, some_invalid=True)
+    held = [i for i in range(memory.first_id, memory.next_id) if world.is_valid(i)]
+    ids = np.concatenate([here(memory.sample(64).ids) for _ in range(300)])
+    counts = np.bincount(ids - memory.first_id, minlength=memory.next_id - memory.first_id)
+    assert set(np.flatnonzero(counts) + memory.first_id) == set(held)
+    expected = len(ids) / len(held)
+    assert (((counts[np.array(held) - memory.first_id] - expected) ** 2) / expected).sum() < 2 * len(held)
+
+
+def test_one_seed_gives_one_sequence_of_batches(device: str) -> None:
+    drawn = []
+    for _ in range(2):
+        world = World(device, 4)
+        memory = world.memory(10)
+        for _ in range(6):
+            world.add(memory)
+        drawn.append([here(memory.sample(16).ids).tolist() for _ in range(3)])
+    assert drawn[0] == drawn[1]
+    assert drawn[0][0] != drawn[0][1]
+
+
+def test_extending_is_adding_step_by_step(device: str) -> None:
+    world = World(device, 3)
+    memory = world.memory(20)
+    rows = [world.step() for _ in range(7)]
+
+    def stacked(values: list[Any]) -> Any:
+        if isinstance(values[0], dict):
+            return {name: stacked([value[name] for value in values]) for name in values[0]}
+        return None if values[0] is None else np.stack(values)
+
+    memory.extend(**world.there(stacked(rows)))
+    world.check_all(memory)
+
+
+def test_rows_that_do_not_lie_in_one_piece_are_taken(device: str) -> None:
+    world = World(device, 4, (6,))
+    memory = world.memory(5)
+    for _ in range(8):
+        row = world.there(world.step())
+        for side in ("obs", "next_obs"):
+            wide = torch.zeros((4, 12), device=device)
+            wide[:, ::2] = row[side]["image"]
+            row[side]["image"] = wide[:, ::2]
+        memory.add(**row)
+    world.check_all(memory)
+
+
+def test_returns_over_n_steps_are_those_of_the_host(device: str) -> None:
+    world = World(device, 4, ends=0.2)
+    memory = world.memory(12, sampler=holdall.NStep(3, 0.9))
+    for _ in range(30):
+        world.add(memory)
+    batch = memory.sample(200)
+    on_host = holdall.ReplayMemory(world.space, world.action, 48, 4, extras=world.extras)
+    for row in world.rows:
+        on_host.add(**row)
+    for i, first in enumerate(here(batch.ids)):
+        total, last, steps = np.float32(0), int(first), 0
+        for k in range(3):
+            step = int(first) + 4 * k
+            if step >= memory.next_id:
+                break
+            last, steps = step, k + 1
+            row = world.rows[step // 4]
+            term = row["reward"][step % 4] * np.float32(0.9**k)
+            total = term if k == 0 else total + term
+            if row["terminated"][step % 4] or row["truncated"][step % 4]:
+                break
+        assert here(batch.reward)[i] == total
+        assert here(batch.discount)[i] == np.float32(0.9**steps)
+        same(batch.next_obs["image"][i], world.expected("next_obs", [last], "image")[0])
+        assert here(batch.terminated)[i] == world.rows[last // 4]["terminated"][last % 4]
+
+
+def test_sequences_stay_in_their_episode(device: str) -> None:
+    world = World(device, 4, ends=0.2)
+    memory = world.memory(12, sampler=holdall.Sequence(4, burn_in=2))
+    for _ in range(30):
+        world.add(memory)
+    batch = memory.sample(100)
+    ids, mask = here(batch.ids), here(batch.mask)
+    assert ids.shape == mask.shape == (100, 6)
+    assert mask[:, 2].all()
+    for row in range(100):
+        real = ids[row][mask[row]]
+        assert (np.diff(real) == 4).all()
+        for step in real[:-1]:
+            assert not world.rows[step // 4]["terminated"][step % 4]
+            assert not world.rows[step // 4]["truncated"][step % 4]
+    world.check(memory.gather(ids.reshape(-1)))
+    same(batch.obs["image"].reshape(-1, 5), world.expected("obs", ids.reshape(-1), "image"))
+
+
+def test_priorities_decide_how_often_a_row_is_drawn(device: str) -> None:
+    world = World(device, 4)
+    sampler = holdall.Prioritized(alpha=1.0, beta=1.0)
+    memory = world.memory(10, sampler=sampler)
+    for _ in range(10):
+        world.add(memory)
+    priorities = torch.arange(40, dtype=torch.float32, device=device)
+    memory.update_priorities(torch.arange(40, device=device), priorities)
+    memory.update_priorities(torch.tensor([3, 3], device=device), torch.tensor([1.0, 100.0], device=device))
+    wanted = np.arange(40) + 1e-6
+    wanted[3] = 100.0 + 1e-6
+    drawn = [memory.sample(100) for _ in range(200)]
+    counts = np.bincount(np.concatenate([here(batch.ids) for batch in drawn]), minlength=40)
+    expected = wanted / wanted.sum() * counts.sum()
+    assert (((counts - expected) ** 2) / expected)[1:].sum() < 80
+    batch = drawn[0]
+    share = wanted[here(batch.ids)]
+    np.testing.assert_allclose(here(batch.weights), share.min() / share, rtol=1e-5)
+    world.add(memory)  # a new one has the highest priority of all
+    assert (here(memory.sample(400).ids) >= 40).sum() > 90
+
+
+def test_a_priority_that_is_no_number_is_refused_before_it_is_saved(device: str, tmp_path: Any) -> None:
+    world = World(device, 2)
+    memory = world.memory(5, sampler=holdall.Prioritized())
+    for _ in range(3):
+        world.add(memory)
+    memory.sample(2)
+    memory.update_priorities(torch.tensor([1], device=device), torch.tensor([float("nan")], device=device))
+    with pytest.raises(holdall.ArgumentError, match="priorities"):
+        memory.save(tmp_path).result()
+    memory.save(tmp_path).result()
+
+
+def test_a_checkpoint_goes_to_the_host_and_back(device: str, tmp_path: Any) -> None:
+    world = World(device, 4, (40, 40, 3), np.uint8, ends=0.3)
+    memory = world.memory(10)
+    for step in range(27):
+        world.add(memory, some_invalid=step > 20)
+    memory.save(tmp_path).result()
+    on_host = holdall.ReplayMemory.load(tmp_path)
+    world.check_all(on_host)
+    again = holdall.ReplayMemory.load(tmp_path, store_device=device)
+    world.check_all(again)
+    assert here(again.sample(16).ids).tolist() == here(memory.sample(16).ids).tolist()
+    for _ in range(15):
+        world.add(again)
+    world.check_all(again)
+
+
+def test_a_save_holds_the_moment_whatever_is_added_meanwhile(device: str, tmp_path: Any) -> None:
+    world = World(device, 4, ends=0.3)
+    memory = world.memory(300)
+    for _ in range(450):
+        world.add(memory)
+    saved = memory.save(tmp_path)
+    first, end = memory.first_id, memory.next_id
+    for _ in range(300):
+        world.add(memory)
+    saved.result()
+    loaded = holdall.ReplayMemory.load(tmp_path)
+    assert (loaded.first_id, loaded.next_id) == (first, end)
+    world.check_all(loaded)
+
+
+@pytest.mark.parametrize(
+    ("argument", "change", "says"),
+    [
+        ("reward", lambda v: v.double(), "reward has dtype torch.float64"),
+        ("action", lambda v: v[:, :1], r"action has shape \(4, 1\)"),
+        ("terminated", lambda v: v.int(), "terminated has dtype"),
+        ("obs", lambda v: {"image": v["image"]}, "state"),
+        ("next_obs", lambda v: v | {"image": v["image"].half()}, "image"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_nothing_changes(device: str, argument: str, change: Any, says: str) -> None:
+    world = World(device, 4)
+    memory = world.memory(5)
+    for _ in range(3):
+        world.add(memory)
+    row = world.there(world.step())
+    with pytest.raises(holdall.ArgumentError, match=says):
+        memory.add(**row | {argument: change(row[argument])})
+    memory.add(**row)
+    world.check_all(memory)
+
+
+def test_a_memory_begun_on_the_host_stays_there(device: str) -> None:
+    world = World(device, 4)
+    memory = world.memory(5)
+    memory.add(**world.step())
+    with pytest.raises(holdall.ArgumentError, match="begun with arrays of the host"):
+        world.add(memory)
+
+
+def test_a_budget_that_is_too_small_names_the_capacity_that_fits(device: str) -> None:
+    world = World(device, 4, (100,))
+    memory = world.memory(1000, budget="1MiB")
+    with pytest.raises(holdall.ArgumentError, match=r"capacity=\d+ fits") as refused:
+        world.add(memory)
+    fitting = int(str(refused.value).split("capacity=")[1].split()[0])
+    world.rows.clear()
+    smaller = world.memory(fitting // 4, budget="1MiB")
+    world.add(smaller)
+    world.check_all(smaller)
+
+
+def test_flags_can_be_set_again(device: str) -> None:
+    world = World(device, 3)
+    memory = world.memory(6)
+    for _ in range(4):
+        world.add(memory)
+    memory.set_flags([1, 5], [True, False], [False, True])
+    world.rows[0]["terminated"][1], world.rows[0]["truncated"][1] = True, False
+    world.rows[1]["terminated"][2], world.rows[1]["truncated"][2] = False, True
+    world.check_all(memory)
+
+
+@on_cuda
+def test_adding_and_drawing_wait_for_nothing() -> None:
+    world = World("cuda", 64, (33,))
+    memory = world.memory(20)
+    rows = [world.there(world.step()) for _ in range(40)]
+    for row in rows[:30]:
+        memory.add(**row)
+    memory.sample(32)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for row in rows[30:]:
+            memory.add(**row)
+            batch = memory.sample(32)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    world.check(batch)
+    world.check_all(memory)
+
+
+@on_cuda
+def test_a_cuda_graph_draws_others_at_every_replay() -> None:
+    world = World("cuda", 8)
+    memory = world.memory(20)
+    for _ in range(25):
+        world.add(memory)
+    memory.sample(64)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        batch = memory.sample(64)
+    seen = []
+    for _ in range(5):
+        graph.replay()
+        world.check(batch)
+        seen.append(here(batch.ids).tolist())
+        world.add(memory)
+        torch.cuda.synchronize()
+    assert all(a != b for a, b in itertools.pairwise(seen))
+
+
+@on_cuda
+def test_streams_take_turns_in_the_order_of_the_calls() -> None:
+    world = World("cuda", 256, (64,))
+    memory = world.memory(10)
+    rows = [world.there(world.step()) for _ in range(120)]
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    torch.cuda.synchronize()
+    batches = []
+    for i, row in enumerate(rows):
+        with torch.cuda.stream(streams[i % 3]):
+            memory.add(**row)
+        with torch.cuda.stream(streams[(i + 1) % 3]):
+            batches.append(memory.sample(128))
+    torch.cuda.synchronize()
+    for batch in batches:
+        world.check(batch)
+    world.check_all(memory)
+
+
+@on_cuda
+def test_a_capacity_beyond_the_device_names_the_one_that_fits() -> None:
+    world = World("cuda", 1024, (4096,))
+    memory = world.memory(200_000)
+    with pytest.raises(holdall.ArgumentError, match=r"capacity=\d+ fits"):
+        world.add(memory)
