@@ -145,6 +145,7 @@ class CudaLoops:
         program = CudaProgram(torch, device, source)
         self._write_tick, self._gather_rows = program.kernel("write_tick"), program.kernel("gather_rows")
         self._count_call = program.kernel("count_call")
+        self._last_stream: Any = None
         self._task = _Task()
         self._words = np.frombuffer(self._task, np.int64)
 
@@ -230,7 +231,13 @@ class CudaLoops:
         kernel(grid, self._block, self._stream(), self._task)
 
     def _stream(self) -> int:
-        handle: int = self._torch.cuda.current_stream(self._device).cuda_stream
+        """Return the caller's stream, which goes on when the one used before it is done with the rings."""
+        stream = self._torch.cuda.current_stream(self._device)
+        if stream != self._last_stream and not self._torch.cuda.is_current_stream_capturing():
+            if self._last_stream is not None:
+                stream.wait_stream(self._last_stream)
+            self._last_stream = stream
+        handle: int = stream.cuda_stream
         return handle
 
 

@@ -327,7 +327,7 @@ class DeviceRings:
 
     def to_device(self, ids: NDArray[np.int64]) -> torch.Tensor:
         """Bring ids to the device."""
-        tensor: torch.Tensor = self.torch.from_numpy(np.ascontiguousarray(ids.reshape(-1))).to(self.device)
+        tensor: torch.Tensor = self.torch.from_numpy(np.array(ids).reshape(-1)).to(self.device)
         return tensor
 
     def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Any) -> Rows:

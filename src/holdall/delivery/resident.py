@@ -226,7 +226,7 @@ class ResidentBatches(Batches):
         )
 
     def _to_device(self, array: Any) -> torch.Tensor:
-        tensor: torch.Tensor = self._rings.torch.from_numpy(np.ascontiguousarray(array)).to(self._rings.device)
+        tensor: torch.Tensor = self._rings.torch.from_numpy(np.array(array)).to(self._rings.device)
         return tensor
 
     def _relabelled(self, draw: Draw, found: RowsOnDevice, outcomes: Any) -> RowsOnDevice:
