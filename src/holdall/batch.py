@@ -5,11 +5,13 @@ Invariant: holdall never writes to a batch again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+
+from holdall.errors import ArgumentError, MissingPackageError
 
 
 class RewardFunction(Protocol):
@@ -74,6 +76,65 @@ class Batch:
 
     def __len__(self) -> int:
         return len(self.ids)
+
+    def jax(self) -> Batch:
+        """Return the same as arrays of JAX, where JAX computes by default; `ids` stay as they are.
+
+        Tensors that are on that device are handed over by DLPack, without a copy. JAX makes 32 bits of 64 unless
+        `jax_enable_x64` is set: integers that fit are taken, anything else is refused.
+        """
+        return replace(self, **{name: _to_jax(getattr(self, name), name) for name in _HANDED_TO_JAX})
+
+
+_HANDED_TO_JAX = (
+    "obs",
+    "action",
+    "reward",
+    "next_obs",
+    "terminated",
+    "truncated",
+    "extras",
+    "weights",
+    "discount",
+    "mask",
+)
+
+
+def _to_jax(value: Any, name: str) -> Any:
+    """Return a nested value with every array in it as one of JAX."""
+    if value is None:
+        return None
+    if isinstance(value, dict):
+        return {key: _to_jax(part, f"{name}[{key!r}]") for key, part in value.items()}
+    if isinstance(value, tuple):
+        return tuple(_to_jax(part, f"{name}[{i}]") for i, part in enumerate(value))
+    try:
+        import jax  # noqa: PLC0415  only for those who ask for it
+    except ImportError as error:
+        raise MissingPackageError(
+            'batches for JAX were asked for, but jax is not installed; run "pip install jax"'
+        ) from error
+    wide = str(value.dtype).removeprefix("torch.") in {"float64", "int64", "uint64"}
+    if wide and not jax.config.jax_enable_x64:
+        value = _in_32_bits(value, name)
+    on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"
+    if on_host and jax.default_backend() != "cpu":
+        return jax.device_put(np.asarray(value))
+    return jax.dlpack.from_dlpack(value)
+
+
+def _in_32_bits(value: Any, name: str) -> Any:
+    """Return integers of 64 bits as 32, if that changes none."""
+    if isinstance(value, np.ndarray):
+        narrow = value.astype(np.int32) if value.dtype.kind in "iu" else None
+    else:
+        narrow = None if value.is_floating_point() else value.int()
+    if narrow is None or not bool((narrow == value).all()):
+        raise ArgumentError(
+            f"{name} has dtype {value.dtype}, of which JAX would keep 32 bits; call "
+            "jax.config.update('jax_enable_x64', True), or store it in 32 bits"
+        )
+    return narrow
 
 
 @dataclass(frozen=True, slots=True)

@@ -166,6 +166,9 @@ class Delivery:
     def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
         self.torch_device: torch.device | None = None  # None for arrays
         self.torch: Any = None  # the module, if tensors are asked for
+        self.is_jax = device == "jax"
+        if self.is_jax:
+            device = _device_of_jax()
         if device is None:
             return
         self.torch = _import_torch()
@@ -214,6 +217,22 @@ class Delivery:
                 f"device ({self.torch_device}): torch has no dtype for {leaf.name or 'the space'} "
                 f"({leaf.dtype}); use device=None for NumPy arrays"
             ) from error
+
+
+def _device_of_jax() -> str | None:
+    """Return the device on which torch can fill arrays for JAX; None where that is the host."""
+    try:
+        import jax  # noqa: PLC0415  only for those who ask for it
+    except ImportError as error:
+        raise MissingPackageError(
+            "device is 'jax', but jax is not installed; run \"pip install jax\", or use device=None for NumPy arrays"
+        ) from error
+    if jax.default_backend() == "cpu":
+        return None
+    try:
+        return "cuda" if _import_torch().cuda.is_available() else None
+    except MissingPackageError:
+        return None
 
 
 def _import_torch() -> Any:
@@ -433,6 +452,54 @@ class _HostBatchJob:
         if batch is None:
             raise DamageError("a batch was received before it was made; report this")
         return batch
+
+
+class JaxBatches(Batches):
+    """Makes batches as another does, and hands them to JAX."""
+
+    def __init__(self, inner: Batches) -> None:
+        self._inner = inner
+
+    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+        """See `Batches`."""
+        return self._inner.look_up(draw, store)
+
+    def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
+        """See `Batches`."""
+        return _JaxJob(self._inner.start(draw, drawn))
+
+    def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
+        """See `Batches`."""
+        return self._inner.make(draw, drawn).jax()
+
+    def keep(self, batches: int) -> None:
+        """See `Batches`."""
+        self._inner.keep(batches)
+
+    @property
+    def pinned_bytes(self) -> int:
+        """See `Batches`."""
+        return self._inner.pinned_bytes
+
+    def close(self) -> None:
+        """See `Batches`."""
+        self._inner.close()
+
+
+class _JaxJob:
+    """A batch that JAX gets."""
+
+    def __init__(self, inner: BatchJob) -> None:
+        self._inner = inner
+        self.is_quick = inner.is_quick
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+        self._inner.work()
+
+    def receive(self) -> Batch:
+        """See `BatchJob`."""
+        return self._inner.receive().jax()
 
 
 def of_ids(ids: NDArray[np.int64]) -> Draw:

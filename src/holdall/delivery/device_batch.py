@@ -26,6 +26,7 @@ from holdall.delivery.batches import (
     Delivery,
     DrawnRows,
     HostBatches,
+    JaxBatches,
     ObservationAssembler,
 )
 from holdall.delivery.device import (
@@ -81,10 +82,11 @@ def batches_for(
         pins: Whether raw blocks may be pinned; they then stay a while longer than they are needed.
     """
     plain, device = HostBatches(schema, assembler, delivery), delivery.torch_device
-    if device is None or not (store_on_device or delivery.is_remote):
-        return plain
-    torch = delivery.torch
-    return DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+    batches: Batches = plain
+    if device is not None and (store_on_device or delivery.is_remote):
+        torch = delivery.torch
+        batches = DeviceBatches(schema, plain, stream_to(torch, device), kernels, torch, store_on_device, pins)
+    return JaxBatches(batches) if delivery.is_jax else batches
 
 
 class DeviceBatches(Batches):
