@@ -20,7 +20,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import RolloutBatch
-from holdall.delivery import Gather, MinibatchDelivery
+from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
@@ -81,6 +81,7 @@ class RolloutMemory:
         self._ends = new_ring(num_steps, num_envs, Leaf("", (), _FLOAT32))
         self._reward: Array | None = None
         self._valid: NDArray[np.bool_] | None = None
+        self._resident: DeviceRollout | None = None  # of steps that are born on the device
         self._steps = 0
         self._observed = False  # whether the observations of the step to come are written already
         self._finished = False
@@ -96,7 +97,10 @@ class RolloutMemory:
         self._require_room()
         if self._observed:
             raise ArgumentError("observe was called twice for one step; call add(None, ...) in between")
-        frames.write(self._steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
+        if self._is_resident(obs):
+            self._resident.observe(self._steps, obs)  # type: ignore[union-attr]  # made just now
+        else:
+            frames.write(self._steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
         self._observed = True
 
     def add(
@@ -128,6 +132,11 @@ class RolloutMemory:
         if (obs is None) != self._observed:
             given = "obs is None, but observe was not called" if obs is None else "obs is given, but so was observe's"
             raise ArgumentError(f"{given}; give the observations of a step once, to observe or to add")
+        if self._is_resident(obs):
+            arguments = (action, reward, terminated, truncated, value, log_prob, extras, final_obs, valid)
+            self._resident.add(step, obs, *arguments)  # type: ignore[union-attr]  # made just now
+            self._steps, self._observed, self._finished = step + 1, False, False
+            return
         observations = None if obs is None else schema.observation.flatten(obs, lanes, "obs")
         actions = schema.action.flatten(action, lanes, "action")
         others = schema.extras.flatten({} if extras is None else extras, lanes, "extras")
@@ -159,6 +168,8 @@ class RolloutMemory:
         Their values are what `finish` wants as `final_values`.
         """
         self._open()
+        if self._resident is not None:
+            return self._resident.final_obs()
         leaves = self._schema.observation.leaves
         fields = [(leaf, partial(self._final.gather, i)) for i, leaf in enumerate(leaves)]
         return self._schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
@@ -182,6 +193,10 @@ class RolloutMemory:
             raise ArgumentError("finish was called before add; add steps first")
         require_share("gamma", gamma)
         require_share("gae_lambda", gae_lambda)
+        if self._resident is not None:
+            self._resident.finish(steps, last_values, float(gamma), float(gae_lambda), final_values)
+            self._finished = True
+            return
         last = np.ascontiguousarray(_fit_floats(last_values, (self.num_envs,), "last_values"))
         if final_values is None and len(self._final):
             raise ArgumentError(
@@ -216,7 +231,9 @@ class RolloutMemory:
         self._require_finished(batch_size, epochs)
         if length is not None:
             require_count("length", length)
-        cut = RolloutSequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
+        steps = self._steps
+        ends = self._ends[:steps] != 0 if self._resident is None else self._resident.ends(steps)
+        cut = RolloutSequences.of(ends, self._held(), length or steps)
         return self._sequences(cut, batch_size, epochs)
 
     def reset(self) -> None:
@@ -227,11 +244,13 @@ class RolloutMemory:
         self._steps, self._observed, self._finished = 0, False, False
         if self._valid is not None:
             self._valid[:] = True
+        if self._resident is not None:
+            self._resident.reset()
 
     def __len__(self) -> int:
         """Count the steps held, over all lanes, without lanes that made none."""
         self._open()
-        return self._steps * self.num_envs if self._valid is None else int(np.count_nonzero(self._held()))
+        return int(np.count_nonzero(self._held()))
 
     @property
     def is_full(self) -> bool:
@@ -246,6 +265,8 @@ class RolloutMemory:
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against plain arrays."""
         frames = self._open()
+        if self._resident is not None:
+            return MemoryReport(transitions=len(self), fields=tuple(self._resident.report(self._steps)), segments=1)
         fields = frames.report(self._steps)
         for name, rows in self._flat().items():
             nbytes = 0 if rows is None else rows[: self._steps].nbytes
@@ -308,7 +329,10 @@ class RolloutMemory:
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
         """Gather the steps at `places`, in an order of `shape` if that is given."""
         schema = self._schema
-        delivered = self._delivery.deliver(places, self._gathers(padded=shape is not None))
+        if self._resident is not None:
+            delivered = self._resident.gather(places, padded=shape is not None)
+        else:
+            delivered = self._delivery.deliver(places, self._gathers(padded=shape is not None))
         if shape is not None:
             delivered = [array.reshape(*shape, *array.shape[1:]) for array in delivered]
             places = places.reshape(shape)
@@ -335,6 +359,13 @@ class RolloutMemory:
             fields.append((_MASK, lambda places, out: np.greater_equal(places, 0, out=out)))
         return fields
 
+    def _is_resident(self, obs: Any) -> bool:
+        """Whether steps live on the device; the first observations say so."""
+        target = self._delivery.target
+        if self._resident is None and self._steps == 0 and target.is_remote and is_on_device(target, obs):
+            self._resident = DeviceRollout(target, self._schema, self.num_steps)
+        return self._resident is not None
+
     def _fit_final(self, final_obs: Any, lanes: NDArray[np.int64]) -> list[Array] | None:
         """Return the final observations of the given lanes, checked."""
         if not len(lanes):
@@ -354,6 +385,8 @@ class RolloutMemory:
 
     def _held(self) -> NDArray[np.bool_]:
         """Return which lanes made a step: (steps, lanes)."""
+        if self._resident is not None:
+            return self._resident.held(self._steps)
         if self._valid is None:
             return np.ones((self._steps, self.num_envs), np.bool_)
         return self._valid[: self._steps]

@@ -17,6 +17,7 @@ from holdall.delivery.batches import (
 )
 from holdall.delivery.device import DeviceStream, stream_to
 from holdall.delivery.device_batch import batches_for
+from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws
 from holdall.delivery.resident import ResidentBatches, TensorFit, is_on_device, rings_on
 from holdall.delivery.to_device import SLOT_BYTES, CopySpan, DeviceCopier, Gather, MinibatchDelivery, SlotLoad
@@ -28,6 +29,7 @@ __all__ = [
     "CopySpan",
     "Delivery",
     "DeviceCopier",
+    "DeviceRollout",
     "DeviceStream",
     "DrawnRows",
     "Gather",

@@ -12,7 +12,7 @@ observation moves to the pool of its field, and `apart` says to which place.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import resources
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -116,6 +116,10 @@ def loops_for(torch: Any, device: torch.device) -> DeviceLoops:
     return TorchLoops(torch)
 
 
+def _program(torch: Any, device: torch.device) -> CudaProgram:
+    return CudaProgram(torch, device, (resources.files("holdall.native") / "device.cu").read_text(encoding="utf-8"))
+
+
 class _Field(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
@@ -141,8 +145,7 @@ class CudaLoops:
 
     def __init__(self, torch: Any, device: torch.device) -> None:
         self._torch, self._device = torch, device
-        source = (resources.files("holdall.native") / "device.cu").read_text(encoding="utf-8")
-        program = CudaProgram(torch, device, source)
+        program = _program(torch, device)
         self._write_tick, self._gather_rows = program.kernel("write_tick"), program.kernel("gather_rows")
         self._count_call = program.kernel("count_call")
         self._last_stream: Any = None
@@ -327,6 +330,56 @@ class TorchLoops:
 
     def _seen(self, field: DeviceField, rows: torch.Tensor) -> torch.Tensor:
         return rows.view(field.kind).view(len(rows), *field.shape)
+
+
+class _Rollout(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_int64) for name in ("advantages", "values", "ends", "last_values", "returns")),
+        ("steps", ctypes.c_int64), ("lanes", ctypes.c_int64), ("gamma", ctypes.c_float), ("decay", ctypes.c_float),
+    ]  # fmt: skip
+
+
+Estimate = Callable[..., None]
+"""Takes rewards, which become advantages, values, ends, last values, gamma, lambda, and where returns go."""
+
+
+def advantages_on(torch: Any, device: torch.device) -> Estimate:
+    """Return the loop that estimates advantages on a device, all of whose arrays are (steps, lanes) and float32."""
+    if device.type == "cuda":
+        try:
+            launch = _program(torch, device).kernel("estimate_advantages")
+        except CudaProgramError:
+            return _estimate_advantages
+    else:
+        return _estimate_advantages
+
+    def estimate(
+        advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
+        gae_lambda: float, returns: torch.Tensor,
+    ) -> None:  # fmt: skip
+        steps, lanes = advantages.shape
+        addresses = (tensor.data_ptr() for tensor in (advantages, values, ends, last, returns))
+        task = _Rollout(*addresses, steps, lanes, gamma, np.float32(gamma * gae_lambda))
+        stream = torch.cuda.current_stream(device).cuda_stream
+        launch((-(-lanes // _WARP), 1), (_WARP, 1), stream, task)
+
+    return estimate
+
+
+def _estimate_advantages(
+    advantages: torch.Tensor, values: torch.Tensor, ends: torch.Tensor, last: torch.Tensor, gamma: float,
+    gae_lambda: float, returns: torch.Tensor,
+) -> None:  # fmt: skip
+    """Do the same in operations of torch, step by step, in the order of the loop in C."""
+    steps = len(advantages)
+    discount, decay = (advantages.new_tensor(number) for number in (gamma, gamma * gae_lambda))
+    for t in range(steps - 1, -1, -1):
+        going = 1.0 - ends[t]
+        ahead = discount * (last if t == steps - 1 else values[t + 1]) * going
+        delta = advantages[t] + ahead - values[t]
+        carried = decay * going * (advantages[t + 1] if t < steps - 1 else 0.0)
+        advantages[t] = delta + carried
+        returns[t] = advantages[t] + values[t]
 
 
 def _bytes_of(torch: Any, value: torch.Tensor, lanes: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings, rings_bytes
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
-from holdall.schema import Leaf, Schema
+from holdall.schema import Leaf, Schema, Tree
 from holdall.storage import Store, Tick
 from holdall.units import format_bytes
 
@@ -65,7 +65,7 @@ class TensorFit:
     ) -> Tick:  # fmt: skip
         """Return all arguments as tensors on the device."""
         schema, flag = self._schema, Leaf("", (), np.dtype(np.bool_))
-        rewards = self._tensor(reward, "reward")
+        rewards = self.tensor(reward, "reward")
         dtype = self.numpy_dtype(rewards) if reward_dtype is None else reward_dtype
         return Tick(
             obs=schema.observation.flatten(obs, leading, "obs", self._fit),
@@ -78,6 +78,21 @@ class TensorFit:
             valid=None if valid is None else self._fit(flag, valid, leading, "valid"),
         )
 
+    def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
+        """Return the tensors of one nested argument, lanes first."""
+        return tree.flatten(value, (self._schema.num_envs,), argument, self._fit)
+
+    def leaf(self, leaf: Leaf, value: Any, argument: str) -> torch.Tensor:
+        """Return one argument, lanes first."""
+        tensor: torch.Tensor = self._fit(leaf, value, (self._schema.num_envs,), argument)
+        return tensor
+
+    def rewards(self, value: Any, kind: torch.dtype | None) -> torch.Tensor:
+        """Return rewards; those of the first step say of which dtype."""
+        rewards = self.tensor(value, "reward")
+        dtype = self.numpy_dtype(rewards) if kind is None else self.numpy_dtype(self._torch.empty(0, dtype=kind))
+        return self.leaf(Leaf("", (), dtype), rewards, "reward")
+
     def numpy_dtype(self, tensor: torch.Tensor) -> np.dtype[Any]:
         """Return NumPy's name of a tensor's dtype."""
         try:
@@ -86,7 +101,8 @@ class TensorFit:
             raise ArgumentError(f"reward has dtype {tensor.dtype}, which NumPy does not know; pass float32") from error
         return dtype
 
-    def _tensor(self, value: Any, called: str) -> torch.Tensor:
+    def tensor(self, value: Any, called: str) -> torch.Tensor:
+        """Return a value as a tensor on the device."""
         torch = self._torch
         if not isinstance(value, torch.Tensor):
             if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
@@ -103,7 +119,7 @@ class TensorFit:
 
     def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
-        tensor = self._tensor(value, called)
+        tensor = self.tensor(value, called)
         kind = self._kinds.get(leaf.dtype)
         if kind is None:
             kind = self._kinds[leaf.dtype] = self._kind(leaf.dtype)

@@ -38,7 +38,7 @@ class MinibatchDelivery:
     """Brings minibatches to one device; None stands for NumPy arrays."""
 
     def __init__(self, device: str | None, leaves: list[Leaf]) -> None:
-        self._delivery = Delivery(device, leaves)
+        self.target = self._delivery = Delivery(device, leaves)
         self._pool = host_pool()
         self._upload: _Upload | None = None
         if self._delivery.is_remote and self._delivery.torch_device is not None:

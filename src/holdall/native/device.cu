@@ -1,8 +1,8 @@
 /* Ticks into a store on a device, and its rows into batches.
 
    One launch writes a tick, one launch draws and gathers a batch. A row is copied by the threads of one x index of a
-   block; y counts rows, and blockIdx.y the fields. The host compiles this with NVRTC at first use; delivery/resident.py
-   declares the same structs, and `layout` below lets it check that both agree.
+   block; y counts rows, and blockIdx.y the fields. The host compiles this with NVRTC at first use;
+   delivery/device_loops.py declares the same structs.
 
    Slots: tick t lies in slot t % slots, and there is one slot more than ticks are held: the slot after the newest tick
    holds its next observation, until the next tick shows whether it continues from there. Where it does not, the next
@@ -226,4 +226,30 @@ extern "C" __global__ void gather_rows(const struct Task task)
 extern "C" __global__ void count_call(struct Counts *counts)
 {
     counts->calls++;
+}
+
+struct Rollout {         /* all but last_values are (steps, lanes) */
+    float *advantages;   /* rewards at first */
+    const float *values, *ends, *last_values;
+    float *returns;
+    i64 steps, lanes;
+    float gamma, decay;
+};
+
+/* Generalised advantage estimation, backwards in time, a lane a thread; rounded as the loop of the host is. */
+extern "C" __global__ void estimate_advantages(const struct Rollout rollout)
+{
+    i64 lane = (i64)blockIdx.x * blockDim.x + threadIdx.x, lanes = rollout.lanes;
+    if (lane >= lanes) return;
+    float next_value = rollout.last_values[lane], later = 0.0f;
+    for (i64 t = rollout.steps - 1; t >= 0; t--) {
+        i64 i = t * lanes + lane;
+        float going = __fsub_rn(1.0f, rollout.ends[i]), value = rollout.values[i];
+        float ahead = __fmul_rn(__fmul_rn(rollout.gamma, next_value), going);
+        float delta = __fsub_rn(__fadd_rn(rollout.advantages[i], ahead), value);
+        later = __fadd_rn(delta, __fmul_rn(__fmul_rn(rollout.decay, going), later));
+        rollout.advantages[i] = later;
+        rollout.returns[i] = __fadd_rn(later, value);
+        next_value = value;
+    }
 }
