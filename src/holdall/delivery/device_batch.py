@@ -26,7 +26,6 @@ from holdall.delivery.batches import (
     Delivery,
     DrawnRows,
     HostBatches,
-    JaxBatches,
     ObservationAssembler,
 )
 from holdall.delivery.device import (
@@ -42,6 +41,7 @@ from holdall.delivery.device import (
     stream_to,
 )
 from holdall.delivery.device_store import DeviceSlices, PinnedArenas
+from holdall.delivery.to_jax import JaxBatches
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.schema import Schema

@@ -18,17 +18,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.delivery.device_fields import FLAG, SLACK_TICKS, DeviceColumn, DeviceRing
 from holdall.delivery.device_loops import (
     INVALID,
     MOST_FIELDS,
     TERMINATED,
     TRUNCATED,
-    DeviceField,
     RingsOnDevice,
     RowsOnDevice,
     TickOnDevice,
     loops_for,
-    put_places,
 )
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
@@ -38,136 +37,7 @@ from holdall.storage import Apart, Rows, Tick, put_rows, rows_of
 if TYPE_CHECKING:
     import torch
 
-_SLACK_TICKS = 4
-"""Ticks that the device may lag behind before the host waits, if every lane ended an episode in each of them."""
-_POOLED_SHARE = 64
-"""A pool begins with a place for every so many rows."""
-_MOST_CHUNKS = 32
 _PATIENCE_SECONDS = 60.0
-_REWARD_BYTES = 4
-_FLAG = Leaf("", (), np.dtype(np.bool_))
-
-
-class ApartPool:
-    """Next observations of one field that no tick continues, and a queue of the places that are free."""
-
-    def __init__(self, torch: Any, device: torch.device, row_bytes: int, lanes: int, cells: int) -> None:
-        self._torch, self._device, self._row_bytes = torch, device, row_bytes
-        self.first_chunk = self.places = _first_places(lanes, cells)
-        self.chunks = [self._new_chunk(self.places)]
-        self.table = torch.zeros(_MOST_CHUNKS, dtype=torch.int64, device=device)
-        self.table[0] = self.chunks[0].data_ptr()
-        self.apart = torch.full((cells,), -1, dtype=torch.int32, device=device)
-        self._fill_queue(torch.arange(self.places, dtype=torch.int32, device=device))
-
-    def _new_chunk(self, places: int) -> torch.Tensor:
-        chunk: torch.Tensor = self._torch.empty((places, self._row_bytes), dtype=self._torch.uint8, device=self._device)
-        return chunk
-
-    def _fill_queue(self, free: torch.Tensor) -> None:
-        """Let the queue hold these places, with room for all that there are."""
-        torch, length = self._torch, 1 << (self.places - 1).bit_length()
-        self.queue = torch.zeros(length, dtype=torch.int32, device=self._device)
-        self.queue[: len(free)] = free
-        self.counts = torch.tensor([0, len(free), length - 1, 0], dtype=torch.int32, device=self._device)
-
-    def free(self) -> torch.Tensor:
-        """Return the places that are free; waits for the device."""
-        taken, given, mask, _ = (number & 0xFFFFFFFF for number in self.counts.tolist())
-        positions = self._torch.arange((given - taken) & 0xFFFFFFFF, device=self._device) + taken
-        places: torch.Tensor = self.queue[positions & mask]
-        return places
-
-    def grow(self) -> int:
-        """Add as many places as there are; return how many are free. The device is at rest."""
-        free, new = self.free(), self.places
-        self.chunks.append(self._new_chunk(new))
-        self.table[len(self.chunks) - 1] = self.chunks[-1].data_ptr()
-        self.places += new
-        added = self._torch.arange(new, 2 * new, dtype=self._torch.int32, device=self._device)
-        self._fill_queue(self._torch.cat([free, added]))
-        return len(free) + new
-
-    def put(self, cells: torch.Tensor, rows: torch.Tensor) -> None:
-        """Keep rows for cells that have none. The device is at rest."""
-        while len(free := self.free()) < len(rows):
-            self.grow()
-        put_places(self, free[: len(rows)].long(), rows)
-        self.apart[cells] = free[: len(rows)]
-        self._fill_queue(free[len(rows) :])
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device."""
-        return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
-
-
-class DeviceColumn:
-    """A ring on the device, read and written like an array of the host along its first axis."""
-
-    def __init__(self, torch: Any, ring: torch.Tensor, dtype: np.dtype[Any], bit: int = 0) -> None:
-        self._torch, self._ring, self._bit = torch, ring, bit
-        self.dtype = dtype
-        self.shape = tuple(ring.shape)
-
-    def __len__(self) -> int:
-        return int(self.shape[0])
-
-    def __getitem__(self, where: int | slice) -> Array:
-        part = self._ring[where]
-        if self._bit:
-            part = (part & self._bit) != 0
-        if part.device.type == "cuda":
-            staged = self._torch.empty(part.shape, dtype=part.dtype, pin_memory=True)
-            part = staged.copy_(part)
-        array: Array = np.array(part.numpy())
-        return array.view(self.dtype)
-
-    def __setitem__(self, where: slice, rows: Array) -> None:
-        given = self._torch.from_numpy(np.array(rows)).to(self._ring.device)  # a copy: rows may be read-only
-        part = self._ring[where]
-        if self._bit:
-            given = (part & (0xFF ^ self._bit)) | given.to(part.dtype) * self._bit
-        part.copy_(given)
-
-
-class DeviceRing:
-    """One field on the device; observations have a pool."""
-
-    is_shared = True
-
-    def __init__(
-        self, torch: Any, device: torch.device, leaf: Leaf, lanes: int, slots: int, *, is_pooled: bool
-    ) -> None:
-        self.leaf = leaf
-        self._slots = slots
-        self.rows: torch.Tensor = torch.empty((slots * lanes, leaf.nbytes), dtype=torch.uint8, device=device)
-        self.pool = ApartPool(torch, device, leaf.nbytes, lanes, slots * lanes) if is_pooled else None
-        kind = torch.from_numpy(np.empty(0, leaf.dtype)).dtype
-        self.field = DeviceField(self.rows, kind, leaf.shape, self.pool)
-        self.column = DeviceColumn(torch, self.rows.view(kind).view(slots, lanes, *leaf.shape), leaf.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the device, all of which are taken from the first tick on."""
-        return self.rows.nbytes + (0 if self.pool is None else self.pool.nbytes)
-
-    def bytes_of(self, rows: int) -> int:
-        """Bytes that the field takes."""
-        return self.nbytes
-
-    def describe(self, kept: int) -> str:
-        """Say where the field lies, for people."""
-        places = 0 if self.pool is None else self.pool.places
-        return f"flat rows on {self.rows.device}; room for {places:,} next observations apart"
-
-    def newest_next(self, next_tick: int) -> Array:
-        """Copy the next observations of the newest tick, which stand where the next tick's observations will."""
-        return self.column[next_tick % self._slots]
-
-    def arrays(self) -> list[Array]:
-        """Return nothing: no array of the host belongs to the field."""
-        return []
 
 
 class DeviceRings:
@@ -261,7 +131,7 @@ class DeviceRings:
             self._rest()
             for i in short:
                 pool = list(self.small.values())[i].pool
-                while pool is not None and len(pool.free()) < _SLACK_TICKS * self.lanes:
+                while pool is not None and len(pool.free()) < SLACK_TICKS * self.lanes:
                     pool.grow()
             self._attach()
 
@@ -386,7 +256,7 @@ class DeviceRings:
     # ------------------------------------------------------------ to and from the host
 
     def _flag_column(self, bit: int) -> DeviceColumn:
-        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), _FLAG.dtype, bit)
+        return DeviceColumn(self.torch, self._flags.view(self.ring_ticks, self.lanes), FLAG.dtype, bit)
 
     def columns(self) -> dict[str, DeviceColumn]:
         """Return all rings by name."""
@@ -494,19 +364,6 @@ class DeviceRings:
         for i in self.small:
             columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)
         return columns
-
-
-def rings_bytes(schema: Schema, ticks: int) -> int:
-    """Bytes that rings of so many ticks take on a device before the first tick, with rewards of four bytes."""
-    cells = (ticks + 1) * schema.num_envs
-    places = _first_places(schema.num_envs, cells)
-    rows = sum(leaf.nbytes for leaf in schema.leaves) + _REWARD_BYTES + _FLAG.nbytes
-    pooled = sum(4 * cells + places * (leaf.nbytes + 8) for leaf in schema.observation.leaves)
-    return cells * rows + pooled
-
-
-def _first_places(lanes: int, cells: int) -> int:
-    return min(max(_SLACK_TICKS * lanes, cells // _POOLED_SHARE), max(cells, lanes))
 
 
 def _row_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,9 @@ import numpy as np
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
+from holdall.delivery.device_fields import rings_bytes
 from holdall.delivery.device_loops import RowsOnDevice
-from holdall.delivery.device_rings import DeviceRings, rings_bytes
+from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
 from holdall.sampling import Uniform
 from holdall.schema import Leaf, Schema, Tree
