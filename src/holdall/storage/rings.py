@@ -7,7 +7,7 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -15,19 +15,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema
-from holdall.storage.blocks import reserve
+from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.storage.blocks import address, reserve
 from holdall.storage.layout import (
     FastDictTick,
     FastRows,
     FastTick,
+    RowTable,
     Window,
     WindowScout,
     WriteObservation,
     WriteObservations,
     as_bytes,
 )
-from holdall.storage.slices import Places
+from holdall.storage.slices import Cursors, Kernels, Places
 from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 _UNSHARED_BEFORE_PAIRING = 1024
@@ -59,6 +60,7 @@ class ObservationRing:
         self._apart = RowsById(leaf)
         self._has_apart = False  # or had
         self._expected: bytes | None = None
+        self.changes = 0  # raised before next observations are found elsewhere than before
 
     def write(self, tick: int, obs: Array, next_obs: Array) -> None:
         """Write one tick; both arrays have a leading lane axis."""
@@ -85,6 +87,16 @@ class ObservationRing:
         if self._has_apart:
             self._apart.replace(next_obs, ids)
         return obs, next_obs
+
+    def describe_columns(self) -> tuple[list[list[int]], Any]:
+        """Describe observations and next observations to the kernels; and return what that points into."""
+        ring, nbytes = address(self._flat), self.leaf.nbytes
+        obs = [ring, nbytes, 0, 0, 0, 0, 0]
+        if self._paired is not None:
+            return [obs, [address(self._paired), nbytes, 0, 0, 0, 0, 0]], self._paired
+        apart = self._apart.freeze()
+        ids, rows = apart.ids[apart.first : apart.end], apart.rows[apart.first : apart.end]
+        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows)]], (ids, rows)
 
     @property
     def is_shared(self) -> bool:
@@ -124,6 +136,7 @@ class ObservationRing:
         Args:
             newest: Next observations of the newest tick, if they have no row of their own.
         """
+        self.changes += 1
         if is_paired:
             self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         elif newest is not None:
@@ -144,6 +157,7 @@ class ObservationRing:
             following: Their next observations, if these have rows of their own.
             apart: If they have not: ascending ids of those that no later row shows, and these.
         """
+        self.changes += 1
         put_rows(self._rows, first_tick, rows)
         if self._paired is not None and following is not None:
             put_rows(self._paired, first_tick, following)
@@ -153,6 +167,7 @@ class ObservationRing:
 
     def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not."""
+        self.changes += 1
         standing = as_bytes(self._rows[slot], self._lanes)
         differs = np.flatnonzero((standing != as_bytes(obs, self._lanes)).any(axis=1))
         self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
@@ -164,6 +179,7 @@ class ObservationRing:
 
     def _pair(self, first_tick: int, next_tick: int) -> None:
         """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
+        self.changes += 1
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         ticks = np.arange(first_tick, next_tick)
         ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
@@ -211,6 +227,7 @@ class Rings:
         self.truncated = self._ring(_FLAG)
         self.invalid: Array | None = None
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
+        self._table: RowTable | None = None
         self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
         self._counted_from = first_tick
 
@@ -279,19 +296,54 @@ class Rings:
             self.invalid = self._ring(_FLAG)
         return self.reward
 
-    def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Places | None) -> Rows:
-        """Copy all fields of `ids` that are here; the others lie at `places`."""
-        slot, next_slot = self.slots(ids), self.slots(ids, 1)
+    def read(
+        self,
+        kernels: Kernels,
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        cursors: list[Cursors],
+        take: Callable[[int], Bytes],
+    ) -> list[Array] | None:
+        """Copy all fields of `ids` that are here, and their cursors, one array a column; None if one id is not held.
+
+        Args:
+            held: The first id held, and the one behind the last.
+            cursors: Rings of cursors to what is not here.
+            take: Returns memory, from an aligned address on.
+        """
+        table = self._table
+        if table is None or not table.fits(len(self.small), self._rest_count, cursors):
+            table = self._table = RowTable(self.small.values(), self._rest(), cursors)
+        _, observed_bytes, other_bytes, columns = table.spans(len(ids))
+        observed, others = take(observed_bytes), take(other_bytes)
+        if not kernels.read_rows(table.current(), ids, held, self.ring_ticks * self.lanes, (observed, others)):
+            return None
+        blocks = (observed, others, None)
+        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
+
+    def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
+        """Name the columns that `read` returned; the fields that are not here lie at `places`."""
+        pairs, actions = 2 * len(self.small), len(self.action)
+        following = iter(columns[pairs + actions :])
         return Rows(
-            small={i: ring.read(ids, slot, next_slot) for i, ring in self.small.items()},
+            small=dict(zip(self.small, zip(columns[:pairs:2], columns[1:pairs:2], strict=True), strict=True)),
             large=large,
             places=places,
-            action=[_take(ring, slot) for ring in self.action],
-            reward=np.empty(0, np.float32) if self.reward is None else _take(self.reward, slot),
-            terminated=_take(self.terminated, slot),
-            truncated=_take(self.truncated, slot),
-            extras=[_take(ring, slot) for ring in self.extras],
+            action=columns[pairs : pairs + actions],
+            terminated=next(following),
+            truncated=next(following),
+            extras=[next(following) for _ in self.extras],
+            reward=np.empty(0, np.float32) if self.reward is None else next(following),
         )
+
+    def _rest(self) -> list[Array]:
+        """All rings but those of observations, in the order in which `rows` names them."""
+        reward = [] if self.reward is None else [self.reward]
+        return [*self.action, self.terminated, self.truncated, *self.extras, *reward]
+
+    @property
+    def _rest_count(self) -> int:
+        return len(self.action) + 2 + len(self.extras) + (self.reward is not None)
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape."""

@@ -302,6 +302,30 @@ class Kernels(Protocol):
             pool: From `new_pool`; without it the calling thread works alone.
         """
 
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+        /,
+    ) -> bool:
+        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
+
+        Args:
+            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
+            ids: Contiguous, and writable.
+            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
+                copied, and False is returned.
+            ring_rows: Rows of every ring; a transition stands at its id modulo that.
+        """
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int, /
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the segment and the lane of every id, given where segments begin."""
+
     def new_pool(self, threads: int | None = None) -> Any:
         """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""
 
