@@ -59,7 +59,7 @@ class PortableKernels:
         ring_rows: int,
         blocks: tuple[Bytes, Bytes],
     ) -> bool:
-        """See `Kernels.read_rows`."""
+        """See `RowReader`."""
         if not ids.size:
             return True
         if not held[0] <= ids.min() <= ids.max() < held[1]:

@@ -249,7 +249,7 @@ class NativeReading:
         ring_rows: int,
         blocks: tuple[Bytes, Bytes],
     ) -> bool:
-        """See `Kernels.read_rows`."""
+        """See `RowReader`."""
         first, rest = blocks
         wrong = self._library.holdall_read_rows(
             _pointer(columns), len(columns), _pointer(ids), len(ids), *held, ring_rows, _pointer(first), _pointer(rest)

@@ -369,7 +369,7 @@ ALIGNMENT_BYTES = 64
 in another order, so that the last bits differ."""
 ColumnSpan = tuple[tuple[int, ...], np.dtype[Any], int, int]
 """Shape, dtype, which block, and the first byte in it."""
-NO_BLOCK = 2
+_NO_BLOCK = 2
 """Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
 
 
@@ -377,10 +377,36 @@ class RowRing(Protocol):
     """A ring of observations, as a `RowTable` sees it."""
 
     leaf: Leaf
-    changes: int  # raised before next observations are found elsewhere than before
 
-    def describe_columns(self) -> tuple[list[list[int]], object]:
-        """Describe observations and next observations, see `COLUMN_FIELDS`; and return what that points into."""
+    @property
+    def following(self) -> object:
+        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
+
+    def describe_columns(self) -> list[list[int]]:
+        """Describe observations and next observations, see `COLUMN_FIELDS`."""
+
+
+class RowReader(Protocol):
+    """The loops that follow a table, see `Kernels`."""
+
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+        /,
+    ) -> bool:
+        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
+
+        Args:
+            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
+            ids: Contiguous, and writable.
+            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
+                copied, and False is returned.
+            ring_rows: Rows of every ring; a transition stands at its id modulo that.
+        """
 
 
 class RowTable:
@@ -404,30 +430,42 @@ class RowTable:
         self._table = np.zeros((len(self._leaves), len(COLUMN_FIELDS)), np.int64)
         for row, ring in enumerate(self._rest, 2 * len(self._small)):
             self._table[row, :4] = ring.ctypes.data, ring[0, 0].nbytes, 0, 1
-        self._seen = [-1] * len(self._small)
-        self._pointed_at: list[object] = [None] * len(self._small)
+        self._following: list[object] = [None] * len(self._small)  # what the table points into, and kept alive by it
         self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
 
     def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
         """Whether these are still all rings: fields only move, and rewards come with the first tick."""
         return self._cursors is cursors and self._known == (small, rest, len(cursors))
 
-    def current(self) -> NDArray[np.int64]:
-        """Return the table as it is now; it is good until the next tick is written."""
+    def copy(
+        self,
+        kernels: RowReader,
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        take: Callable[[int], Bytes],
+    ) -> list[Array] | None:
+        """Copy all columns into memory that `take` returns; None if one id is not held."""
         for i, ring in enumerate(self._small):
-            if self._seen[i] != ring.changes:
-                self._table[2 * i : 2 * i + 2], self._pointed_at[i] = ring.describe_columns()
-                self._seen[i] = ring.changes
-        return self._table
+            following = ring.following
+            if self._following[i] is not following:
+                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
+                self._following[i] = following
+        _, observed_bytes, other_bytes, columns = self._spans_of(len(ids))
+        observed, others = take(observed_bytes), take(other_bytes)
+        if not kernels.read_rows(self._table, ids, held, ring_rows, (observed, others)):
+            return None
+        blocks = (observed, others, None)
+        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
 
-    def spans(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
+    def _spans_of(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
         """Return, for so many rows, that number, the bytes of both blocks, and where every column stands."""
         spans = self._spans
         if spans[0] != rows:
             sizes, columns = [0, 0], []
             for shape, dtype, block in self._leaves:
                 nbytes = rows * prod(shape) * dtype.itemsize
-                columns.append(((rows, *shape), dtype, *((block, sizes[block]) if nbytes else (NO_BLOCK, 0))))
+                columns.append(((rows, *shape), dtype, *((block, sizes[block]) if nbytes else (_NO_BLOCK, 0))))
                 sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             spans = self._spans = (rows, sizes[0], sizes[1], columns)
         return spans

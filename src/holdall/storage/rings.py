@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Leaf, Schema
+from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
 from holdall.storage.blocks import address, reserve
 from holdall.storage.layout import (
     FastDictTick,
@@ -60,7 +61,6 @@ class ObservationRing:
         self._apart = RowsById(leaf)
         self._has_apart = False  # or had
         self._expected: bytes | None = None
-        self.changes = 0  # raised before next observations are found elsewhere than before
 
     def write(self, tick: int, obs: Array, next_obs: Array) -> None:
         """Write one tick; both arrays have a leading lane axis."""
@@ -88,15 +88,19 @@ class ObservationRing:
             self._apart.replace(next_obs, ids)
         return obs, next_obs
 
-    def describe_columns(self) -> tuple[list[list[int]], Any]:
-        """Describe observations and next observations to the kernels; and return what that points into."""
-        ring, nbytes = address(self._flat), self.leaf.nbytes
+    @property
+    def following(self) -> Array | Apart:
+        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
+        return self._apart.freeze() if self._paired is None else self._paired
+
+    def describe_columns(self) -> list[list[int]]:
+        """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
+        ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
         obs = [ring, nbytes, 0, 0, 0, 0, 0]
-        if self._paired is not None:
-            return [obs, [address(self._paired), nbytes, 0, 0, 0, 0, 0]], self._paired
-        apart = self._apart.freeze()
-        ids, rows = apart.ids[apart.first : apart.end], apart.rows[apart.first : apart.end]
-        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows)]], (ids, rows)
+        if not isinstance(following, Apart):
+            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0]]
+        ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
+        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows)]]
 
     @property
     def is_shared(self) -> bool:
@@ -136,7 +140,6 @@ class ObservationRing:
         Args:
             newest: Next observations of the newest tick, if they have no row of their own.
         """
-        self.changes += 1
         if is_paired:
             self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         elif newest is not None:
@@ -157,7 +160,6 @@ class ObservationRing:
             following: Their next observations, if these have rows of their own.
             apart: If they have not: ascending ids of those that no later row shows, and these.
         """
-        self.changes += 1
         put_rows(self._rows, first_tick, rows)
         if self._paired is not None and following is not None:
             put_rows(self._paired, first_tick, following)
@@ -167,7 +169,6 @@ class ObservationRing:
 
     def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
         """Save the next observations of `tick` that `obs`, about to take their place, is not."""
-        self.changes += 1
         standing = as_bytes(self._rows[slot], self._lanes)
         differs = np.flatnonzero((standing != as_bytes(obs, self._lanes)).any(axis=1))
         self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
@@ -179,7 +180,6 @@ class ObservationRing:
 
     def _pair(self, first_tick: int, next_tick: int) -> None:
         """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
-        self.changes += 1
         paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         ticks = np.arange(first_tick, next_tick)
         ids = ticks[:, None] * self._lanes + np.arange(self._lanes)
@@ -303,37 +303,36 @@ class Rings:
         held: tuple[int, int],
         cursors: list[Cursors],
         take: Callable[[int], Bytes],
-    ) -> list[Array] | None:
-        """Copy all fields of `ids` that are here, and their cursors, one array a column; None if one id is not held.
+    ) -> list[Array]:
+        """Copy all fields of `ids` that are here, and the cursors to the others, into one array a column.
 
         Args:
-            held: The first id held, and the one behind the last.
-            cursors: Rings of cursors to what is not here.
+            held: The first id held, and the one behind the last; others are refused.
             take: Returns memory, from an aligned address on.
         """
         table = self._table
         if table is None or not table.fits(len(self.small), self._rest_count, cursors):
             table = self._table = RowTable(self.small.values(), self._rest(), cursors)
-        _, observed_bytes, other_bytes, columns = table.spans(len(ids))
-        observed, others = take(observed_bytes), take(other_bytes)
-        if not kernels.read_rows(table.current(), ids, held, self.ring_ticks * self.lanes, (observed, others)):
-            return None
-        blocks = (observed, others, None)
-        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
+        columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
+        if columns is None:
+            require_in_range(ids, *held)
+            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
+        return columns
 
     def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
         """Name the columns that `read` returned; the fields that are not here lie at `places`."""
-        pairs, actions = 2 * len(self.small), len(self.action)
-        following = iter(columns[pairs + actions :])
+        first = 2 * len(self.small)
+        flags = first + len(self.action)
+        extras = flags + 2 + len(self.extras)
         return Rows(
-            small=dict(zip(self.small, zip(columns[:pairs:2], columns[1:pairs:2], strict=True), strict=True)),
+            small={i: (columns[2 * k], columns[2 * k + 1]) for k, i in enumerate(self.small)},
             large=large,
             places=places,
-            action=columns[pairs : pairs + actions],
-            terminated=next(following),
-            truncated=next(following),
-            extras=[next(following) for _ in self.extras],
-            reward=np.empty(0, np.float32) if self.reward is None else next(following),
+            action=columns[first:flags],
+            reward=np.empty(0, np.float32) if self.reward is None else columns[extras],
+            terminated=columns[flags],
+            truncated=columns[flags + 1],
+            extras=columns[flags + 2 : extras],
         )
 
     def _rest(self) -> list[Array]:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
-from holdall.storage.layout import Window
+from holdall.storage.layout import RowReader, Window
 
 if TYPE_CHECKING:
     from holdall.native import SliceNamer
@@ -281,7 +281,7 @@ class Places:
         )
 
 
-class Kernels(Protocol):
+class Kernels(RowReader, Protocol):
     """Batches in, batches out; the caller never handles a row alone."""
 
     name: str
@@ -300,25 +300,6 @@ class Kernels(Protocol):
 
         Args:
             pool: From `new_pool`; without it the calling thread works alone.
-        """
-
-    def read_rows(
-        self,
-        columns: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        blocks: tuple[Bytes, Bytes],
-        /,
-    ) -> bool:
-        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
-
-        Args:
-            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
-            ids: Contiguous, and writable.
-            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
-                copied, and False is returned.
-            ring_rows: Rows of every ring; a transition stands at its id modulo that.
         """
 
     def find(

@@ -18,9 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Schema, require_held
+from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock, fresh_bytes
 from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
 from holdall.storage.rings import Rings, Rows, field_name
@@ -257,16 +256,11 @@ class Store:
         Args:
             take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
         """
-        if not ids.flags.carray:
-            ids = ids.copy()
-        lanes, segments = self._lanes, self.large_segments
-        held = (self.first_tick * lanes, self.next_tick * lanes)
-        columns = self._rings.read(self._kernels, ids, held, segments.cursors, take)
-        if columns is None:
-            require_held(ids, *held, self)
-            raise DamageError(f"the rings are shorter than the ids held, {held}; report this")
-        large = tuple(self._large)
-        return self._rings.rows(columns, large, segments.places(ids, columns[-len(large) :]) if large else None)
+        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
