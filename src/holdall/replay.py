@@ -205,9 +205,8 @@ class ReplayMemory(SavedMemory):
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
-                if ids is not None:
-                    self._require_held(store, ids)
+            if not store.all_valid:
+                self._held(store).require_drawn(draw)
             batches = self._batches
             reading = batches.look_up(draw, store)
         return batches.make(draw, reading)

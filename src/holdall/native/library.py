@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.storage import RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 9
+_VERSION = 11
 """What holdall_version must return; raised with every change of an exported function."""
 
 _LOG = logging.getLogger("holdall")
@@ -115,6 +115,12 @@ class PartStruct(ctypes.Structure):
     _fields_ = _numbers(" ".join(RECORD_FIELDS))
 
 
+class RowColumnStruct(ctypes.Structure):
+    """A row of a table of columns; Python writes such rows as arrays."""
+
+    _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+
+
 class NamesStruct(ctypes.Structure):
     """The slices of a batch, each named once."""
 
@@ -124,7 +130,8 @@ class NamesStruct(ctypes.Structure):
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
-    "open_part": OpenPartStruct, "part": PartStruct, "names": NamesStruct,
+    "open_part": OpenPartStruct, "part": PartStruct, "row_column": RowColumnStruct,
+    "names": NamesStruct,
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -161,6 +168,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
+    "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (
         NUMBER,

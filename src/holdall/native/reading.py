@@ -241,6 +241,32 @@ class NativeReading:
         """See `Kernels.namer`."""
         return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
 
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+    ) -> bool:
+        """See `RowReader`."""
+        first, rest = blocks
+        wrong = self._library.holdall_read_rows(
+            _pointer(columns), len(columns), _pointer(ids), len(ids), *held, ring_rows, _pointer(first), _pointer(rest)
+        )
+        return bool(wrong < 0)
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """See `Kernels.find`."""
+        rows = len(ids)
+        segment, lane = np.empty(rows, np.int32), np.empty(rows, np.int32)
+        self._library.holdall_find(
+            _pointer(first_ticks), len(first_ticks), _pointer(ids), rows, lanes, _pointer(segment), _pointer(lane)
+        )
+        return segment, lane
+
     def gather(
         self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool | None = None
     ) -> None:

@@ -27,6 +27,7 @@ from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.schema import stored_space
+from holdall.storage import fresh_bytes
 from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
@@ -125,12 +126,16 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return self._get_samples(slots, env=env)
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  likewise
-        ids = self._ids(batch_inds, env_indices)
-        left_early = ids < self.memory.first_id  # a budget without a disk tier may hold less than all slots
-        if left_early.any():
-            held = np.random.randint(self.memory.first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002
-            ids = np.where(left_early, held, ids)
+        # Drawing lanes where there is one takes nothing from the generator.
+        lanes = 0 if self.n_envs == 1 else np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002
+        memory = self.memory
+        ids, first_id = self._ids(batch_inds, lanes), memory.first_id
+        if first_id > max(0, memory.next_id - self.buffer_size * self.n_envs):
+            # A budget without a disk tier may hold less than all slots.
+            left_early = ids < first_id
+            if left_early.any():
+                held = np.random.randint(first_id, memory.next_id, size=len(ids))  # noqa: NPY002
+                ids = np.where(left_early, held, ids)
         return self._samples(ids, env)
 
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
@@ -155,13 +160,16 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _as_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
         """Return a batch as Stable-Baselines3's tuple of tensors."""
-        dones = (batch.terminated > batch.truncated).astype(np.float32).reshape(-1, 1)
+        # Arrays of a batch begin where tensors do; what was computed from them may begin anywhere.
+        whole = self._tensor if self.device.type != "cpu" or env is not None else th.from_numpy
+        dones = fresh_bytes(_FLOAT32.itemsize * len(batch)).view(_FLOAT32)
+        np.greater(batch.terminated, batch.truncated, out=dones)
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return kind(
-            observations=self._tensors(self._normalize_obs(batch.obs, env)),
-            actions=self._tensor(batch.action),
-            next_observations=self._tensors(self._normalize_obs(batch.next_obs, env)),
-            dones=self._tensor(dones),
+            observations=self._tensors(self._normalize_obs(batch.obs, env), whole),
+            actions=whole(batch.action),
+            next_observations=self._tensors(self._normalize_obs(batch.next_obs, env), whole),
+            dones=whole(dones.reshape(-1, 1)),
             rewards=self._tensor(rewards),
             discounts=None if discounts is None else self._tensor(discounts),
         )
@@ -255,7 +263,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return _cast(obs, *self._obs_specs[""])
         return {key: _cast(obs[key], *spec) for key, spec in self._obs_specs.items()}
 
-    def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64]) -> NDArray[np.int64]:
+    def _ids(self, slots: NDArray[np.int64], lanes: NDArray[np.int64] | int) -> NDArray[np.int64]:
         """Name the transitions in the given slots."""
         newest = self.memory.next_id // self.n_envs - 1
         ticks = newest - (newest - slots) % self.buffer_size
@@ -265,8 +273,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ids = self._ids(*np.divmod(positions, self.n_envs))
         return np.where(ids >= self.memory.first_id, ids, -1)
 
-    def _tensors(self, observed: Any) -> Any:
-        return {key: self._tensor(rows) for key, rows in observed.items()} if self._is_dict else self._tensor(observed)
+    def _tensors(self, observed: Any, tensor_of: Callable[[Any], th.Tensor]) -> Any:
+        return {key: tensor_of(rows) for key, rows in observed.items()} if self._is_dict else tensor_of(observed)
 
     def _tensor(self, array: Any) -> th.Tensor:
         """Return a gathered array as a tensor; its memory is the batch's own, so it is copied only to align it."""

@@ -16,6 +16,7 @@ from holdall.storage.blocks import (
     SegmentFile,
     SliceBlock,
     address,
+    fresh_bytes,
     release_tail,
     reserve,
 )
@@ -30,7 +31,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -102,6 +103,8 @@ from holdall.storage.store import Store
 from holdall.storage.tiers import Budget, SpillFolder
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "COLUMN_FIELDS",
     "COST_CAPS",
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
@@ -169,6 +172,7 @@ __all__ = [
     "codec_of",
     "codec_words",
     "dictionary_name",
+    "fresh_bytes",
     "gather_padded",
     "gather_rows",
     "is_settled",

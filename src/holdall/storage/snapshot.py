@@ -8,7 +8,7 @@ is written over them before it is taken.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -134,61 +134,64 @@ class Apart:
 
 
 class RowsById:
-    """Rows under ascending transition ids: appended at the end, dropped at the front."""
+    """Rows under ascending transition ids: appended at the end, dropped at the front.
+
+    What is held is one object, replaced in one step: an interrupt leaves what was there before or all of the new.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._ids = np.empty(0, np.int64)
-        self._rows = np.empty((0, *leaf.shape), leaf.dtype)
-        self._first = 0
-        self._end = 0
+        self._held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
 
     def __len__(self) -> int:
-        return self._end - self._first
+        return self._held.end - self._held.first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
-        return self._ids.nbytes + self._rows.nbytes
+        return self._held.ids.nbytes + self._held.rows.nbytes
 
     def arrays(self) -> list[Array]:
         """Return the arrays of ids and rows."""
-        return [self._ids, self._rows]
+        return [self._held.ids, self._held.rows]
 
     def append(self, ids: NDArray[np.int64], rows: Array) -> None:
-        """Add rows whose ids are higher than all before."""
-        count = len(ids)
-        if self._end + count > len(self._ids):
-            self._move(len(self) + count)
-        self._ids[self._end : self._end + count] = ids
-        self._rows[self._end : self._end + count] = rows
-        self._end += count
+        """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
+        held, count = self._held, len(ids)
+        first, end = held.first, held.end
+        if count and end > first and held.ids[end - 1] >= ids[0]:
+            end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
+        all_ids, all_rows = held.ids, held.rows
+        if end + count > len(all_ids) or end < held.end:  # what is replaced stays as it is for whoever holds it
+            needed = end - first + count
+            room = needed + needed // 4 + 16
+            all_ids, all_rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
+            all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
+            first, end = 0, end - first
+        all_ids[end : end + count], all_rows[end : end + count] = ids, rows
+        self._held = Apart(all_ids, all_rows, first, end + count)
 
     def drop_before(self, first_id: int) -> None:
         """Forget rows of ids below `first_id`."""
-        self._first += int(np.searchsorted(self._ids[self._first : self._end], first_id))
+        held = self._held
+        gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
+        if gone:
+            self._held = replace(held, first=held.first + gone)
 
     def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""
-        if self._first == self._end:
+        first, end = self._held.first, self._held.end
+        if first == end:
             return
-        held = self._ids[self._first : self._end]
+        held = self._held.ids[first:end]
         place = held.searchsorted(ids)
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
-            rows[found] = self._rows[self._first + place[found]]
+            rows[found] = self._held.rows[first + place[found]]
 
     def freeze(self) -> Apart:
         """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return Apart(self._ids, self._rows, self._first, self._end)
-
-    def _move(self, needed: int) -> None:
-        """Move what is held into new arrays with a quarter of room to spare."""
-        room = needed + needed // 4 + 16
-        ids, rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
-        ids[: len(self)] = self._ids[self._first : self._end]
-        rows[: len(self)] = self._rows[self._first : self._end]
-        self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
+        return self._held
 
 
 class FrozenRows:

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.report import FieldReport
-from holdall.schema import Array, Schema
-from holdall.storage.blocks import SliceBlock
+from holdall.schema import Array, Bytes, Schema
+from holdall.storage.blocks import SliceBlock, fresh_bytes
 from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
@@ -82,7 +82,7 @@ class Store:
         self._lanes = schema.num_envs
         self._capacity_ticks = capacity_ticks
         self._ring_ticks = capacity_ticks + 1
-        self._coder, self._lock, self._folder = kernels.coder, lock, folder
+        self._kernels, self._lock, self._folder = kernels, lock, folder
         leaves = schema.observation.leaves
         rows = self._ring_ticks * self._lanes
         most = [_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES for leaf in leaves]
@@ -252,10 +252,17 @@ class Store:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
 
-    def read(self, ids: NDArray[np.int64]) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones."""
-        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if self._large else None
-        return self._rings.read(ids, tuple(self._large), places)
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
@@ -321,7 +328,7 @@ class Store:
             found = self.large_segments.segment_at(tick)
             first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
             fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
-            parts = [travelling(found.parts[field], self._coder) for field in fields]
+            parts = [travelling(found.parts[field], self._kernels.coder) for field in fields]
         columns = self._rings.copy(first, end)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             columns[f"cursors.{i}"] = rows_of(cursors, first, end)
