@@ -266,7 +266,8 @@ class RolloutMemory:
         """Account for the bytes held, field by field, against plain arrays."""
         frames = self._open()
         if self._resident is not None:
-            return MemoryReport(transitions=len(self), fields=tuple(self._resident.report(self._steps)), segments=1)
+            fields = self._resident.report(self._steps)
+            return MemoryReport(transitions=len(self), fields=tuple(fields), segments=1, staging_bytes=0)
         fields = frames.report(self._steps)
         for name, rows in self._flat().items():
             nbytes = 0 if rows is None else rows[: self._steps].nbytes

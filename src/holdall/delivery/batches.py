@@ -24,6 +24,7 @@ from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring
 if TYPE_CHECKING:
     import torch
 
+    from holdall.delivery.device_assembly import PinnedRows
     from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 
 
@@ -253,6 +254,7 @@ class DrawnRows(NamedTuple):
     outcomes: Rows | None  # of the transitions that become goals
     on_device: DeviceSnapshot | None = None  # where the slices are on a device
     pinned: PinnedSnapshot | None = None  # where a device may read them on the host
+    head: PinnedRows | None = None  # pinned memory that small fields were copied into
 
     @classmethod
     def of(cls, draw: Draw, store: Store, take: Callable[[int], Bytes]) -> DrawnRows:

@@ -40,6 +40,7 @@ from holdall.delivery.device import (
     StagingSlot,
     stream_to,
 )
+from holdall.delivery.device_assembly import DeviceAssembler
 from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.delivery.to_jax import JaxBatches
 from holdall.errors import DamageError
@@ -116,6 +117,7 @@ class DeviceBatches(Batches):
         named = self._namer is not None
         self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
         self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
+        self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
         self._rings: dict[int, StagingRing] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
         self._picked = DeviceScratch(stream)
@@ -127,7 +129,8 @@ class DeviceBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """See `Batches`."""
-        return self.plain.look_up(draw, store)._replace(
+        read = self.plain if self._assembler is None else self._assembler
+        return read.look_up(draw, store)._replace(
             on_device=None if self._slices is None else self._slices.up_to_date(store),
             pinned=None if self._arenas is None else self._arenas.up_to_date(store),
         )
@@ -140,9 +143,16 @@ class DeviceBatches(Batches):
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
+        if self._assembler is not None and (batch := self._assembler.make(draw, drawn)) is not None:
+            return batch
         job = self.start(draw, drawn)
         job.work()
         return job.receive()
+
+    def give_back(self, drawn: DrawnRows) -> None:
+        """Let the pinned memory of rows be used again that were copied elsewhere."""
+        if self._assembler is not None and drawn.head is not None:
+            self._assembler.give_back(drawn.head)
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
@@ -162,6 +172,8 @@ class DeviceBatches(Batches):
             for event, _ in self._under_way:
                 self.stream.synchronize(event)
             self._under_way.clear()
+        if self._assembler is not None:
+            self._assembler.close()
         if self._arenas is not None:
             self._arenas.close()
         if self._namer is not None:
@@ -375,6 +387,7 @@ class _DeviceJob:
         if self.drawn.on_device is None:
             self.drawn.fetch()
         self._batches.fill(self)
+        self._batches.give_back(self.drawn)
 
     def receive(self) -> Batch:
         """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""

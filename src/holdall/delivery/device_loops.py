@@ -116,7 +116,8 @@ def loops_for(torch: Any, device: torch.device) -> DeviceLoops:
     return TorchLoops(torch)
 
 
-def _program(torch: Any, device: torch.device) -> CudaProgram:
+def device_program(torch: Any, device: torch.device) -> CudaProgram:
+    """Return the kernels of native/device.cu for a device."""
     return CudaProgram(torch, device, (resources.files("holdall.native") / "device.cu").read_text(encoding="utf-8"))
 
 
@@ -145,7 +146,7 @@ class CudaLoops:
 
     def __init__(self, torch: Any, device: torch.device) -> None:
         self._torch, self._device = torch, device
-        program = _program(torch, device)
+        program = device_program(torch, device)
         self._write_tick, self._gather_rows = program.kernel("write_tick"), program.kernel("gather_rows")
         self._count_call = program.kernel("count_call")
         self._last_stream: Any = None
@@ -347,7 +348,7 @@ def advantages_on(torch: Any, device: torch.device) -> Estimate:
     """Return the loop that estimates advantages on a device, all of whose arrays are (steps, lanes) and float32."""
     if device.type == "cuda":
         try:
-            launch = _program(torch, device).kernel("estimate_advantages")
+            launch = device_program(torch, device).kernel("estimate_advantages")
         except CudaProgramError:
             return _estimate_advantages
     else:

@@ -253,3 +253,68 @@ extern "C" __global__ void estimate_advantages(const struct Rollout rollout)
         next_value = value;
     }
 }
+
+#define MOST_SLICED_FIELDS 16
+
+struct SlicedField {     /* both observations of a batch in slices: those of all rows, then the next ones of all rows */
+    const int *names;    /* (2 * rows, window) */
+    const i64 *places;   /* by name, the byte after `base` where its slice begins; null: slices lie by name */
+    const u8 *base;
+    u8 *unique;          /* where slices are collected once each; null: they are read where they are */
+    u8 *to;
+    i64 count, moves, window, outer, run_bytes;
+};
+
+struct Assembly {
+    const u8 *head_from; /* pinned memory of the host: small fields */
+    u8 *head_to;
+    i64 head_bytes, fields;
+    struct SlicedField field[MOST_SLICED_FIELDS];
+};
+
+/* Every slice that a batch needs crosses the bus once. */
+extern "C" __global__ void collect_slices(const struct Assembly batch)
+{
+    const struct SlicedField *field = &batch.field[blockIdx.y];
+    i64 nbytes = field->outer * field->run_bytes;
+    if (!field->unique) return;
+    for (i64 i = blockIdx.x; i < field->count; i += gridDim.x)
+        copy_row(field->unique + i * nbytes, field->base + field->places[i], nbytes);
+}
+
+__device__ static void scatter_runs(u8 *to, const u8 *from, i64 outer, i64 run_bytes, i64 step)
+{
+    u64 all = (u64)to | (u64)from | (u64)run_bytes | (u64)step;
+    i64 word = !(all & 15) ? 16 : !(all & 3) ? 4 : 1, words = run_bytes / word;
+    for (i64 i = threadIdx.x; i < outer * words; i += blockDim.x) {
+        const u8 *source = from + i * word;
+        u8 *target = to + (i / words) * step + (i % words) * word;
+        if (word == 16) *(uint4 *)target = *(const uint4 *)source;
+        else if (word == 4) *(u32 *)target = *(const u32 *)source;
+        else *target = *source;
+    }
+}
+
+/* Slices side by side, as windows; and the small fields. */
+extern "C" __global__ void stack_slices(const struct Assembly batch)
+{
+    if (blockIdx.y == batch.fields) {
+        i64 step = 16 * blockDim.x * 4;
+        for (i64 first = blockIdx.x * step; first < batch.head_bytes; first += gridDim.x * step)
+            copy_row(batch.head_to + first, batch.head_from + first,
+                     batch.head_bytes - first < step ? batch.head_bytes - first : step);
+        return;
+    }
+    const struct SlicedField *field = &batch.field[blockIdx.y];
+    i64 nbytes = field->outer * field->run_bytes;
+    for (i64 i = blockIdx.x; i < field->moves; i += gridDim.x) {
+        i64 name = field->names[i], row = i / field->window, place = i % field->window;
+        const u8 *from = field->unique ? field->unique + name * nbytes
+                         : field->base + (field->places ? field->places[name] : name * nbytes);
+        u8 *to = field->to + row * field->window * nbytes + place * field->run_bytes;
+        if (field->outer == 1 || field->window == 1)
+            copy_row(to, from, nbytes);
+        else
+            scatter_runs(to, from, field->outer, field->run_bytes, field->window * field->run_bytes);
+    }
+}
