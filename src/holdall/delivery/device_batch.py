@@ -117,7 +117,7 @@ class DeviceBatches(Batches):
         named = self._namer is not None
         self._slices = DeviceSlices(stream, kernels.coder) if named and store_on_device else None
         self._arenas = PinnedArenas(stream) if named and pins and not store_on_device else None
-        self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer)
+        self._assembler = DeviceAssembler.of(torch, stream, schema, self._namer, self.blocks)
         self._rings: dict[int, StagingRing] = {}  # by leaf
         self._scratch: dict[int, DeviceScratch] = {}  # by leaf: its unique slices, before they are stacked
         self._picked = DeviceScratch(stream)
