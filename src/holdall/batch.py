@@ -109,7 +109,7 @@ def _to_jax(value: Any, name: str) -> Any:
     if isinstance(value, tuple):
         return tuple(_to_jax(part, f"{name}[{i}]") for i, part in enumerate(value))
     try:
-        import jax  # noqa: PLC0415  only for those who ask for it
+        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
     except ImportError as error:
         raise MissingPackageError(
             'batches for JAX were asked for, but jax is not installed; run "pip install jax"'

@@ -373,7 +373,7 @@ class ReplayMemory(SavedMemory):
         """Let everything live on the store's device; nothing was added yet."""
         ticks = self.capacity // self.num_envs
         rings = rings_on(fit, self.schema, ticks, self._budget.limit)
-        store = Store(self.schema, ticks, self._kernels, self._lock, self._budget, None, large=(), rings=rings)
+        store = Store(self.schema, ticks, self._kernels, self._lock, self._budget, None, large=(), rings=rings)  # type: ignore[arg-type]  # they have the same methods
         self._open().close()
         self._store, self._tensor_fit = store, fit
         self.__dict__["_batches"] = ResidentBatches(self.schema, rings, self.capacity)

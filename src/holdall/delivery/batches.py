@@ -219,7 +219,7 @@ class Delivery:
 def _device_of_jax() -> str | None:
     """Return the device on which torch can fill arrays for JAX; None where that is the host."""
     try:
-        import jax  # noqa: PLC0415  only for those who ask for it
+        import jax  # type: ignore[import-not-found,unused-ignore]  # noqa: PLC0415  only for those who ask for it
     except ImportError as error:
         raise MissingPackageError(
             "device is 'jax', but jax is not installed; run \"pip install jax\", or use device=None for NumPy arrays"

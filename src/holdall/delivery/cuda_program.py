@@ -23,7 +23,7 @@ _COMPILERS = ("libnvrtc.so.13", "libnvrtc.so.12", "nvrtc64_130_0.dll", "nvrtc64_
 _DRIVERS = ("libcuda.so.1", "nvcuda.dll")
 _INVALID_CONTEXT = 201
 
-Launch = Callable[[tuple[int, int], tuple[int, int], int, ctypes.Structure], None]
+Launch = Callable[[tuple[int, int], tuple[int, int], int, Any], None]
 """Takes the grid, the block, the stream's handle and the one argument, which is copied."""
 
 
@@ -53,7 +53,7 @@ class CudaProgram:
         )
         launch, check = self._driver.cuLaunchKernel, self._check
 
-        def run(grid: tuple[int, int], block: tuple[int, int], stream: int, task: ctypes.Structure) -> None:
+        def run(grid: tuple[int, int], block: tuple[int, int], stream: int, task: Any) -> None:
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(task))
             for _ in range(2):
                 code = launch(function, *grid, 1, *block, 1, 0, stream, arguments, None)

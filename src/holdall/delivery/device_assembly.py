@@ -78,8 +78,7 @@ class PinnedRows:
         piece: Bytes = self._slot.array[first : first + nbytes]
         return piece
 
-    @property
-    def has_room(self) -> bool:
+    def had_room(self) -> bool:
         """Whether all that was taken is here."""
         return self.used <= self._slot.array.nbytes
 
@@ -146,11 +145,11 @@ class DeviceAssembler:
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch | None:
         """Put a batch together; None if the device cannot do that by itself."""
         head = drawn.head
-        if head is None or draw.goals is not None or not head.has_room:
+        if head is None or draw.goals is not None or not head.had_room():
             return None
         with self._lock:
             small = self._small(draw, drawn, head)
-            head_bytes, nbytes, sizes = head.used, head.used, []
+            head_bytes, nbytes, sizes = head.used, head.used, list[tuple[int, int, int]]()
             collected = 0
             for field, leaf in enumerate(drawn.rows.large):
                 unique = self._field(self._task.field[field], drawn, field, head)
@@ -160,7 +159,7 @@ class DeviceAssembler:
                 sizes.append((nbytes, collected, unique))
                 nbytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
                 collected += -(-unique // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            if not head.has_room:
+            if not head.had_room():
                 return None
             block = self._blocks.take(nbytes)
             self._scratch.make_room(collected)
@@ -264,14 +263,14 @@ class DeviceAssembler:
         return kind, shape, strides, first // dtype.itemsize
 
     def _batch(self, draw: Draw, drawn: DrawnRows, block: torch.Tensor, plan: _Plan) -> Batch:
-        schema, seen = self._schema, {}
-        tensors = []
+        schema, tensors = self._schema, list[Any]()
+        seen: dict[Any, torch.Tensor] = {}
         for kind, shape, strides, offset in plan.fields:
             whole = seen.get(kind)
             if whole is None:
                 whole = seen[kind] = block.view(kind)
             tensors.append(whole.as_strided(shape, strides, offset))
-        parts, sides = iter(tensors), ({}, {})
+        parts, sides = iter(tensors), (dict[int, Any](), dict[int, Any]())
         for side in sides:
             side.update((leaf, next(parts)) for leaf in plan.small)
         large = tensors[len(tensors) - len(drawn.rows.large) :]

@@ -128,7 +128,7 @@ class DeviceRing:
     @property
     def nbytes(self) -> int:
         """Bytes on the device, all of which are taken from the first tick on."""
-        return self.rows.nbytes + (0 if self.pool is None else self.pool.nbytes)
+        return int(self.rows.nbytes) + (0 if self.pool is None else self.pool.nbytes)
 
     def bytes_of(self, rows: int) -> int:
         """Bytes that the field takes."""

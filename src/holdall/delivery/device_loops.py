@@ -121,14 +121,14 @@ def device_program(torch: Any, device: torch.device) -> CudaProgram:
     return CudaProgram(torch, device, (resources.files("holdall.native") / "device.cu").read_text(encoding="utf-8"))
 
 
+_FIELD_WORDS = (
+    "ring", "row_bytes", "is_observed", "source", "next_source", "source_stride", "next_source_stride",
+    "target", "next_target", "apart", "pool", "queue", "chunks", "first_chunk",
+)  # fmt: skip
+
+
 class _Field(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in (
-            "ring", "row_bytes", "is_observed", "source", "next_source", "source_stride", "next_source_stride",
-            "target", "next_target", "apart", "pool", "queue", "chunks", "first_chunk",
-        )
-    ]  # fmt: skip
+    _fields_ = [(name, ctypes.c_int64) for name in _FIELD_WORDS]
 
 
 class _Task(ctypes.Structure):
@@ -151,13 +151,13 @@ class CudaLoops:
         self._count_call = program.kernel("count_call")
         self._last_stream: Any = None
         self._task = _Task()
-        self._words = np.frombuffer(self._task, np.int64)
+        self._words = np.frombuffer(memoryview(self._task).cast("B"), np.int64)
 
     def attach(self, rings: RingsOnDevice) -> None:
         """See `DeviceLoops`."""
         self._rings, fields, task = rings, rings.fields, self._task
         first, width = _Task.field.offset // _WORD_BYTES, ctypes.sizeof(_Field) // _WORD_BYTES
-        at = {name: first + i + width * np.arange(len(fields)) for i, (name, _) in enumerate(_Field._fields_)}
+        at = {name: first + i + width * np.arange(len(fields)) for i, name in enumerate(_FIELD_WORDS)}
         self._sources, self._strides, self._targets = at["source"], at["source_stride"], at["target"]
         observed = sum(field.pool is not None for field in fields)
         self._next_sources, self._next_strides = at["next_source"][:observed], at["next_source_stride"][:observed]
@@ -206,12 +206,12 @@ class CudaLoops:
 
     def _drawn(self, count: int, seed: int) -> torch.Tensor:
         """Have the next launch draw; return where the ids go."""
-        task, torch = self._task, self._torch
+        task, module = self._task, self._torch
         task.draws, task.call, task.seed = 1, 0, seed
-        if torch.cuda.is_current_stream_capturing():
+        if module.cuda.is_current_stream_capturing():
             task.call = _NO_CALL
             self._count_call((1, 1), (1, 1), self._stream(), ctypes.c_int64(self._rings.counts.data_ptr()))
-        ids: torch.Tensor = torch.empty(count, dtype=torch.int64, device=self._device)
+        ids: torch.Tensor = module.empty(count, dtype=module.int64, device=self._device)
         return ids
 
     def _read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
@@ -260,13 +260,13 @@ class TorchLoops:
         rings, torch = self._rings, self._torch
         here, after = self._slot(number), self._slot(number + 1)
         for i, (field, value) in enumerate(zip(rings.fields, tick.rows, strict=True)):
-            rows = _bytes_of(torch, value, rings.lanes)
+            rows = _bytes_of(torch.uint8, value, rings.lanes)
             if field.pool is not None:
                 if has_previous:
                     differs = (field.rows[here] != rows).any(dim=1).nonzero()[:, 0]
                     self._keep_apart(field, field.pool, self._slot(number - 1), field.rows[here][differs], differs)
                 self._free(field.pool, after)
-                field.rows[after] = _bytes_of(torch, tick.next_obs[i], rings.lanes)
+                field.rows[after] = _bytes_of(torch.uint8, tick.next_obs[i], rings.lanes)
                 taken, given, _, _ = (count & 0xFFFFFFFF for count in field.pool.counts.tolist())
                 rings.free[1 + i] = (given - taken) & 0xFFFFFFFF
             field.rows[here] = rows
@@ -306,7 +306,7 @@ class TorchLoops:
                 found = field.rows[(last + rings.lanes) % cells]
                 places = field.pool.apart[last].long()
                 kept = (places >= 0).nonzero()[:, 0]
-                found[kept] = _at_places(self._torch, field.pool, places[kept])
+                found[kept] = _at_places(field.pool, places[kept])
                 next_obs.append(self._seen(field, found))
         flags = rings.flags[last]
         return RowsOnDevice(ids, rows, next_obs, (flags & TERMINATED) != 0, (flags & TRUNCATED) != 0)
@@ -383,9 +383,8 @@ def _estimate_advantages(
         returns[t] = advantages[t] + values[t]
 
 
-def _bytes_of(torch: Any, value: torch.Tensor, lanes: int) -> torch.Tensor:
-    seen: torch.Tensor = value.contiguous().view(lanes, -1).view(torch.uint8)
-    return seen
+def _bytes_of(byte: torch.dtype, value: torch.Tensor, lanes: int) -> torch.Tensor:
+    return value.contiguous().view(lanes, -1).view(byte)
 
 
 def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:
@@ -397,8 +396,8 @@ def put_places(pool: Pool, places: torch.Tensor, rows: torch.Tensor) -> None:
         first += len(chunk)
 
 
-def _at_places(torch: Any, pool: Pool, places: torch.Tensor) -> torch.Tensor:
-    rows, first = torch.empty((len(places), pool.chunks[0].shape[1]), dtype=torch.uint8, device=places.device), 0
+def _at_places(pool: Pool, places: torch.Tensor) -> torch.Tensor:
+    rows, first = pool.chunks[0].new_empty((len(places), pool.chunks[0].shape[1])), 0
     for chunk in pool.chunks:
         here = (places >= first) & (places < first + len(chunk))
         rows[here] = chunk[places[here] - first]

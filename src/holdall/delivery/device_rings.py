@@ -32,7 +32,7 @@ from holdall.delivery.device_loops import (
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage import Apart, Rows, Tick, put_rows, rows_of
+from holdall.storage import Apart, put_rows, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -69,7 +69,7 @@ class DeviceRings:
         self.action = [self._ring(leaf) for leaf in schema.action.leaves]
         self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self._reward_ring: DeviceRing | None = None
-        self._constants: dict[Any, torch.Tensor] = {}
+        self._constants: dict[Any, Any] = {}
         self._loops = loops_for(torch, device)
 
     def _ring(self, leaf: Leaf, *, is_pooled: bool = False) -> DeviceRing:
@@ -99,7 +99,7 @@ class DeviceRings:
                 self._seen_free[1 + i] = len(ring.pool.free())
         self._seen_free[0] = self._next_tick
 
-    def write(self, now: int, tick: Tick) -> None:
+    def write(self, now: int, tick: Any) -> None:
         """Write one tick of tensors, as soon as the device gets there."""
         self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
         self._make_room(now)
@@ -182,14 +182,14 @@ class DeviceRings:
         if self._reward_ring is None:
             raise ArgumentError("nothing was added yet; add transitions first")
         field = self._reward_ring.field
-        rows: torch.Tensor = field.rows.view(field.kind)[:, 0][ids % len(self._flags)]
-        return rows
+        return field.rows.view(field.kind)[:, 0][ids % len(self._flags)]
 
     def constant(self, key: Any, values: list[float], dtype: torch.dtype) -> torch.Tensor:
         """Return numbers as a tensor that is made once."""
         if key not in self._constants:
             self._constants[key] = self.torch.tensor(values, dtype=dtype, device=self.device)
-        return self._constants[key]
+        constant: torch.Tensor = self._constants[key]
+        return constant
 
     def gather(self, ids: torch.Tensor, last_ids: torch.Tensor | None = None) -> RowsOnDevice:
         """Read rows that are held, under ids on the device."""
@@ -199,21 +199,6 @@ class DeviceRings:
         """Bring ids to the device."""
         tensor: torch.Tensor = self.torch.from_numpy(np.array(ids).reshape(-1)).to(self.device)
         return tensor
-
-    def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Any) -> Rows:
-        """Read rows under ids of the host; `large` and `places` are of no use here."""
-        found = self.gather(self.to_device(ids))
-        observed, actions = len(self.small), len(self.small) + len(self.action)
-        return Rows(
-            small={i: (found.rows[i], found.next_obs[i]) for i in range(observed)},
-            large=large,
-            places=places,
-            action=found.rows[observed:actions],
-            reward=found.rows[-1],
-            terminated=found.terminated,
-            truncated=found.truncated,
-            extras=found.rows[actions:-1],
-        )
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape, to the host."""
@@ -350,7 +335,7 @@ class DeviceRings:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(ring.nbytes for ring in self._all()) + self._flags.nbytes
+        return sum(ring.nbytes for ring in self._all()) + int(self._flags.nbytes)
 
     @property
     def row_bytes(self) -> int:

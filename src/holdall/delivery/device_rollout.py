@@ -7,7 +7,7 @@ itself, in the same order. Adding a step waits for nothing that the device does.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -233,7 +233,7 @@ class _FinalRows:
 
     def places(self) -> torch.Tensor:
         """Return step * lanes + lane of every row."""
-        return self._places[: self.count()]
+        return cast("torch.Tensor", self._places[: self.count()])
 
     def clear(self) -> None:
         """Forget all rows."""

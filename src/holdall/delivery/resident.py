@@ -10,7 +10,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -50,10 +50,10 @@ class TensorFit:
 
     def __init__(self, delivery: Delivery, schema: Schema) -> None:
         self._torch, self._schema = delivery.torch, schema
-        device = delivery.torch_device
+        device = self._torch.device(delivery.torch_device)
         if device.type == "cuda" and device.index is None:
             device = self._torch.device("cuda", self._torch.cuda.current_device())
-        self.device = device
+        self.device: torch.device = device
         self._kinds = {leaf.dtype: self._kind(leaf.dtype) for leaf in schema.leaves}
 
     def _kind(self, dtype: np.dtype[Any]) -> torch.dtype:
@@ -104,19 +104,18 @@ class TensorFit:
 
     def tensor(self, value: Any, called: str) -> torch.Tensor:
         """Return a value as a tensor on the device."""
-        torch = self._torch
-        if not isinstance(value, torch.Tensor):
+        module = self._torch
+        if not isinstance(value, module.Tensor):
             if not isinstance(value, np.ndarray) and hasattr(value, "__dlpack__"):
-                value = torch.from_dlpack(value)
+                value = module.from_dlpack(value)
             else:
-                value = torch.from_numpy(np.ascontiguousarray(value)).to(self.device)
+                value = module.from_numpy(np.ascontiguousarray(value)).to(self.device)
         if value.device != self.device:
             raise ArgumentError(
                 f"{called} is on {value.device}, the memory's data is on {self.device}; pass it "
                 f"as {called}.to('{self.device}')"
             )
-        tensor: torch.Tensor = value
-        return tensor
+        return cast("torch.Tensor", value)
 
     def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument

@@ -96,7 +96,7 @@ def test_a_cut_episode_without_its_final_observation_is_refused_at_the_end() -> 
 @pytest.mark.parametrize("invalid", [False, True])
 def test_minibatches_and_sequences_are_those_of_the_host(invalid: bool) -> None:
     memory = holdall.RolloutMemory(SPACE, ACTION, STEPS, LANES, extras=EXTRAS, seed=3, device="cuda")
-    on_host = None
+    on_host: holdall.RolloutMemory | None = None
     for rollout in range(3):
         rows = steps(rollout, invalid=invalid)
         before, on_host = on_host, fed_on_the_host(rows)

@@ -63,7 +63,7 @@ class World:
         """Make the next step of all lanes, and remember it."""
         lanes, draw = self.lanes, self.generator
         terminated, truncated = draw.random(lanes) < self.ends, draw.random(lanes) < self.ends / 2
-        row = {
+        row: dict[str, Any] = {
             "obs": self._obs,
             "action": draw.random((lanes, 2)).astype(np.float32),
             "reward": draw.standard_normal(lanes).astype(np.float32),
@@ -419,7 +419,7 @@ def test_streams_take_turns_in_the_order_of_the_calls() -> None:
     world = World("cuda", 256, (64,))
     memory = world.memory(10)
     rows = [world.there(world.step()) for _ in range(120)]
-    streams = [torch.cuda.Stream() for _ in range(3)]
+    streams: list[Any] = [torch.cuda.Stream() for _ in range(3)]  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     batches = []
     for i, row in enumerate(rows):
