@@ -1,0 +1,163 @@
+"""Data that is born on a GPU, beside plain torch: `python benchmarks/gpu_resident.py [--json FILE]`.
+
+Needs torch with CUDA; without a device it says so and ends. `--device cpu --quick` runs every line of it anywhere.
+In:  random tensors on the device.  Out: the bits compared, a table, and JSON.
+
+The other side is what users of GPU simulators write: tensors of (ticks, lanes, ...) for `obs`, `next_obs`, `action`,
+`reward` and two flags, filled with `copy_`, and read with a random index. Both ways of a row take turns; a time is from
+the call until the stream has the result, the median over all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+
+import holdall
+
+ACTION = spaces.Box(-1, 1, (8,), np.float32)
+WARM_UP = 20
+
+
+class Plain:
+    """Two copies of every observation, as plain torch keeps them."""
+
+    def __init__(self, device: str, ticks: int, lanes: int, space: spaces.Box) -> None:
+        observed = (space.shape, torch.from_numpy(np.empty(0, space.dtype)).dtype)
+        rest: list[Any] = [((8,), torch.float32), ((), torch.float32), ((), torch.bool), ((), torch.bool)]
+        fields = [observed, observed, *rest]
+        self.rows = [torch.zeros((ticks, lanes, *shape), dtype=kind, device=device) for shape, kind in fields]
+        self._added = 0
+
+    def add(self, *fields: torch.Tensor) -> None:
+        """Write one tick."""
+        slot = self._added % len(self.rows[0])
+        for rows, field in zip(self.rows, fields, strict=True):
+            rows[slot].copy_(field)
+        self._added += 1
+
+    def sample(self, count: int) -> list[torch.Tensor]:
+        """Draw rows."""
+        held = min(self._added, len(self.rows[0])) * self.rows[0].shape[1]
+        ids = torch.randint(0, held, (count,), device=self.rows[0].device)
+        return [rows.view(-1, *rows.shape[2:])[ids] for rows in self.rows]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(rows.nbytes for rows in self.rows)
+
+
+def in_turns(device: str, ways: list[Callable[[], Any]], turns: int) -> list[float]:
+    """Return the median milliseconds of every way."""
+
+    def wait() -> None:
+        if device != "cpu":
+            torch.cuda.synchronize()
+
+    times: list[list[float]] = [[] for _ in ways]
+    for turn in range(WARM_UP + turns):
+        for way, found in zip(ways, times, strict=True):
+            wait()
+            begun = time.perf_counter()
+            way()
+            wait()
+            if turn >= WARM_UP:
+                found.append(time.perf_counter() - begun)
+    return [statistics.median(found) * 1e3 for found in times]
+
+
+def measure(
+    device: str, name: str, space: spaces.Box, lanes: int, ticks: int, batches: list[int], turns: int
+) -> list[Any]:
+    """Compare adding, sampling and memory for one kind of observation."""
+    kind = torch.from_numpy(np.empty(0, space.dtype)).dtype
+    steps = [(torch.randn((lanes, *space.shape), device=device) * 50).to(kind) for _ in range(3)]
+    action, reward = torch.randn((lanes, 8), device=device), torch.randn(lanes, device=device)
+    flag = torch.zeros(lanes, dtype=torch.bool, device=device)
+    memory = holdall.ReplayMemory(space, ACTION, ticks * lanes, lanes, store_device=device, seed=0)
+    plain = Plain(device, ticks, lanes, space)
+    count = [0, 0]
+
+    def add_here() -> None:
+        i = count[0] = count[0] + 1
+        memory.add(steps[i % 3], action, reward, steps[(i + 1) % 3], flag, flag)
+
+    def add_plainly() -> None:
+        i = count[1] = count[1] + 1
+        plain.add(steps[i % 3], steps[(i + 1) % 3], action, reward, flag, flag)
+
+    for _ in range(ticks + 3):
+        add_here()
+        add_plainly()
+    check(memory, steps, ticks, lanes)
+    rows: list[Any] = []
+    ours, theirs = in_turns(device, [add_here, add_plainly], turns)
+    rows.append([name, f"add {lanes} lanes", ours, theirs])
+    for batch in batches:
+        ours, theirs = in_turns(device, [lambda n=batch: memory.sample(n), lambda n=batch: plain.sample(n)], turns)
+        rows.append([name, f"sample {batch}", ours, theirs])
+    held = sum(field.total_bytes for field in memory.report().fields)
+    rows.append([name, "bytes", held, plain.nbytes])
+    memory.close()
+    return rows
+
+
+def check(memory: holdall.ReplayMemory, steps: list[torch.Tensor], ticks: int, lanes: int) -> None:
+    """Refuse to time what returns other bits than it was given."""
+    ids = np.arange(memory.first_id, memory.next_id, max(1, ticks * lanes // 4096))
+    batch = memory.gather(ids)
+    tick, lane = np.divmod(ids, lanes)
+    for got, later in ((batch.obs, 1), (batch.next_obs, 2)):
+        expected = torch.stack([steps[(int(t) + later) % 3][int(i)] for t, i in zip(tick, lane, strict=True)])
+        if not torch.equal(got, expected):
+            sys.exit("error: rows came back wrong")
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="where data is born")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here; --device cpu --quick runs every line on the CPU")
+    small = args.quick
+    vector, image = spaces.Box(-9, 9, (100,), np.float32), spaces.Box(0, 255, (84, 84, 3), np.uint8)
+    turns = 5 if small else 200
+    rows = measure(
+        args.device, "100 floats", vector, 64 if small else 4096, 20 if small else 500,
+        [64] if small else [256, 2048, 8192, 32768], turns,
+    )  # fmt: skip
+    rows += measure(
+        args.device,
+        "84 x 84 x 3",
+        image,
+        2 if small else 16,
+        20 if small else 2000,
+        [16] if small else [256, 2048],
+        turns,
+    )
+    print("| data | what | holdall | plain torch | ratio |\n|---|---|---|---|---|")
+    for name, what, ours, theirs in rows:
+        shown = [f"{v / 2**20:.1f} MiB" if what == "bytes" else f"{v:.3f} ms" for v in (ours, theirs)]
+        print(f"| {name} | {what} | {shown[0]} | {shown[1]} | {ours / theirs:.2f} |")
+    if args.json:
+        where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
+        args.json.write_text(json.dumps({"device": where, "torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
