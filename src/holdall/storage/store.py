@@ -112,7 +112,7 @@ class Store:
             self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
         self.next_tick = now + 1
         if self._rings.scouts:
-            may_move = self.large_segments.can_admit(self.next_tick)
+            may_move = self.large_segments.can_admit(self.first_tick, self.next_tick)
             for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
                 self._move_to_segments(i, window)
         if self._snapshots.pending:  # the short way does not save what it writes over
@@ -148,11 +148,11 @@ class Store:
 
     def _move_to_segments(self, i: int, window: Window) -> None:
         """Move a field in which a window was found."""
-        rings = self._rings
+        rings, first = self._rings, self.first_tick
         ring = rings.small.pop(i)
-        field = self.large_segments.admit(ring.leaf, window, self.next_tick)
+        field = self.large_segments.admit(ring.leaf, window, first, self.next_tick)
         self._large.append(i)
-        for tick in range(self.next_tick):
+        for tick in range(first, self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
             self.large_segments.write_field(field, tick, obs, next_obs)
