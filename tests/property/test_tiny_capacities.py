@@ -45,7 +45,8 @@ class Sliding:
 
 def moved(memory: ReplayMemory, how: str, budget: Any) -> ReplayMemory:
     if how == "pickle":
-        return pickle.loads(pickle.dumps(memory))
+        copied: ReplayMemory = pickle.loads(pickle.dumps(memory))
+        return copied
     with tempfile.TemporaryDirectory() as folder:
         memory.save(folder).result()
         memory.close()

@@ -29,6 +29,7 @@ from holdall.storage.blocks import (
     reserve,
 )
 from holdall.storage.layout import Window, WindowSearches
+from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,
@@ -64,7 +65,7 @@ class Segments:
         first_tick: Number of the first tick that will be written.
     """
 
-    cursor_bytes = 4
+    cursor_bytes = CURSOR_BYTES
 
     def __init__(
         self,
