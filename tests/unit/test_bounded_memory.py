@@ -190,7 +190,7 @@ def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(sav
     with pytest.raises(ArgumentError, match=r"^budget .* is too small.*lower capacity") as refusal:
         ReplayMemory.load(tmp_path, budget="2MB")
     least = int(str(refusal.value).split("give it at least ")[1].split(" bytes")[0])
-    with pytest.raises(ArgumentError, match="^budget "):
+    with pytest.raises(ArgumentError, match=r"^budget "):
         ReplayMemory.load(tmp_path, budget=least - 1)
     for settings in ({"budget": least}, {"budget": "2MB", "capacity": 200}):
         with ReplayMemory.load(tmp_path, **settings) as loaded:

@@ -124,7 +124,11 @@ OTHER_ORDER = [np.dtype(text).newbyteorder() for text in ("u2", "i4", "i8", "f2"
 def test_spaces_in_the_byte_order_of_other_machines_are_refused(argument: str, dtype: np.dtype[Any]) -> None:
     """Their numbers would come back as other numbers from a checkpoint, since it names no byte order."""
     odd = spaces.Dict(z=spaces.Tuple([spaces.Box(0, 1, (3000,), dtype)]))
-    spaces_of: dict[str, Any] = {"observation_space": spaces.Discrete(2), "action_space": spaces.Discrete(2), "extras": None}
+    spaces_of: dict[str, Any] = {
+        "observation_space": spaces.Discrete(2),
+        "action_space": spaces.Discrete(2),
+        "extras": None,
+    }
     spaces_of[argument] = {"x": odd} if argument == "extras" else odd
     where = "x.z.0" if argument == "extras" else "z.0"
     with pytest.raises(SpaceError, match=rf"^{argument}\['{where}'\] has dtype {dtype}, .*; .*np\.{dtype.name}$"):
