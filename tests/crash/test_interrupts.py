@@ -1,0 +1,227 @@
+"""An exception at any line, or any instruction, of a public method leaves the memory as before the call or after it.
+
+Ctrl-C in a notebook, and any exception from a signal handler, come between two instructions. A trace function raises at
+every line of holdall's code in turn, in the calling thread, as signals do. Afterwards the program goes on as a training
+loop would, with what the interrupted call was given, and everything is compared with the oracle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import holdall
+from holdall.storage import segment
+from holdall.testing import OracleMemory, assert_same_bits
+
+PACKAGE = str(Path(holdall.__file__).parent) + os.sep
+ACTION = spaces.Box(-1, 1, (2,), np.float32)
+SMALL = spaces.Box(-9, 9, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (8, 24, 24), np.uint8)
+STACK = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+MIXED = spaces.Dict({"camera": IMAGE, "goal": SMALL, "state": spaces.Box(-9, 9, (100,), np.float32)})
+EVERY_LINE = [pytest.param(1, id="all", marks=pytest.mark.nightly), pytest.param(11, id="some")]
+
+
+class Interrupt(KeyboardInterrupt):
+    """Stands for the signal."""
+
+
+def interrupted(call: Callable[[], Any], at: int, *, opcodes: bool = False) -> str:
+    """Make a call, and raise at its `at`-th line of holdall's code; say whether it "ended", was "hit" or "swallowed" it.
+
+    Python swallows what is raised in a finalizer.
+    """
+    left = at
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
+        if event == ("opcode" if opcodes else "line"):
+            left -= 1
+            if left == 0:
+                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        return "hit"
+    finally:
+        sys.settrace(before)
+    return "ended" if left > 0 else "swallowed"
+
+
+def frames(t: int, count: int, lanes: int, size: int) -> Any:
+    """Return stacks of `count` pictures that shift by one a step."""
+    pictures = [np.random.default_rng(t + i).integers(0, 200, (lanes, size, size), np.uint8) for i in range(count)]
+    return np.stack(pictures, axis=1)
+
+
+def observation(space: Any, t: int, lanes: int) -> Any:
+    """Return what all lanes show at a step."""
+    if isinstance(space, spaces.Dict):
+        return {key: observation(each, t, lanes) for key, each in space.spaces.items()}
+    if space.dtype == np.uint8 and space.shape[0] == 4:
+        return frames(t, 4, lanes, space.shape[1])
+    if space.dtype == np.uint8:
+        return np.random.default_rng(t).integers(0, 200, (lanes, *space.shape), np.uint8)
+    values = np.arange(lanes)[:, None] * 1000 + t + np.zeros((lanes, *space.shape))
+    return values.astype(space.dtype)
+
+
+@dataclass
+class Scene:
+    """A memory that was filled up to some point, its oracle, and the stream that goes on."""
+
+    space: Any
+    lanes: int = 1
+    capacity: int = 40
+    ticks: int = 12
+    episode: int = 7  # steps
+    settings: dict[str, Any] = field(default_factory=dict)
+    with_valid: bool = False
+    t: int = 0
+
+    def __post_init__(self) -> None:
+        make = dict(self.settings)
+        self.folder = make.pop("folder", None)
+        sampler = make.pop("make_sampler", holdall.Uniform)()
+        self.memory = holdall.ReplayMemory(
+            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler, **make
+        )
+        self.oracle = OracleMemory(self.capacity * self.lanes, self.lanes)
+        for _ in range(self.ticks):
+            self.add()
+
+    def step(self, t: int) -> dict[str, Any]:
+        """Return a step; after an episode's end the next observation is another one."""
+        ends = t % self.episode == self.episode - 1
+        made: dict[str, Any] = {
+            "obs": observation(self.space, t, self.lanes),
+            "action": np.full((self.lanes, 2), t, np.float32),
+            "reward": np.full(self.lanes, t, np.float32),
+            "next_obs": observation(self.space, t + (500 if ends else 1), self.lanes),
+            "terminated": np.full(self.lanes, ends),
+            "truncated": np.zeros(self.lanes, np.bool_),
+        }
+        if self.with_valid:
+            made["valid"] = np.arange(self.lanes) + t % 5 != 4
+        return made
+
+    def add(self) -> None:
+        step = self.step(self.t)
+        self.t += 1
+        self.memory.add(**step)
+        self.oracle.add(**step)
+
+    def go_on(self, steps: int = 3) -> None:
+        """Add what a loop would add next, and compare."""
+        for _ in range(steps):
+            self.add()
+        self.check(self.memory)
+
+    def check(self, memory: Any) -> None:
+        oracle = self.oracle
+        assert (memory.next_id, memory.first_id) == (oracle.next_id, max(oracle.first_id, memory.first_id))
+        while oracle.first_id < memory.first_id:  # a budget without a disk
+            oracle._ticks.popleft()
+        assert len(memory) == len(oracle)
+        ids = oracle.ids
+        assert_same_bits(memory.gather(ids), oracle.gather(ids))
+        assert len(memory.sample(min(8, len(memory))).ids)
+
+    def check_saved(self, folder: Path) -> None:
+        """Save and load, and compare."""
+        self.memory.save(folder).result(60)
+        with holdall.ReplayMemory.load(folder, sampler=type(self.memory.sampler)()) as loaded:
+            self.check(loaded)
+
+
+def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
+    """Return memories in all states: what the next `add` has to do in them differs."""
+    spill = {"budget": None, "spill_dir": tmp_path / "spill"}
+    return {
+        "first tick": lambda: Scene(SMALL, ticks=0),
+        "rings": lambda: Scene(SMALL, ticks=9),
+        "rings, episode ends": lambda: Scene(SMALL, ticks=7),
+        "rings, full": lambda: Scene(SMALL, ticks=52, lanes=4),
+        "rings, valid": lambda: Scene(SMALL, ticks=50, lanes=2, with_valid=True),
+        "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
+        "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
+        "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
+        "segment": lambda: Scene(IMAGE, ticks=5, settings={"budget": None}),
+        "segment closes": lambda: Scene(IMAGE, ticks=16, settings={"budget": None}),
+        "segment leaves": lambda: Scene(STACK, ticks=55, settings={"budget": None}),
+        "Dict, segment closes": lambda: Scene(MIXED, ticks=16, lanes=2, settings={"budget": None}),
+        "Dict, spills": lambda: Scene(MIXED, ticks=48, lanes=2, capacity=64, settings=spill),
+        "limited": lambda: Scene(IMAGE, ticks=150, capacity=400, settings={"budget": 2_500_000}),
+    }
+
+
+NAMES = tuple(scenes(Path()))
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
+
+
+def trials(every: int, opcodes: bool = False) -> Iterator[int]:
+    """Number the lines at which to raise: all, or one in so many, other ones each time."""
+    first = 1 if every == 1 else random.randint(1, every)
+    return itertools.count(first, every)
+
+
+def sweep(make: Callable[[], Scene], call: Callable[[Scene], Any], every: int, judge: Callable[[Scene], None]) -> int:
+    """Interrupt a call at one line after another, each time in a new scene; return how many lines there were."""
+    for at in trials(every):
+        scene = make()
+        try:
+            outcome = interrupted(lambda: call(scene), at)  # noqa: B023  at once
+            if outcome == "ended":
+                return at
+            judge(scene)
+        except BaseException as error:
+            error.add_note(f"interrupted at line {at}")
+            raise
+        finally:
+            scene.memory.close()
+    raise AssertionError
+
+
+def settle_add(scene: Scene) -> None:
+    """Go on after an interrupted `add` of step `scene.t`, as the environment did."""
+    step = scene.step(scene.t)
+    scene.t += 1
+    if scene.memory.next_id > scene.oracle.next_id:
+        scene.oracle.add(**step)
+    scene.go_on()
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupted_add_is_made_or_is_not(
+    name: str, kernels: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    make = scenes(tmp_path)[name]
+    sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), every, settle_add)
