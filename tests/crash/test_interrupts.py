@@ -225,3 +225,163 @@ def test_an_interrupted_add_is_made_or_is_not(
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     make = scenes(tmp_path)[name]
     sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), every, settle_add)
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
+def test_an_interrupted_extend_leaves_its_first_steps_whole(name: str, every: int, tmp_path: Path) -> None:
+    def extend(scene: Scene) -> None:
+        steps = [scene.step(scene.t + k) for k in range(3)]
+        scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+
+    def settle(scene: Scene) -> None:
+        for _ in range(3):
+            step = scene.step(scene.t)
+            scene.t += 1
+            if scene.memory.next_id > scene.oracle.next_id:
+                scene.oracle.add(**step)
+        assert scene.memory.next_id == scene.oracle.next_id
+        scene.go_on()
+
+    sweep(scenes(tmp_path)[name], extend, every, settle)
+
+
+def stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: stacked([value[key] for value in values]) for key in values[0]}
+    return np.stack(values)
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+@pytest.mark.parametrize("sampler", [holdall.Uniform, holdall.Prioritized, holdall.NStep, holdall.Sequence])
+@pytest.mark.parametrize("with_valid", [False, True])
+def test_an_interrupted_sample_leaves_the_draws_to_come(sampler: Any, with_valid: bool, every: int) -> None:
+    """The generator is where it was before the call, or where it is after it."""
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=30, with_valid=with_valid, settings={"make_sampler": sampler})
+        scene.memory.sample(4)
+        return scene
+
+    twin = make()
+    states = [generator_of(twin)]
+    twin.memory.sample(4)
+    states.append(generator_of(twin))
+    twin.memory.close()
+
+    def judge(scene: Scene) -> None:
+        assert generator_of(scene) in states
+        scene.go_on()
+
+    sweep(make, lambda scene: scene.memory.sample(4), every, judge)
+
+
+def generator_of(scene: Scene) -> Any:
+    len(scene.memory)  # a call does what an interrupted one left to do
+    return scene.memory._generator.bit_generator.state
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+def test_interrupted_priorities_are_set_or_are_not(every: int) -> None:
+    """All of them, and the highest, which new transitions get."""
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=30, settings={"make_sampler": holdall.Prioritized})
+        scene.memory.update_priorities(np.arange(4), np.full(4, 2.0))
+        return scene
+
+    ids, values = np.arange(10, 20), np.arange(10.0)
+    kept = []
+    for updates in (0, 1):
+        twin = make()
+        for _ in range(updates):
+            twin.memory.update_priorities(ids, values)
+        twin.go_on()
+        kept.append(priorities_of(twin))
+        twin.memory.close()
+
+    def judge(scene: Scene) -> None:
+        scene.go_on()
+        assert priorities_of(scene) in kept
+
+    sweep(make, lambda scene: scene.memory.update_priorities(ids, values), every, judge)
+
+
+def priorities_of(scene: Scene) -> tuple[bytes, float, float]:
+    scene.memory.sample(2)
+    state = scene.memory.sampler.state()
+    return state["scaled"].tobytes(), state["highest"], scene.memory.sampler._tree.total
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
+def test_other_interrupted_calls_leave_the_memory_as_it_was(name: str, every: int, tmp_path: Path) -> None:
+    make = scenes(tmp_path)[name]
+    calls: dict[str, Callable[[Scene], Any]] = {
+        "gather": lambda scene: scene.memory.gather(scene.oracle.ids),
+        "relieve": lambda scene: scene.memory.relieve(1 << 20),
+        "report": lambda scene: scene.memory.report(),
+        "loader": lambda scene: next(scene.memory.loader(4, prefetch=2)),
+    }
+    for call in calls.values():
+        sweep(make, call, every, lambda scene: scene.go_on())
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+def test_interrupted_flags_are_set_or_are_not(
+    kernels: str, every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+
+    def set_flags(memory: Any, scene: Scene) -> None:
+        ids = scene.oracle.ids[::3]
+        memory.set_flags(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_))
+
+    def settle(scene: Scene) -> None:
+        len(scene.memory)
+        if scene.memory.gather(scene.oracle.ids[:1]).truncated[0]:
+            set_flags(scene.oracle, scene)
+        scene.go_on()
+
+    sweep(scenes(tmp_path)["Dict, segment closes"], lambda scene: set_flags(scene.memory, scene), every, settle)
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+def test_an_interrupted_save_leaves_the_memory_and_its_checkpoints(every: int, tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def make() -> Scene:
+        scene = scenes(tmp_path / "spill")["Dict, segment closes"]()
+        scene.folder = tmp_path / f"run{next(numbers)}"
+        scene.memory.save(scene.folder).result(60)
+        return scene
+
+    def settle(scene: Scene) -> None:
+        scene.go_on()
+        scene.check_saved(scene.folder)
+
+    sweep(make, lambda scene: scene.memory.save(scene.folder), 4 * every, settle)
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+def test_an_interrupted_load_can_be_made_again(every: int, tmp_path: Path) -> None:
+    source = scenes(tmp_path / "spill")["Dict, segment closes"]()
+    source.memory.save(tmp_path / "run").result(60)
+    for at in trials(8 * every):
+        outcome = interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close(), at)
+        with holdall.ReplayMemory.load(tmp_path / "run") as loaded:
+            source.check(loaded)
+        if outcome == "ended":
+            break
+    source.memory.close()
+
+
+@pytest.mark.parametrize("every", EVERY_LINE)
+def test_an_interrupted_close_can_be_made_again(every: int, tmp_path: Path) -> None:
+    def settle(scene: Scene) -> None:
+        scene.memory.close()
+        with pytest.raises(holdall.ClosedError):
+            len(scene.memory)
+
+    sweep(scenes(tmp_path)["Dict, spills"], lambda scene: scene.memory.close(), every, settle)

@@ -237,11 +237,8 @@ class PortableTickWriter(TickWriter):
         """See `TickWriter.write`."""
         tick = self.next_tick
         slot, values = tick % self.ring_ticks, self._places(rows)
-        shared = {id(field.rows) for field in self.flat if field.is_observation and field.following is None}
-        if not is_kept and tick > self.first_tick:
-            for ring, at, row in values:
-                if at == slot and id(ring) in shared and ring[at].tobytes() != row.tobytes():
-                    return NOT_CONTINUED
+        if not is_kept and tick > self.first_tick and not self._is_continued(slot, values):
+            return NOT_CONTINUED
         parts: list[Any] = [] if sliced is None else sliced.parts
         if not all(part.has_room() and part.longest + 2 * part.window.count <= part.log_rows for part in parts):
             return NO_ROOM
@@ -264,6 +261,11 @@ class PortableTickWriter(TickWriter):
         self.next_tick = tick + 1
         self._repair.end()
         return tick + 1
+
+    def _is_continued(self, slot: int, values: list[tuple[Array, int, Array]]) -> bool:
+        shared = {id(field.rows) for field in self.flat if field.is_observation and field.following is None}
+        at_slot = [(ring[at], row) for ring, at, row in values if at == slot and id(ring) in shared]
+        return all(stands.tobytes() == row.tobytes() for stands, row in at_slot)
 
     def _places(self, rows: Sequence[Array]) -> list[tuple[Array, int, Array]]:
         """Return ring, slot and content of all rows of the tick to come."""

@@ -142,7 +142,7 @@ class FlatField(NamedTuple):
     @property
     def tick_bytes(self) -> int:
         """Bytes of a tick in one ring."""
-        return self.rows[0].nbytes
+        return int(self.rows[0].nbytes)
 
 
 class SlicedTick(NamedTuple):
@@ -260,7 +260,8 @@ class FastTick:
                 and obs.shape == next_obs.shape == shape
             ):
                 return None
-            return b"".join(rest if self._large else (obs, next_obs, *rest))
+            observed: tuple[Any, ...] = () if self._large else (obs, next_obs)
+            return b"".join((*observed, *rest))
         except (BufferError, TypeError, ValueError):  # its elements do not lie one after another
             return None
 
