@@ -29,6 +29,7 @@ from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.storage import Coder, FullBlock, SliceBlock
+from holdall.threads import left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror
@@ -151,7 +152,7 @@ class Saver:
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
         self._jobs: deque[_SaveJob] = deque()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
         self._is_busy = False
         # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
@@ -177,7 +178,7 @@ class Saver:
             raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
         behind = None if mirror is None else self._mirror(mirror)
         handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
-        with self._changed:
+        with left(self._lock):
             self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
             self._wake()
         return handle
@@ -188,7 +189,7 @@ class Saver:
         Args:
             full_blocks: Returns those that are not known already.
         """
-        with self._changed:
+        with left(self._lock):
             if self._is_busy:
                 return
             saving = self._saving
@@ -215,20 +216,21 @@ class Saver:
 
     def close(self) -> None:
         """Wait for every save, and let another writer in."""
+        left(self._lock)
         self._thread.shutdown()
         for mirror in self._mirrors.values():
             mirror.close()
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
-        target, self._target = self._target, None
-        if target is not None:
-            target.close()
+        if self._saving is not None:
+            self._saving.abandon()
+            self._saving = None
+        if self._target is not None:
+            self._target.close()
+            self._target = None
 
     def _run(self) -> None:
         time.sleep(_YIELD_S)
         while True:
-            with self._changed:
+            with left(self._lock):
                 ahead, self._ahead = self._ahead, []
                 if not self._jobs and not ahead:
                     self._is_busy = False
@@ -340,6 +342,7 @@ class Savers:
 
     def close(self) -> None:
         """Wait for all that is being saved."""
-        savers, self._savers = self._savers, {}
-        for saver in savers.values():
-            saver.close()
+        while self._savers:
+            url = next(iter(self._savers))
+            self._savers[url].close()
+            del self._savers[url]

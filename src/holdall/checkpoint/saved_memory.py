@@ -27,6 +27,7 @@ from holdall.json_state import generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
+from holdall.threads import left
 from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
@@ -85,8 +86,7 @@ class SavedMemory(ABC):
                     "without it, and call it when they have returned"
                 )
             frame = frame.f_back
-        while self._lock._is_owned():
-            self._lock.release()
+        left(self._lock)
 
     @property
     @abstractmethod

@@ -20,6 +20,7 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import Kernels, Places, Rows, Store, address, bring_places
+from holdall.threads import left
 
 if TYPE_CHECKING:
     import torch
@@ -64,13 +65,13 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
         if nbytes < self._least_bytes:
             return self._view(self._allocate(nbytes))[0]
-        with self._lock:
+        with left(self._lock):
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
@@ -88,13 +89,13 @@ class BlockPool:
 
     def arrays(self) -> list[Bytes]:
         """Return what a pool on the host keeps for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return [np.asarray(block.memory) for blocks in self._blocks_by_size.values() for block in blocks]
 
     @property
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
 
 

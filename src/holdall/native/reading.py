@@ -24,7 +24,7 @@ from holdall.native.library import CompressionLibraries, DecodedSliceStruct, Dec
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
-from holdall.threads import pool_threads
+from holdall.threads import left, pool_threads
 
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
@@ -63,7 +63,7 @@ class ThreadPool:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -77,7 +77,7 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if helpers < 1 or not self._lock.acquire(blocking=False):
+        if helpers < 1 or not left(self._lock).acquire(blocking=False):
             yield 0, 0
             return
         try:
@@ -90,7 +90,7 @@ class ThreadPool:
     def dismiss(self) -> None:
         """End the threads, after the call that they help with; the pool may be used again."""
         self._forget_parent()
-        with self._lock:
+        with left(self._lock):
             if self._end is not None:
                 self._end()
             self._address, self._end, self.workspaces = 0, None, []
@@ -98,7 +98,7 @@ class ThreadPool:
     def _forget_parent(self) -> None:
         """In a forked child, leave the parent's threads: they are not here, and the lock may be held by one of them."""
         if self._process not in {0, os.getpid()}:
-            self._lock, self._process, self._address, self.workspaces = threading.Lock(), 0, 0, []
+            self._lock, self._process, self._address, self.workspaces = threading.RLock(), 0, 0, []
             if self._end is not None:
                 self._end.detach()
                 self._end = None
