@@ -125,18 +125,20 @@ class ReplayMemory(SavedMemory):
         """
         store = self._store
         fast = None if store is None else store.fast_tick
-        if store is None or fast is None:
-            return 0
-        packed = fast.pack(obs, action, reward, next_obs, terminated, truncated)
-        if packed is None:
+        packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
+        if store is None or fast is None or packed is None:
             return 0
         with self._locked():
+            if store.repair.action is not None:
+                store.repair.run()
             if self._store is not store or store.fast_tick is not fast:
                 return 0
-            ticks = store.write_fast(fast, packed, obs, next_obs)
+            ticks = 0 if fast.fills_blocks else fast.write(packed)
+            if ticks == 0:
+                ticks = store.write_fast(fast, packed, obs, next_obs)
         if fast.fills_blocks:
             store.sealer.wait_for_room()
-        return ticks
+        return max(ticks, 0)
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

@@ -76,7 +76,7 @@ class SavedMemory(ABC):
 
         Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
         """
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         while frame is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
         while frame is not None:

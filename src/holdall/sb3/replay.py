@@ -99,10 +99,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Add one transition per environment."""
         cut = self._nothing_cut
         if self.handle_timeout_termination:
-            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
-            if True in timeouts:
-                cut = np.array(timeouts, np.bool_)
-                done = np.asarray(done, np.bool_) ^ cut
+            for info in infos:  # a loop: most often none was cut, and it ends with that
+                if info.get("TimeLimit.truncated", False):
+                    cut = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
+                    done = np.asarray(done, np.bool_) ^ cut
+                    break
         ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
         if not ticks:
             self.memory.add(

@@ -224,8 +224,8 @@ class Rings:
         rings = [FlatField(ring, None, is_observation=False) for ring in rest if ring is not None]
         return [ring.flat() for ring in self.small.values()] + rings
 
-    def keep_apart(self, next_tick: int, obs: list[Array]) -> None:
-        """Save the next observations of the newest tick that these observations would be written over."""
+    def keep_apart(self, next_tick: int, obs: Mapping[int, Array]) -> None:
+        """Save the next observations of the newest tick that these, by leaf, would be written over."""
         for i, ring in self.small.items():
             ring.keep_apart(next_tick - 1, obs[i])
 

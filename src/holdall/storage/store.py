@@ -129,7 +129,7 @@ class Store:
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
-                self._rings.keep_apart(self.next_tick, obs)
+                self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
                 is_kept = True
             elif ticks == NO_ROOM:
                 self.large_segments.lengthen_logs()
@@ -142,15 +142,18 @@ class Store:
         return self._kernels.new_writer(self._rings.flat(), self._ring_ticks, (first_tick, next_tick), self.repair)
 
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
-        """Write a tick the short way; return how many were written in all, or 0 if it has to take the long one."""
-        self.repair.run()
-        if not fast.fills_blocks:
-            return max(fast.write(packed, None), 0)
-        sliced = self.large_segments.sliced(self.next_tick, *fast.sliced(obs, next_obs))
+        """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
+        sliced = None
+        if fast.fills_blocks:
+            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
         ticks = fast.write(packed, sliced)
-        if ticks > 0:
+        if ticks == NOT_CONTINUED:
+            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
+            if self._writer.writes(self._rings.flat()):
+                ticks = fast.write(packed, sliced, is_kept=1)
+        if ticks > 0 and sliced is not None:
             self.after_write(sliced)
-        return max(ticks, 0)
+        return ticks
 
     def write_steps(self, steps: Tick, first: int) -> int:
         """Write steps from `first` on until blocks pile up; return the first that is left."""
