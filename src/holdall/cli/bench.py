@@ -38,7 +38,7 @@ from holdall.tools.bench.run import (
 )
 from holdall.tools.bench.search import Search, SearchTrial
 from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
-from holdall.tools.report import TrainingRun
+from holdall.tools.report.results import TrainingRun
 from holdall.units import format_bytes
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130

@@ -19,6 +19,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from holdall import storage
 from holdall.batch import Batch
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
@@ -26,24 +27,6 @@ from holdall.delivery import Delivery, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage import (
-    MOST_SEGMENT_ROWS,
-    RECORD_FIELDS,
-    Buffer,
-    ClosedPart,
-    Codec,
-    Coded,
-    Cursors,
-    Dictionary,
-    KeptBlock,
-    Kernels,
-    Log,
-    Places,
-    Window,
-    codec_of,
-    pack,
-    records_in,
-)
 
 ANSWER = "answer"
 _MOST_BYTES = 2**28
@@ -58,14 +41,14 @@ _BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
 Ids = NDArray[np.int64]
 Payload = bytes | tuple[Any, ...]
 """A record, or a record and the arrays of decoded slices that it names."""
-FindDictionary = Callable[[str], Dictionary]
+FindDictionary = Callable[[str], storage.Dictionary]
 
 
 class SliceForm(NamedTuple):
     """How the slices of some rows are cut, and their bytes: units that are all coded alike, or plain bytes."""
 
-    window: Window
-    slices: Coded | Bytes
+    window: storage.Window
+    slices: storage.Coded | Bytes
     words: str = ""  # the cut and the codec as they are sent; nothing for plain bytes
 
 
@@ -74,8 +57,8 @@ class FoundField:
     """One sliced leaf of some rows: which slices make up its observations, and these."""
 
     form: NDArray[np.int32]  # (rows,): which of `forms` a row's slices have
-    cursors: Cursors  # (rows,)
-    log: Log  # slice numbers, each among the slices of its row's form
+    cursors: storage.Cursors  # (rows,)
+    log: storage.Log  # slice numbers, each among the slices of its row's form
     forms: tuple[SliceForm, ...]
 
 
@@ -111,7 +94,7 @@ def pack_answer(answer: Answer) -> Payload:
         forms: list[list[Any]] = []
         for form in field.forms:
             slices = form.slices
-            if isinstance(slices, Coded):
+            if isinstance(slices, storage.Coded):
                 data = np.asarray(slices.data)
                 arrays += [slices.palette, slices.offsets, data]
                 forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
@@ -122,7 +105,7 @@ def pack_answer(answer: Answer) -> Payload:
     reward = dtype_name(answer.columns["reward.0"].dtype)
     head = {"rows": len(answer.rows), "reward": reward, "fields": fields}
     body = b"".join([answer.counters.packed(), *_aligned(arrays)])
-    record = b"".join(pack(ANSWER, head, {"body": body}, frozenset()))
+    record = b"".join(storage.pack(ANSWER, head, {"body": body}, frozenset()))
     return (record, *beside) if beside else record
 
 
@@ -131,7 +114,7 @@ class AnswerReader:
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._known: dict[tuple[int, str], tuple[Window, Codec]] = {}
+        self._known: dict[tuple[int, str], tuple[storage.Window, storage.Codec]] = {}
         self._known_columns: dict[tuple[Any, ...], list[tuple[str, Leaf]]] = {}
 
     def read(self, payload: Payload, find: FindDictionary) -> Answer:
@@ -141,11 +124,11 @@ class AnswerReader:
         """
         content, *beside = (payload,) if isinstance(payload, bytes) else payload
         try:
-            (record,) = records_in(content)
+            (record,) = storage.records_in(content)
             if record.kind != ANSWER:
                 raise DamageError(f"a record of kind {record.kind!r} was received in place of an answer")
             head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
-            count = whole(head["rows"], MOST_SEGMENT_ROWS)
+            count = whole(head["rows"], storage.MOST_SEGMENT_ROWS)
             counters = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
             rows, scaled = body.take(_I8, count), body.take(_F8, count)
             columns = self._columns(head, count, body)
@@ -173,7 +156,7 @@ class AnswerReader:
         forms = []
         for described in words["forms"]:
             if len(described) == 2:
-                forms.append(SliceForm(Window.whole(leaf), _plain(beside.pop(0), *described)))
+                forms.append(SliceForm(storage.Window.whole(leaf), _plain(beside.pop(0), *described)))
                 continue
             text, offsets, palette_bytes, data_bytes = described
             window, codec = self._form(words["leaf"], text, find)
@@ -181,19 +164,19 @@ class AnswerReader:
             begins = body.take(_U4, whole(offsets, _MOST_BYTES))
             data = body.take(_U1, whole(data_bytes, _MOST_BYTES))
             slices = (len(begins) - 1) * codec.group
-            forms.append(SliceForm(window, Coded(codec, slices, begins, palette, data), text))
+            forms.append(SliceForm(window, storage.Coded(codec, slices, begins, palette, data), text))
         if count and not 0 <= int(form.min()) <= int(form.max()) < len(forms):
             raise DamageError("an answer has rows of no form; nothing of it is used")
         return FoundField(form, cursors, log, tuple(forms))
 
-    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[Window, Codec]:
+    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[storage.Window, storage.Codec]:
         """Return how slices are cut and coded; answers say it in the same words over and over."""
         known = self._known.get((leaf, text))
         if known is None:
             words = json.loads(text)
             outer, run_bytes, count, shift = (whole(number, _MOST_BYTES) for number in words["cut"])
-            window, named = Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
-            codec = codec_of(words["codec"], {} if named is None else {named: find(named)})
+            window, named = storage.Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
+            codec = storage.codec_of(words["codec"], {} if named is None else {named: find(named)})
             fits = codec.transform.slice_bytes == window.slice_bytes and 1 <= shift <= count
             if not fits or count * window.slice_bytes != self._schema.observation.leaves[leaf].nbytes:
                 raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
@@ -237,9 +220,9 @@ class _Body:
             raise ValueError("it is longer than its arrays")
 
 
-def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
+def _aligned(arrays: Sequence[Array]) -> list[storage.Buffer]:
     """Return arrays as the bytes that travel, little-endian, each filled up to where the next may begin."""
-    buffers: list[Buffer] = []
+    buffers: list[storage.Buffer] = []
     for array in arrays:
         little = array if _IS_LITTLE else array.astype(array.dtype.newbyteorder("<"))
         buffers.append(little.data if little.flags.c_contiguous else little.tobytes())
@@ -251,7 +234,7 @@ def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
 class Deliverer:
     """Decodes and assembles."""
 
-    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
+    def __init__(self, schema: Schema, kernels: storage.Kernels, device: str | None) -> None:
         self._schema = schema
         self._kernels = kernels
         self._assembler = ObservationAssembler(kernels, 1 << 62)
@@ -311,18 +294,18 @@ class Deliverer:
         found = [answer.fields[leaf] for answer in answers]
         return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
 
-    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
+    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> storage.Places:
         """Describe where the slices lie, to the loops that decode them."""
         segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        parts: list[ClosedPart] = []
+        parts: list[storage.ClosedPart] = []
         for each, rows in zip(found, where, strict=True):
             segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
             log = each.log.reshape(-1, 1)
             for form in each.forms:
                 block = self._block(form)
-                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
-        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
-        return Places(
+                parts.append(storage.ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
+        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(storage.RECORD_FIELDS))
+        return storage.Places(
             records=[records],
             segment=segment,
             cursors=[cursors],
@@ -331,11 +314,11 @@ class Deliverer:
             held=(tuple(part.held for part in parts),),
         )
 
-    def _block(self, form: SliceForm) -> KeptBlock:
+    def _block(self, form: SliceForm) -> storage.KeptBlock:
         slice_bytes, slices = form.window.slice_bytes, form.slices
-        if isinstance(slices, Coded):
-            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
-        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
+        if isinstance(slices, storage.Coded):
+            return storage.KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
+        return storage.KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
 
 
 def _own(array: Array) -> Array:

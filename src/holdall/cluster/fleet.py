@@ -18,15 +18,7 @@ from typing import Any
 
 import ray
 
-from holdall.cluster.protocol import (
-    MOST_SHARDS,
-    Ack,
-    CallOrder,
-    CallOrderError,
-    ShardCounters,
-    dictionary_of,
-    is_newer,
-)
+from holdall.cluster.protocol import MOST_SHARDS, Ack, CallOrder, CallOrderError, ShardCounters, dictionary_of, is_newer
 from holdall.cluster.roster import NAMESPACE, RateLimit, Roster
 from holdall.cluster.shard import GROUPS, Shard
 from holdall.cluster.status import actor_state

@@ -24,19 +24,8 @@ import numpy as np
 import ray
 from gymnasium import spaces
 
+from holdall import checkpoint
 from holdall.batch import Batch
-from holdall.checkpoint import (
-    CheckpointReader,
-    Manifest,
-    SaveHandle,
-    Savers,
-    ShardsSnapshot,
-    newest,
-    normalized_url,
-    open_reader,
-    restored_state,
-    shard_url,
-)
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
@@ -47,13 +36,7 @@ from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status
 from holdall.cluster.writer import Address, Writer, copy_transitions
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
-from holdall.json_state import (
-    generator_of,
-    generator_state,
-    restored_generator,
-    schema_of,
-    schema_words,
-)
+from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling import Prioritized, Sampler
@@ -136,13 +119,13 @@ class ReplayMemory:
         self._lanes = schema.num_envs
         kernels = chosen_kernels()
         self._deliverer = Deliverer(schema, kernels, settings.device)
-        self._savers = Savers(kernels.coder)
+        self._savers = checkpoint.Savers(kernels.coder)
         self._words = schema_words(schema)
         self._lock = threading.RLock()
         self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = LearnerMetrics(self._name)
-        url = None if settings.url is None else normalized_url(settings.url)
+        url = None if settings.url is None else checkpoint.normalized_url(settings.url)
         self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
         patience = settings.patience_s
         self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
@@ -324,7 +307,7 @@ class ReplayMemory:
         transitions = sum(counters.transitions for counters in known.values())
         return MemoryReport(transitions, fields, self._deliverer.staging_bytes, len(known))
 
-    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
+    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
 
         Every shard writes what is new of its own, and one manifest names them all. `holdall.ReplayMemory.load`
@@ -333,17 +316,18 @@ class ReplayMemory:
         require_count("keep", keep, 1)
         self.flush()
         self._cluster.refresh()
-        place, self._has_saved = normalized_url(url), True
+        place, self._has_saved = checkpoint.normalized_url(url), True
         state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
             "sampler": {"kind": type(self._sampler).__name__},
         }
         calls = {
-            number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
+            number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
+            for number in self._fleet.actors
         }
         ticks, patience = self.capacity // self._lanes, self._address.patience_s
-        snapshot = ShardsSnapshot(
+        snapshot = checkpoint.ShardsSnapshot(
             self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
         )
         return self._savers.to(place).save(snapshot, int(keep), None, None)
@@ -376,19 +360,19 @@ class ReplayMemory:
         """
         require_count("shards", shards, 1)
         settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
-        reader = open_reader(url)
-        return newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
+        reader = checkpoint.open_reader(url)
+        return checkpoint.newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
 
     @classmethod
     def _loaded(
         cls,
-        manifest: Manifest,
-        reader: CheckpointReader,
+        manifest: checkpoint.Manifest,
+        reader: checkpoint.CheckpointReader,
         settings: ClusterSettings,
         sampler: Sampler | None,
         shards: int,
     ) -> Self:
-        state, schema = restored_state(manifest, reader), schema_of(manifest.schema)
+        state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
         kind = state["sampler"]["kind"]
         if sampler is None and kind != "Uniform":
             raise ArgumentError(

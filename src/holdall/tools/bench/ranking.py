@@ -14,7 +14,14 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from holdall.tools.report import Interval, ProfileAndBuffer, ProfileRanking, SeedsSummary, TrainingRun, summaries
+from holdall.tools.report.results import (
+    Interval,
+    ProfileAndBuffer,
+    ProfileRanking,
+    SeedsSummary,
+    TrainingRun,
+    summaries,
+)
 from holdall.units import format_bytes
 
 _SAME_PEAK_SHARE = 0.05

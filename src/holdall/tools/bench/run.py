@@ -16,7 +16,8 @@ from typing import Any, NamedTuple, TextIO
 from holdall.errors import ArgumentError
 from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
-from holdall.tools.report import BENCH_FORMAT, JsonLine, TrainingRun
+from holdall.tools.report.json_lines import JsonLine
+from holdall.tools.report.results import BENCH_FORMAT, TrainingRun
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""

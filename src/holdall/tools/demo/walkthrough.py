@@ -22,7 +22,7 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit
-from holdall.tools.bench import messages, module_command
+from holdall.tools.bench.child_process import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.plan.measure_memory import need_from_spaces
 from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs

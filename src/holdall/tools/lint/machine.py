@@ -21,14 +21,7 @@ from holdall.machine import control_groups, disk, shared_memory
 from holdall.schema import Leaf
 from holdall.threads import usable_cores
 from holdall.tools.lint.run import ConfiguredRun, Reference, SpaceInfo
-from holdall.tools.plan.buffer_layout import (
-    BufferLayout,
-    Version,
-    default_class,
-    installed_version,
-    replay_buffer,
-    rollout_buffer,
-)
+from holdall.tools.plan import buffer_layout
 
 _UNITS = ((10**9, "GB", 2**30, "GiB"), (10**6, "MB", 2**20, "MiB"), (10**3, "kB", 2**10, "KiB"))
 _NO_ACTION = Leaf("", (0,), np.dtype(np.uint8))
@@ -46,7 +39,7 @@ class Machine:
     shm_bytes: int | None = None
     disk_bytes: int | None = None
     python: tuple[int, int] = (3, 11)
-    sb3: Version | None = None
+    sb3: buffer_layout.Version | None = None
 
     @property
     def is_contained(self) -> bool:
@@ -55,7 +48,7 @@ class Machine:
 
 
 def detect_machine(
-    budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: Version | None = None
+    budget_bytes: int | None = None, vram_bytes: int | None = None, sb3: buffer_layout.Version | None = None
 ) -> Machine:
     """Describe this machine; what the caller says goes before what is found."""
     ram = int(psutil.virtual_memory().total)
@@ -71,7 +64,7 @@ def detect_machine(
         shm_bytes=shm.total_bytes if shm else None,
         disk_bytes=free.free_bytes if free else None,
         python=sys.version_info[:2],
-        sb3=sb3 or installed_version(),
+        sb3=sb3 or buffer_layout.installed_version(),
     )
 
 
@@ -92,7 +85,7 @@ def percent(part: float, of: float) -> str:
 class BufferNeed:
     """What a run's buffer takes."""
 
-    layout: BufferLayout
+    layout: buffer_layout.BufferLayout
     resident_bytes: int  # once as full as this run makes it
     peak_bytes: int  # while a rollout is flattened; the same where nothing is
     is_exact: bool  # False: a lower bound
@@ -122,18 +115,20 @@ def buffer_need(run: ConfiguredRun, machine: Machine) -> BufferNeed | None:
     return BufferNeed(layout, resident, resident + layout.flatten_bytes, is_exact, is_certain)
 
 
-def _layout(run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: Version | None) -> BufferLayout | None:
+def _layout(
+    run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: buffer_layout.Version | None
+) -> buffer_layout.BufferLayout | None:
     """Lay out the run's buffer; None where a size is not known, or the class is not Stable-Baselines3's."""
     steps = run.count("n_steps")
     given = run.value("rollout_buffer_class" if run.algorithm.on_policy else "replay_buffer_class")
     action = run.environments.action.leaves[0] if run.environments.action else _NO_ACTION
     if steps is None:
         return None
-    kind = default_class(run.algorithm.on_policy, observation.is_dict, steps)
+    kind = buffer_layout.default_class(run.algorithm.on_policy, observation.is_dict, steps)
     if run.algorithm.on_policy:
         if given is not None:
             return None
-        return rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
+        return buffer_layout.rollout_buffer(observation.leaves, action, steps, count, buffer_class=kind, sb3=sb3)
     if isinstance(given, Reference) and given.dotted.startswith("stable_baselines3"):
         kind, given = given.last, None
     size, optimised = run.count("buffer_size"), run.value("optimize_memory_usage")
@@ -142,4 +137,4 @@ def _layout(run: ConfiguredRun, observation: SpaceInfo, count: int, sb3: Version
         return None
     options: dict[str, Any] = {"buffer_class": kind, "optimize_memory_usage": optimised, "sb3": sb3}
     options["handle_timeout_termination"] = kwargs.get("handle_timeout_termination", True) is not False
-    return replay_buffer(observation.leaves, action, size, count, **options)
+    return buffer_layout.replay_buffer(observation.leaves, action, size, count, **options)
