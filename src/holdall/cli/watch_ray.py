@@ -87,7 +87,7 @@ def _headline(turn: ClusterPass, history: ReadingHistory, width: int) -> Text:
 
 def _memory_summary(memory: SeenMemory, rate: float) -> list[Text]:
     known = [shard.status for shard in memory.shards if shard.status is not None]
-    answering = sum(shard.state in {"answers", "drains"} for shard in memory.shards)
+    answering = sum(shard.answers for shard in memory.shards)
     transitions = sum(0 if status.counters is None else status.counters.transitions for status in known)
     capacity = sum(status.capacity for status in known)
     held, plain = (sum(getattr(status, name) for status in known) for name in ("held_bytes", "plain_bytes"))
@@ -122,9 +122,8 @@ def _table(memory: SeenMemory, width: int) -> Table:
     for shard in memory.shards:
         every = _cells(shard)
         cells = [every[at] for at in shown]
-        answers = shard.state in {"answers", "drains"}
         colour = _STATE_COLOURS.get(shard.state, _UNREACHABLE_COLOUR)
-        table.add_row(*cells, Text(shard.state, style=colour), style="" if answers else "dim")
+        table.add_row(*cells, Text(shard.state, style=colour), style="" if shard.answers else "dim")
     return table
 
 

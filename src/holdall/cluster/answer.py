@@ -129,7 +129,7 @@ class AnswerReader:
                 raise DamageError(f"a record of kind {record.kind!r} was received in place of an answer")
             head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
             count = whole(head["rows"], storage.MOST_SEGMENT_ROWS)
-            counters = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
+            counters = ShardCounters.of(body.take(_U1, ShardCounters.LAYOUT.size).tobytes())
             rows, scaled = body.take(_I8, count), body.take(_F8, count)
             columns = self._columns(head, count, body)
             fields = {

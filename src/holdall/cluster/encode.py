@@ -36,6 +36,7 @@ class _OpenField:
         slices = kernels.new_block(window.slice_bytes, storage.reserve(arena_bytes))
         self.part: storage.OpenPart = kernels.new_part(window, lanes, slices, arena_bytes)
         self.cursors: storage.Cursors = np.zeros((ticks, lanes), np.uint32)
+        self.plain = plain_codec(window)
 
     @property
     def raw(self) -> Bytes:
@@ -207,7 +208,7 @@ class Encoder:
         """Compress the slices, padded to whole units: a shard sends units of many segments as one block."""
         chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
         raw = field.raw
-        for attempt in (chosen, plain_codec(field.window)):
+        for attempt in (chosen, field.plain):
             if attempt is not None:
                 sealed = self._coder.seal(field.padded(attempt.group), attempt)
                 if sealed is not None:

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
-from holdall.cluster.fleet import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
+from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
 from holdall.sampling import Prioritized, Sampler
 from holdall.schema import Array, Schema, as_array, as_ids
@@ -174,7 +174,7 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if isinstance(payload, bytes) and len(payload) == ShardCounters.NBYTES:
+            if isinstance(payload, bytes) and len(payload) == ShardCounters.LAYOUT.size:
                 self._cluster.note(shard, ShardCounters.of(payload))
                 return None
             return self.answer(shard, payload)
@@ -339,11 +339,8 @@ class ClusterJob:
 
     def receive(self) -> Batch:
         """Return the batch."""
-        if self._batch is None:
-            self.work()
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise ShardError("a batch was received before it was made; report this")
+        batch = self._drawing.finish(self._request) if self._batch is None else self._batch
+        self._batch = None
         return batch
 
 

@@ -17,8 +17,7 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import ray
@@ -27,12 +26,12 @@ from gymnasium import spaces
 from holdall import checkpoint
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
+from holdall.cluster.fleet import ClusterSettings, Fleet, single
 from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
+from holdall.cluster.status import Cluster, Gauges, ShardStatus, added_up, status_of
 from holdall.cluster.writer import Address, Writer, copy_transitions
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
@@ -48,6 +47,14 @@ _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
 
+class SavedShards(NamedTuple):
+    """Shards that begin with what a checkpoint holds, or empty."""
+
+    rows: int  # most rows of each
+    generator: np.random.Generator  # that draws go on with
+    places: Mapping[int, tuple[str, int] | None]  # by number: where its checkpoint lies, and which one it is
+
+
 class ReplayMemory:
     """Replay memory over shards, each an actor of Ray's.
 
@@ -55,7 +62,7 @@ class ReplayMemory:
         observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed and
             extras.
         capacity: Transitions over all shards; each holds its share.
-        shards: Actors that hold transitions.
+        shards: Actors that hold transitions; `load` passes those of a checkpoint.
         durability: "memory": what a shard held is lost with it. "segment": an acknowledged transition was written to
             `url` first, and a restarted shard goes on with it.
         on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
@@ -72,69 +79,49 @@ class ReplayMemory:
     """
 
     def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        capacity: int = 1_000_000,
-        num_envs: int = 1,
+        self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
+        capacity: int = 1_000_000, num_envs: int = 1,
         *,
-        shards: int = 8,
-        durability: str = "memory",
-        url: str | os.PathLike[str] | None = None,
-        on_shard_loss: str = "degrade",
-        prefer: str = "balanced",
-        device: str | None = None,
-        seed: int | None = None,
-        extras: Mapping[str, spaces.Space[Any]] | None = None,
-        sampler: Sampler | None = None,
-        limit: RateLimit | None = None,
-        placement: str = "spread",
-        resources: Mapping[str, float] | None = None,
+        shards: int | SavedShards = 8, durability: str = "memory", url: str | os.PathLike[str] | None = None,
+        on_shard_loss: str = "degrade", prefer: str = "balanced", device: str | None = None, seed: int | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
+        limit: RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
         patience_s: float = 10.0,
-    ) -> None:
-        require_count("num_envs", num_envs, 1)
-        require_count("shards", shards, 1)
-        require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        schema = Schema.of(observation_space, action_space, extras, num_envs)
-        rows = capacity // num_envs // shards * num_envs
+    ) -> None:  # fmt: skip
+        if isinstance(observation_space, Schema):
+            self._schema = observation_space
+        else:
+            require_count("num_envs", num_envs, 1)
+            self._schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # as there
+        self._lanes = self._schema.num_envs
+        if not isinstance(shards, SavedShards):
+            require_count("shards", shards, 1)
+            require_count("capacity", capacity, self._lanes * shards, " (num_envs times shards)")
+            rows = capacity // self._lanes // shards * self._lanes
+            shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self._set_up(schema, rows, settings, single(sampler), seed, generator_of(seed), dict.fromkeys(range(shards)))
-
-    def _set_up(
-        self,
-        schema: Schema,
-        shard_rows: int,
-        settings: ClusterSettings,
-        sampler: Sampler,
-        seed: int | None,
-        generator: np.random.Generator,
-        shards: Mapping[int, tuple[str, int] | None],
-    ) -> None:
-        """Start the shards, each with the place and number of the checkpoint that it begins with, if any."""
+        self._sampler = single(sampler)
         require_safe_cluster()
-        self._sampler = sampler
-        self._schema = schema
-        self._lanes = schema.num_envs
         kernels = chosen_kernels()
-        self._deliverer = Deliverer(schema, kernels, settings.device)
+        self._deliverer = Deliverer(self._schema, kernels, device)
         self._savers = checkpoint.Savers(kernels.coder)
-        self._words = schema_words(schema)
+        self._words = schema_words(self._schema)
         self._lock = threading.RLock()
         self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
-        self._metrics = LearnerMetrics(self._name)
-        url = None if settings.url is None else checkpoint.normalized_url(settings.url)
-        self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
-        patience = settings.patience_s
-        self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
-        self._cluster = Cluster(self._address)
+        self._metrics = Gauges("learner", memory=self._name)
+        place = None if url is None else checkpoint.normalized_url(url)
+        self._fleet = Fleet(self._name, self._words, shards.rows, self._sampler, seed, place, settings)
+        self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit)
+        self._cluster = Cluster(self._address.roster(), patience_s)
         self._writer = Writer(self._address, self._lanes)
-        policy = settings.on_shard_loss
-        self._drawing = Drawing(self._cluster, schema, self._deliverer, sampler, generator, policy, patience)
-        self._priorities = Priorities(self._cluster, patience)
-        for number, saved in shards.items():
+        self._drawing = Drawing(
+            self._cluster, self._schema, self._deliverer, self._sampler, shards.generator, on_shard_loss, patience_s
+        )
+        self._priorities = Priorities(self._cluster, patience_s)
+        for number, saved in shards.places.items():
             self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
@@ -169,16 +156,9 @@ class ReplayMemory:
         return Writer(self._address, lanes, spread)
 
     def add(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`."""
         with self._lock:
             self._open()
@@ -189,16 +169,9 @@ class ReplayMemory:
         return False
 
     def extend(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
         with self._lock:
             self._open()
@@ -334,19 +307,11 @@ class ReplayMemory:
 
     @classmethod
     def load(
-        cls,
-        url: str | os.PathLike[str],
-        device: str | None = None,
-        sampler: Sampler | None = None,
+        cls, url: str | os.PathLike[str], device: str | None = None, sampler: Sampler | None = None,
         *,
-        durability: str = "memory",
-        journal_url: str | os.PathLike[str] | None = None,
-        on_shard_loss: str = "degrade",
-        prefer: str = "balanced",
-        limit: RateLimit | None = None,
-        patience_s: float = 10.0,
-        shards: int = 8,
-    ) -> Self:
+        durability: str = "memory", journal_url: str | os.PathLike[str] | None = None, on_shard_loss: str = "degrade",
+        prefer: str = "balanced", limit: RateLimit | None = None, patience_s: float = 10.0, shards: int = 8,
+    ) -> Self:  # fmt: skip
         """Load the newest checkpoint that is whole; draws go on where they were.
 
         A memory over shards is loaded on as many shards as it was saved from. Of a local memory, every transition is
@@ -359,19 +324,19 @@ class ReplayMemory:
                 already go before the checkpoint's.
         """
         require_count("shards", shards, 1)
-        settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
+        settings: dict[str, Any] = {
+            "durability": durability, "url": journal_url, "on_shard_loss": on_shard_loss, "prefer": prefer,
+            "device": device, "patience_s": patience_s, "limit": limit,
+        }  # fmt: skip
+        ClusterSettings(**settings)  # refuses before anything is read
         reader = checkpoint.open_reader(url)
         return checkpoint.newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
 
     @classmethod
     def _loaded(
-        cls,
-        manifest: checkpoint.Manifest,
-        reader: checkpoint.CheckpointReader,
-        settings: ClusterSettings,
-        sampler: Sampler | None,
-        shards: int,
-    ) -> Self:
+        cls, manifest: checkpoint.Manifest, reader: checkpoint.CheckpointReader, settings: Mapping[str, Any],
+        sampler: Sampler | None, shards: int,
+    ) -> Self:  # fmt: skip
         state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
         kind = state["sampler"]["kind"]
         if sampler is None and kind != "Uniform":
@@ -379,21 +344,21 @@ class ReplayMemory:
                 f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
                 "settings, or another one to start again"
             )
-        memory = cls.__new__(cls)
-        chosen, generator = single(sampler), restored_generator(state["generator"])
+        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
+        places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(shards))
         if manifest.shards:
-            saved = {
+            rows = int(state["shard_rows"])
+            places = {
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
-            memory._set_up(schema, int(state["shard_rows"]), settings, chosen, None, generator, saved)
-            return memory
-        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
-        memory._set_up(schema, rows, settings, chosen, None, generator, dict.fromkeys(range(shards)))
-        try:
-            copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
-        except BaseException:
-            memory.close()
-            raise
+        saved = SavedShards(rows, restored_generator(state["generator"]), places)
+        memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
+        if not manifest.shards:
+            try:
+                copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+            except BaseException:
+                memory.close()
+                raise
         return memory
 
     def close(self) -> None:
@@ -409,9 +374,7 @@ class ReplayMemory:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> None:

@@ -350,12 +350,10 @@ class Shard:
         staged.done.set()
 
     def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> bytes:
-        return protocol.Ack(kind, self._expected.get(writer, 0), self._credits(), self._counters(), reason).packed()
-
-    def _credits(self) -> int:
-        """Blocks that a writer may have under way: fewer when much waits to be made durable."""
-        waiting = 0 if self._committer is None else self._committer.backlog
-        return _MOST_CREDITS if waiting < _CROWDED_BYTES else 1
+        counters = self._counters()
+        # Segments that a writer may have under way: fewer when much waits to be made durable.
+        under_way = _MOST_CREDITS if counters.backlog < _CROWDED_BYTES else 1
+        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason).packed()
 
     def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store
