@@ -49,11 +49,8 @@ class ClusterSettings:
 
     def __post_init__(self) -> None:
         known = {
-            "durability": DURABILITIES,
-            "on_shard_loss": POLICIES,
-            "prefer": tuple(COST_CAPS),
-            "placement": tuple(PLACEMENTS),
-        }
+            "durability": DURABILITIES, "on_shard_loss": POLICIES, "prefer": COST_CAPS, "placement": PLACEMENTS,
+        }  # fmt: skip
         for argument, values in known.items():
             value = getattr(self, argument)
             if value not in values:
@@ -99,25 +96,17 @@ class Fleet:
     """
 
     def __init__(
-        self,
-        name: str,
-        words: dict[str, Any],
-        shard_rows: int,
-        sampler: Sampler,
-        seed: int | None,
-        url: str | None,
+        self, name: str, words: dict[str, Any], shard_rows: int, sampler: Sampler, seed: int | None, url: str | None,
         settings: ClusterSettings,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.shard_rows = shard_rows
         remote: Any = ray.remote
-        roster = remote(num_cpus=0, max_restarts=-1)(Roster).options(
-            name=name, namespace=NAMESPACE, max_concurrency=_TALKS
-        )
-        # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
-        self._shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard).options(
-            **settings.options
-        )
+        found_by = {"name": name, "namespace": NAMESPACE, "max_concurrency": _TALKS}
+        roster = remote(num_cpus=0, max_restarts=-1)(Roster).options(**found_by)
         self.roster = roster.remote(name, settings.limit, url is not None)
+        # Ray restarts a shard after a loss; what changes it is never called again by Ray itself.
+        shard = remote(max_restarts=-1, max_task_retries=0, concurrency_groups=GROUPS)(Shard)
+        self._shard = shard.options(**settings.options)
         self.actors: dict[int, Any] = {}
         self._next = 0
         self._made_with = (words, shard_rows, sampler, seed, name, url)
@@ -137,7 +126,7 @@ class Fleet:
                 raise ArgumentError(f"the memory had {MOST_SHARDS} shards, the most there can be; make a new one")
             self._next = chosen + 1
             self.actors[chosen] = self._shard.remote(chosen, *self._made_with, saved)
-            ray.get(self.roster.admit.remote(self.actors))
+            self._ask(self.roster, "admit", self.actors)
             return chosen
 
     def drain(self, number: int, writer: Writer, cluster: Cluster) -> None:
@@ -146,8 +135,8 @@ class Fleet:
             if number not in self.actors or len(self.actors) == 1:
                 raise ArgumentError(f"shard ({number}) must be one of several; this memory has {sorted(self.actors)}")
             actor = self.actors[number]
-            ray.get(self.roster.admit.remote(self.actors))
-            ray.get(self.roster.retire.remote(number))
+            self._ask(self.roster, "admit", self.actors)
+            self._ask(self.roster, "retire", number)
             self._ask(actor, "close_to_writers")
             writer.look_around(now=True)
             while (oldest := self._ask(actor, "oldest"))[0]:
@@ -159,7 +148,7 @@ class Fleet:
                 self._ask(actor, "give_up", first_row, end, to, name, sequence)
                 writer.pass_on(to, payload, known, rows)
             self._ask(actor, "end_drain")
-            ray.get(self.roster.dismiss.remote(number))
+            self._ask(self.roster, "dismiss", number)
             del self.actors[number]
             cluster.refresh()
             writer.look_around(now=True)
@@ -202,17 +191,19 @@ class Fleet:
                 _LOG.warning("shard %d is not up yet: it reads its journal, or Ray has no room for it", number)
 
     def _ask(self, actor: Any, method: str, *arguments: Any) -> Any:
-        """Call what may be called twice; a shard that is killed meanwhile is waited for."""
+        """Call what may be called twice; a shard, or the roster, that is killed meanwhile is waited for."""
         until = time.monotonic() + self._patience_s
+        # The roster answers at once, as soon as it is up.
+        who, timeout_s = ("the roster", None) if actor is self.roster else ("a shard", self._patience_s)
         while True:
             try:
-                return ray.get(getattr(actor, method).remote(*arguments), timeout=self._patience_s)
+                return ray.get(getattr(actor, method).remote(*arguments), timeout=timeout_s)
             except ray.exceptions.ActorDiedError:
                 raise
             except (ray.exceptions.RayActorError, ray.exceptions.GetTimeoutError) as error:
                 if time.monotonic() > until:
                     raise ShardError(
-                        f"a shard has not answered {method} for {self._patience_s:g} s; nothing is lost: try again"
+                        f"{who} has not answered {method} for {self._patience_s:g} s; nothing is lost: try again"
                     ) from error
                 time.sleep(_PAUSE_S)
 

@@ -104,15 +104,9 @@ class Drawing:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        schema: Schema,
-        deliverer: Deliverer,
-        sampler: Sampler,
-        generator: np.random.Generator,
-        policy: str,
-        patience_s: float,
-    ) -> None:
+        self, cluster: Cluster, schema: Schema, deliverer: Deliverer, sampler: Sampler,
+        generator: np.random.Generator, policy: str, patience_s: float,
+    ) -> None:  # fmt: skip
         self._cluster = cluster
         self._reader = AnswerReader(schema)
         self._deliverer = deliverer

@@ -52,16 +52,9 @@ class Shard:
     """
 
     def __init__(
-        self,
-        number: int,
-        words: dict[str, Any],
-        capacity: int,
-        sampler: Sampler,
-        seed: int | None,
-        memory: str,
-        url: str | None = None,
-        saved: tuple[str, int] | None = None,
-    ) -> None:
+        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
+        url: str | None = None, saved: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._number = number
         self._memory = memory
         self._url = url

@@ -51,13 +51,9 @@ class ShardData:
     """
 
     def __init__(
-        self,
-        words: dict[str, Any],
-        capacity: int,
-        sampler: Sampler,
-        generator: np.random.Generator,
+        self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
         lock: threading.Lock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.capacity = capacity
         self.sampler = sampler
         self.generator = generator
