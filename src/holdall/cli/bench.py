@@ -26,12 +26,13 @@ from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench import compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
-from holdall.tools.bench.ranking import bench_tables, rankings
 from holdall.tools.bench.run import (
     ResultWriter,
+    bench_tables,
     expected_seconds,
     header,
     planned_runs,
+    rankings,
     read_results,
     run_bench,
     runs_of,
@@ -39,7 +40,7 @@ from holdall.tools.bench.run import (
 from holdall.tools.bench.search import Search, SearchTrial
 from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
 from holdall.tools.report.results import TrainingRun
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
 _LONG_S = 3_600
@@ -291,7 +292,7 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(planned_runs(settings)) - len(done)
     seconds = expected_seconds(settings, calibration, done)
-    console.print(f"{count} runs, which take about {_minutes(seconds)}.", style="bold")
+    console.print(f"{count} runs, which take about {format_seconds(round(seconds))}.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 
@@ -316,7 +317,7 @@ def _run_all(
             return runs, True
     took = time.perf_counter() - start
     lines.write({"kind": "time", "announced_seconds": total, "seconds": took})
-    console.print(f"Took {_minutes(took)}; {_minutes(total)} was announced.")
+    console.print(f"Took {format_seconds(round(took))}; {format_seconds(round(total))} was announced.")
     return runs, False
 
 
@@ -339,12 +340,6 @@ def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun],
     for part in bench_tables(first, runs, found):
         console.print(part, soft_wrap=True)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)
-
-
-def _minutes(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 2 * _LONG_S else f"{seconds / 3_600:.1f} h"
 
 
 def _require_sb3() -> None:

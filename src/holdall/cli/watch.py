@@ -23,7 +23,7 @@ from rich.text import Text
 
 from holdall.cli.conventions import OptInt, OptPath, OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError, WatchError
-from holdall.tools.watch.one_pass import WatchLoop, WatchPass
+from holdall.tools.watch.process_watcher import WatchLoop, WatchPass
 from holdall.tools.watch.reading import GROUPS, AttributedPart, MemoryReading, ReadingHistory
 from holdall.tools.watch.session import LaunchedCommand
 from holdall.tools.watch.verdicts import WatchVerdict

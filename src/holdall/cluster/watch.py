@@ -19,11 +19,11 @@ from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.security import join_cluster, require_head
 from holdall.cluster.status import ShardStatus, actor_state
-from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
+from holdall.tools.watch.process_watcher import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, format_time_span
+from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts
 from holdall.tools.watch.watcher_process import record_header
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _SILENT_S = 5.0
 """A shard that has not answered for so long is reported."""
@@ -83,7 +83,7 @@ class ShardForecast:
             reached = full + (1.0 - full) * left / to_come
             rate = sum(self._rate(*shard, moment) for shard in shards)
             seconds = (reached - full) * capacity / rate if rate > 0 else None
-            when = "" if seconds is None else f", in {format_time_span(seconds)}"
+            when = "" if seconds is None else f", in {format_seconds(round(seconds))}"
             numbers = _named([status.number for _, status, _ in shards])
             text = (
                 f"{numbers} on {node} will take {format_bytes(to_come)} more until full, and {format_bytes(left)} are "
@@ -129,7 +129,7 @@ def _away(memory: SeenMemory) -> Iterator[WatchVerdict]:
         away = [each for each in memory.shards if each.state == state and each.silent_s >= least]
         if away:
             numbers, longest = [each.number for each in away], max(each.silent_s for each in away)
-            text = f"{_named(numbers)} of {memory.name}: {said}, for {format_time_span(longest)}"
+            text = f"{_named(numbers)} of {memory.name}: {said}, for {format_seconds(round(longest))}"
             evidence = {"of": memory.name, "shards": numbers, "seconds": longest}
             yield WatchVerdict(state, severity, text, remedy, evidence)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdall.errors import ArgumentError
@@ -81,10 +81,6 @@ class BenchSettings:
         """Whether experience is used once and then dropped."""
         return ALGORITHMS[self.algo].on_policy
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
-
     def task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
         """Return what one process trains."""
         own = {name: getattr(self, name) for name in ("fills", "features", "threads", "policy_kwargs")}
@@ -92,7 +88,7 @@ class BenchSettings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BenchSettings:
-        """Make settings of what `as_dict` returned."""
+        """Make settings of what `asdict` returned."""
         return cls(**{**data, "profiles": tuple(data["profiles"]), "buffers": tuple(data["buffers"])})
 
 
@@ -189,13 +185,9 @@ class Calibration:
     sizes: dict[str, ProfileSize]
     seconds: dict[str, float]  # by "profile/buffer"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"sizes": {name: asdict(size) for name, size in self.sizes.items()}, "seconds": self.seconds}
-
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
-        """Make it of what `as_dict` returned."""
+        """Make it of what `asdict` returned."""
         sizes = {name: ProfileSize(**{**size, "fits": tuple(size["fits"])}) for name, size in data["sizes"].items()}
         return cls(sizes, dict(data["seconds"]))
 

@@ -10,11 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from holdall.tools.report import charts
-from holdall.tools.report.charts import Markup, duration, number, or_dash, tag
+from holdall.tools.report.charts import Markup, number, or_dash, tag
 from holdall.tools.report.document import Tile, document, section, table, tiles, toned_word
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results_page import machine_section
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 BUFFERS_FORMAT = "holdall-bench-buffers-1"
 _MOST_RECORDS = 5_000
@@ -88,8 +88,8 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("memory of a transition", "bytes_per_transition", _bytes),
     ("add, of one step", "add_us", lambda value: f"{number(value)} µs"),
     ("sample, of one batch", "sample_ms", lambda value: f"{number(value)} ms"),
-    ("save", "save_s", duration),
-    ("load", "load_s", duration),
+    ("save", "save_s", format_seconds),
+    ("load", "load_s", format_seconds),
 )
 
 

@@ -14,10 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.tools.report import charts
-from holdall.tools.report.charts import Markup, duration, joined, number, tag
+from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
@@ -91,7 +91,7 @@ def _facts(recording: Recording) -> list[str]:
         f"process {pid:.0f}" if pid else "",
         _moment(started) if started is not None else "",
         f"{readings:,} reading{'' if readings == 1 else 's'}"
-        + (f", one every {duration(interval)}" if interval else ""),
+        + (f", one every {format_seconds(interval)}" if interval else ""),
         header.text("system") or "",
     ]
 
@@ -112,9 +112,9 @@ def _tiles(recording: Recording) -> Markup:
     tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
     held, used = (format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most") if limit else (_NOT_MEASURED, "")
     shown = [
-        Tile("peak", format_bytes(peak), f"after {duration(recording.times[int(pss.argmax())])}", tone),
+        Tile("peak", format_bytes(peak), f"after {format_seconds(recording.times[int(pss.argmax())])}", tone),
         Tile("limit", held, used),
-        Tile("at the end", format_bytes(pss[-1]), f"after {duration(recording.times[-1])}"),
+        Tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]
     buffers = [part for part in recording.parts if part.group == "buffers"]
     if buffers:
@@ -137,9 +137,9 @@ def _verdicts(recording: Recording) -> Markup:
 
 def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
     moment, first = recording.since_start(verdict.time), recording.since_start(verdict.first_time)
-    when = "" if moment is None else f"after {duration(moment)}"
+    when = "" if moment is None else f"after {format_seconds(moment)}"
     if verdict.times > 1 and first is not None:
-        when += f", {verdict.times} times, first after {duration(first)}"
+        when += f", {verdict.times} times, first after {format_seconds(first)}"
     name, evidence = verdict.name.replace("_", " ").capitalize(), list(evidence_in_words(verdict.evidence))
     return Card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
 
@@ -182,7 +182,7 @@ def _stacked_bytes(
     for row in np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)):
         at, step = chosen[row], recording.series["step"][chosen[row]]
         held = [format_bytes(values[row]) for values in (total[chosen], *(layer.values for layer in layers))]
-        lines.append([duration(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
+        lines.append([format_seconds(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
     heads = ["after", "step", "all", *bands]
     return joined(plot, details("These figures as a table", table(heads, lines, caption)))
 
@@ -202,7 +202,7 @@ def _over_time(
     axis = charts.seconds_scale(max(float(times[-1]), 1e-9))
     steps = [recording.series["step"][at] for at in chosen]
     heads = [
-        f"after {duration(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else "")
+        f"after {format_seconds(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else "")
         for at, step in zip(chosen, steps, strict=True)
     ]
     ticks = [(axis.share(value), axis.text(value)) for value in axis.ticks]
@@ -214,12 +214,12 @@ def _flags(recording: Recording, axis: charts.Scale) -> Iterator[tuple[float, st
     for verdict in recording.verdicts.values():
         moment = recording.since_start(verdict.first_time)
         if moment is not None:
-            text = f"{verdict.name.replace('_', ' ')}, after {duration(moment)}\n{verdict.text}"
+            text = f"{verdict.name.replace('_', ' ')}, after {format_seconds(moment)}\n{verdict.text}"
             yield axis.share(moment), verdict.severity, text
     for time, text in recording.events[:_MOST_BARS]:
         moment = recording.since_start(time)
         if moment is not None:
-            yield axis.share(moment), "info", f"after {duration(moment)}\n{text}"
+            yield axis.share(moment), "info", f"after {format_seconds(moment)}\n{text}"
 
 
 def _phases(recording: Recording) -> Markup | None:
@@ -240,7 +240,7 @@ def _phases(recording: Recording) -> Markup | None:
 
 def _count_and_time(count: float | None, seconds: float | None) -> str:
     parts = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
-    return ", ".join(parts + ([duration(seconds)] if seconds is not None else []))
+    return ", ".join(parts + ([format_seconds(seconds)] if seconds is not None else []))
 
 
 def _buffers(recording: Recording) -> Markup | None:
@@ -326,7 +326,7 @@ def _events(recording: Recording) -> Markup | None:
     if not recording.events:
         return None
     moments = [(recording.since_start(time), text) for time, text in recording.events]
-    rows = [["-" if moment is None else duration(moment), text] for moment, text in moments]
+    rows = [["-" if moment is None else format_seconds(moment), text] for moment, text in moments]
     return section("Events", table(["after", "what happened"], rows, "Events", words=2))
 
 
@@ -349,7 +349,7 @@ def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
     if name == "fill":
         return f"{value:.0%}"
     if name == "seconds":
-        return duration(value)
+        return format_seconds(value)
     if (name in _SIZES or name.endswith("_bytes")) and not (of_a_buffer and name in _COUNTS_WITH_A_BUFFER):
         return format_bytes(value)
     return number(value)

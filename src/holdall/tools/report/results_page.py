@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from holdall.tools.report import charts
-from holdall.tools.report.charts import Markup, duration, number, or_dash, percent, tag
+from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results import Interval, ProfileRanking, Results, SeedsSummary
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
@@ -307,7 +307,7 @@ def _all(results: Results) -> Markup:
             one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", or_dash(one.peak, format_bytes),
             or_dash(one.bytes_per_transition, "{:,.0f} B".format), or_dash(one.speed, _written),
             or_dash(one.reward, _written), or_dash(one.checkpoint("bytes"), format_bytes),
-            or_dash(one.checkpoint("seconds"), duration), or_dash(one.checkpoint("extra"), format_bytes),
+            or_dash(one.checkpoint("seconds"), format_seconds), or_dash(one.checkpoint("extra"), format_bytes),
         ]
         for one in results.summaries
     ]  # fmt: skip

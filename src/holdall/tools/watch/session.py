@@ -28,7 +28,7 @@ import holdall
 from holdall.errors import ArgumentError
 from holdall.tools.watch.agent import Agent, FillFunction, agent
 from holdall.tools.watch.guard import MemoryGuard, OnPressure
-from holdall.tools.watch.one_pass import latest_reading
+from holdall.tools.watch.process_watcher import latest_reading
 from holdall.tools.watch.reading import MemoryReading
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.units import parse_bytes

@@ -25,7 +25,7 @@ import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.watch.one_pass import WatchLoop, WatchPass, publish_latest
+from holdall.tools.watch.process_watcher import WatchLoop, WatchPass, publish_latest
 
 RECORD_FORMAT = "holdall-watch-1"
 _PART_METRICS = (

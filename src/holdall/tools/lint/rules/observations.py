@@ -8,9 +8,8 @@ import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import Edit, Severity
-from holdall.tools.lint.machine import Machine, buffer_need, percent, sized
 from holdall.tools.lint.rule import Match, run_rule
-from holdall.tools.lint.run import ConfiguredRun, OneOf, Reference, candidates
+from holdall.tools.lint.run import ConfiguredRun, Machine, OneOf, Reference, buffer_need, candidates, percent, sized
 from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES
 
 _FLATTEN_SHARE = 0.25  # of the limit

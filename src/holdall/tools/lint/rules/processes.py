@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine, sized
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, candidates
+from holdall.tools.lint.run import ConfiguredRun, Machine, candidates, sized
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script, argument_of
 
