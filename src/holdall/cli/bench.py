@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json as json_format
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,7 @@ from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench import compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
+from holdall.tools.bench.child_process import OnProgress
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
 from holdall.tools.bench.run import (
     ResultWriter,
@@ -85,10 +86,17 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
 
 
-def _progress(console: Console, *columns: progress.ProgressColumn) -> progress.Progress:
-    """Return a bar that is gone when the work is done."""
+@contextmanager
+def _bar(console: Console, total: float, *columns: progress.ProgressColumn) -> Iterator[OnProgress]:
+    """Show a bar that is gone when the work is done; yield what moves it."""
     shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns)
-    return progress.Progress(*shown, console=console, transient=True)
+    with progress.Progress(*shown, console=console, transient=True) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda what, done: bars.update(task, description=what, completed=done)
+
+
+def _times() -> tuple[progress.ProgressColumn, ...]:
+    return progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
 
 
 def buffers(
@@ -116,12 +124,9 @@ def buffers(
             with writing("out", out):
                 lines = stack.enter_context(out.open("w", encoding="utf-8"))
         share = progress.TextColumn("{task.percentage:3.0f}%")
-        bars = stack.enter_context(_progress(console, share, progress.TimeElapsedColumn()))
-        task = bars.add_task("", total=1.0)
+        on_progress = stack.enter_context(_bar(console, 1.0, share, progress.TimeElapsedColumn()))
         try:
-            for record in compare_buffers.measure_buffers(
-                cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
-            ):
+            for record in compare_buffers.measure_buffers(cases, ways, transitions, rounds, on_progress):
                 records.append(record)
                 if lines is not None:
                     print(json_format.dumps(record), file=lines, flush=True)
@@ -176,17 +181,14 @@ def search(
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
         console.print(f"{before} trials are in {storage} already.")
-    columns = (
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-    )
-    with _progress(console, *columns) as bars:
-        task = bars.add_task("", total=trials, completed=before)
+    added: list[SearchTrial] = []
+    with _bar(console, trials, progress.MofNCompleteColumn(), *_times()) as on_progress:
         try:
-            for found in study.run(trials, lambda what, share: bars.update(task, description=f"{what}, {share:.0%}")):
-                bars.update(task, advance=1)
+            for found in study.run(
+                trials, lambda what, share: on_progress(f"{what}, {share:.0%}", before + len(added))
+            ):
+                added.append(found)
+                on_progress("", before + len(added))
                 if json:
                     typer.echo(json_format.dumps(asdict(found)))
         except KeyboardInterrupt:
@@ -255,7 +257,8 @@ def profiles(
     else:
         which, kinds = profiles or ["all"], buffers or ["sb3", "holdall"]
         settings = settings_of(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
-        calibration, done = _calibrated(settings, console), []
+        with _bar(console, 1.0) as on_progress:
+            calibration, done = calibrate(settings, on_progress), []
         first = header(settings, calibration, expected_seconds(settings, calibration))
     _announce(settings, calibration, done, console)
     with ExitStack() as stack:
@@ -275,12 +278,6 @@ def profiles(
         raise typer.Exit(STOPPED_EXIT_CODE)
     if any(run.status == "failed" for run in runs):
         raise typer.Exit(FAILED_EXIT_CODE)
-
-
-def _calibrated(settings: BenchSettings, console: Console) -> Calibration:
-    with _progress(console) as bars:
-        task = bars.add_task("", total=1.0)
-        return calibrate(settings, lambda what, done: bars.update(task, description=what, completed=done))
 
 
 def _announce(settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], console: Console) -> None:
@@ -303,14 +300,9 @@ def _run_all(
     runs = list(done)
     total = expected_seconds(settings, calibration, done)
     start = time.perf_counter()
-    with _progress(
-        console, progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
-    ) as bars:
-        task = bars.add_task("", total=total)
+    with _bar(console, total, *_times()) as on_progress:
         try:
-            for run in run_bench(
-                settings, calibration, done, lambda what, behind: bars.update(task, description=what, completed=behind)
-            ):
+            for run in run_bench(settings, calibration, done, on_progress):
                 runs.append(run)
                 lines.write(run.as_dict())
         except KeyboardInterrupt:

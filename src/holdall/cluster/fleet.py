@@ -207,10 +207,6 @@ class Fleet:
                     ) from error
                 time.sleep(_PAUSE_S)
 
-    def readmit(self) -> None:
-        """Tell a roster that was restarted which shards there are."""
-        self.roster.admit.remote(self.actors)
-
     def end(self, *, has_saved: bool = False) -> None:
         """End all actors, once they have let go of the places that they saved to."""
         if has_saved:

@@ -144,6 +144,25 @@ class Drawing:
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
         return self._deliverer.batch(answers, where, ids, weights)
 
+    def gather(self, wanted: Ids) -> Batch:
+        """Return the transitions `wanted`, in that order."""
+        numbers, shards = set(self._cluster.numbers), shards_of(wanted)
+        unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
+        if unknown.size:
+            raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
+        calls = []
+        for shard in np.unique(shards).tolist() or [min(numbers)]:
+            rows = np.flatnonzero(shards == shard)
+            calls.append((shard, rows, self._cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
+        answers = []
+        for shard, _, call in calls:
+            try:
+                answers.append(self.answer(shard, received(call, self._patience_s)))
+            except LOSSES as error:
+                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        where = [rows for _, rows, _ in calls]
+        return self._deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+
     def answer(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
         answer = self._reader.read(payload, lambda name: self.learn(shard, name))
@@ -263,29 +282,6 @@ def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: f
                 "save again"
             ) from error
     return found
-
-
-def gathered(
-    wanted: NDArray[np.int64], cluster: Cluster, drawing: Drawing, deliverer: Deliverer, patience_s: float
-) -> Batch:
-    """Return the transitions `wanted`, in that order."""
-    numbers = set(cluster.numbers)
-    shards = shards_of(wanted)
-    unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
-    if unknown.size:
-        raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
-    calls = []
-    for shard in np.unique(shards).tolist() or [min(numbers)]:
-        rows = np.flatnonzero(shards == shard)
-        calls.append((shard, rows, cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
-    answers, where = [], []
-    for shard, rows, call in calls:
-        try:
-            answers.append(drawing.answer(shard, received(call, patience_s)))
-        except LOSSES as error:
-            raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
-        where.append(rows)
-    return deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
 
 
 Draw = Callable[[int], list[Request]]

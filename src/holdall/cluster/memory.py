@@ -27,7 +27,7 @@ from holdall import checkpoint
 from holdall.batch import Batch
 from holdall.cluster.answer import Deliverer
 from holdall.cluster.fleet import ClusterSettings, Fleet, single
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, saved_by, together
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
@@ -208,7 +208,7 @@ class ReplayMemory:
         """Return the transitions `ids`, in that order."""
         wanted = as_ids(ids)
         self.flush()
-        return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
+        return self._drawing.gather(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
@@ -414,7 +414,7 @@ class ReplayMemory:
         limit = self._address.limit
         if self._cluster.roster_was_lost:
             self._cluster.roster_was_lost = False
-            self._fleet.readmit()
+            self._fleet.roster.admit.remote(self._fleet.actors)  # it was restarted, and knows none of them
         if limit is None:
             return
         limit.require("batch", count)

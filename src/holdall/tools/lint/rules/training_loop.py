@@ -366,12 +366,10 @@ def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) ->
     loops = {
         id(script.loop(call))
         for call, made in training.learn_calls
-        if made is not None and script.loop(call) is not None and _continues(training, call)
+        if made is not None
+        and script.loop(call) is not None
+        and training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False
     }
     for call, env in script.method_calls("reset"):
         if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
             yield Match("the environment is reset by hand between two calls of learn", script.place(call))
-
-
-def _continues(training: TrainingReader, call: ast.Call) -> bool:
-    return training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False
