@@ -156,15 +156,10 @@ class Collection:
 
 
 def collect(
-    env_fn: Callable[[], Any],
-    num_actors: int,
-    memory: ReplayMemory,
-    make_act: MakeAct | None = None,
+    env_fn: Callable[[], Any], num_actors: int, memory: ReplayMemory, make_act: MakeAct | None = None,
     *,
-    seed: int = 0,
-    num_cpus: float = 1.0,
-    spread: int | None = None,
-) -> Collection:
+    seed: int = 0, num_cpus: float = 1.0, spread: int | None = None,
+) -> Collection:  # fmt: skip
     """Start actors that play and feed a memory.
 
     Args:

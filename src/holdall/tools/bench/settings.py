@@ -93,17 +93,10 @@ class BenchSettings:
 
 
 def settings_of(
-    env: str,
-    algo: str,
-    profiles: list[str],
-    timesteps: int | None,
-    seeds: int,
-    buffers: list[str],
-    limit: str | None,
+    env: str, algo: str, profiles: list[str], timesteps: int | None, seeds: int, buffers: list[str], limit: str | None,
     *,
-    fills: bool = True,
-    threads: int | None = None,
-) -> BenchSettings:
+    fills: bool = True, threads: int | None = None,
+) -> BenchSettings:  # fmt: skip
     """Check what was asked for, and complete it."""
     names = list(PROFILES) if profiles == ["all"] else profiles
     _require("algo", [algo], ALGOS)

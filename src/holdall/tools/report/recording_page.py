@@ -163,15 +163,11 @@ def _memory(recording: Recording) -> Markup | None:
 
 
 def _stacked_bytes(
-    recording: Recording,
-    total: charts.Floats,
-    bands: dict[str, tuple[str, charts.Floats]],
-    limit: tuple[float, str] | None,
-    caption: str,
-    label: str,
+    recording: Recording, total: charts.Floats, bands: dict[str, tuple[str, charts.Floats]],
+    limit: tuple[float, str] | None, caption: str, label: str,
     *,
     flags: bool = False,
-) -> Markup:
+) -> Markup:  # fmt: skip
     """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
     chosen = charts.thinned_positions(total, _MOST_POINTS)
     layers = [charts.PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
@@ -188,16 +184,11 @@ def _stacked_bytes(
 
 
 def _over_time(
-    recording: Recording,
-    chosen: NDArray[np.int64],
-    layers: Sequence[charts.PlotLayer],
-    scale: charts.Scale,
+    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[charts.PlotLayer], scale: charts.Scale,
     label: str,
     *,
-    limit: tuple[float, str] | None = None,
-    flags: bool = False,
-    stacked: bool = True,
-) -> Markup:
+    limit: tuple[float, str] | None = None, flags: bool = False, stacked: bool = True,
+) -> Markup:  # fmt: skip
     times = recording.times
     axis = charts.seconds_scale(max(float(times[-1]), 1e-9))
     steps = [recording.series["step"][at] for at in chosen]
