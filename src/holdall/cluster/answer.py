@@ -20,10 +20,10 @@ import xxhash
 from numpy.typing import NDArray
 
 from holdall import storage
-from holdall.batch import Batch
+from holdall.batch import Batch, Draw
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
-from holdall.delivery import Delivery, ObservationAssembler
+from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
@@ -232,22 +232,13 @@ def _aligned(arrays: Sequence[Array]) -> list[storage.Buffer]:
 
 
 class Deliverer:
-    """Decodes and assembles."""
+    """Decodes the rows of answers, and makes batches of them as a local memory does of its own."""
 
     def __init__(self, schema: Schema, kernels: storage.Kernels, device: str | None) -> None:
         self._schema = schema
         self._kernels = kernels
-        self._assembler = ObservationAssembler(kernels, 1 << 62)
-        self._delivery = Delivery(device, schema.leaves)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes kept for the next batches."""
-        return self._assembler.staging.nbytes
-
-    def keep(self, batches: int) -> None:
-        """Have memory for so many batches in use at the same time."""
-        self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
+        self.assembler = ObservationAssembler(kernels, 1 << 62)
+        self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
 
     def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
         """Make a batch.
@@ -255,36 +246,23 @@ class Deliverer:
         Args:
             where: For every answer, the positions of its rows in the batch.
         """
-        schema, hand_over = self._schema, self._delivery.hand_over
-        count = len(ids)
 
         def column(name: str) -> Array:
-            if len(answers) == 1:
-                return _own(answers[0].columns[name])
             first = answers[0].columns[name]
-            merged = np.empty((count, *first.shape[1:]), first.dtype)
+            if len(answers) == 1:
+                return _own(first)
+            merged = np.empty((len(ids), *first.shape[1:]), first.dtype)
             for answer, rows in zip(answers, where, strict=True):
                 merged[rows] = answer.columns[name]
             return merged
 
-        pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
-        actions = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
+        schema = self._schema
+        pairs = {i: self._pair(i, answers, where, len(ids), column) for i in range(len(schema.observation.leaves))}
+        action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
         extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
-        return Batch(
-            obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
-            action=schema.action.build([hand_over(array) for array in actions]),
-            reward=hand_over(column("reward.0")),
-            next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
-            terminated=hand_over(column("terminated.0")),
-            truncated=hand_over(column("truncated.0")),
-            extras=schema.extras.build([hand_over(array) for array in extras]),
-            ids=ids,
-            weights=hand_over(_own(weights)),
-        )
-
-    def dismiss(self) -> None:
-        """End the threads."""
-        self._assembler.close()
+        reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
+        rows = storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras)
+        return self.batches.make(Draw(ids, _own(weights)), DrawnRows(rows, None, None))
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
@@ -292,7 +270,7 @@ class Deliverer:
         if leaf not in answers[0].fields:
             return column(f"obs.{leaf}"), column(f"next.{leaf}")
         found = [answer.fields[leaf] for answer in answers]
-        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
+        return self.assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
 
     def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> storage.Places:
         """Describe where the slices lie, to the loops that decode them."""

@@ -199,7 +199,7 @@ class ReplayMemory:
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
-        self._deliverer.keep(prefetch + 2)
+        self._deliverer.batches.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
         ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
         return Loader(ahead, max(0, prefetch - batches + 1))
@@ -278,7 +278,7 @@ class ReplayMemory:
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
         fields = added_up(ray.get(asked, timeout=self._address.patience_s))
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.staging_bytes, len(known))
+        return MemoryReport(transitions, fields, self._deliverer.assembler.staging.nbytes, len(known))
 
     def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
@@ -369,7 +369,7 @@ class ReplayMemory:
             self._closed = True
             self._savers.close()
             self._fleet.end(has_saved=self._has_saved)
-            self._deliverer.dismiss()
+            self._deliverer.assembler.close()
 
     def __enter__(self) -> Self:
         return self
