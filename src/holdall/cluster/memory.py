@@ -89,36 +89,36 @@ class ReplayMemory:
         patience_s: float = 10.0,
     ) -> None:  # fmt: skip
         if isinstance(observation_space, Schema):
-            self._schema = observation_space
+            self.schema = observation_space
         else:
             require_count("num_envs", num_envs, 1)
-            self._schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # as there
-        self._lanes = self._schema.num_envs
+            self.schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # as there
+        self.num_envs = self.schema.num_envs
         if not isinstance(shards, SavedShards):
             require_count("shards", shards, 1)
-            require_count("capacity", capacity, self._lanes * shards, " (num_envs times shards)")
-            rows = capacity // self._lanes // shards * self._lanes
+            require_count("capacity", capacity, self.num_envs * shards, " (num_envs times shards)")
+            rows = capacity // self.num_envs // shards * self.num_envs
             shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self._sampler = single(sampler)
+        self.sampler = single(sampler)
         require_safe_cluster()
         kernels = chosen_kernels()
-        self._deliverer = Deliverer(self._schema, kernels, device)
+        self._deliverer = Deliverer(self.schema, kernels, device)
         self._savers = checkpoint.Savers(kernels.coder)
-        self._words = schema_words(self._schema)
+        self._words = schema_words(self.schema)
         self._lock = threading.RLock()
         self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
         self._metrics = Gauges("learner", memory=self._name)
         place = None if url is None else checkpoint.normalized_url(url)
-        self._fleet = Fleet(self._name, self._words, shards.rows, self._sampler, seed, place, settings)
+        self._fleet = Fleet(self._name, self._words, shards.rows, self.sampler, seed, place, settings)
         self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit)
         self._cluster = Cluster(self._address.roster(), patience_s)
-        self._writer = Writer(self._address, self._lanes)
+        self._writer = Writer(self._address, self.num_envs)
         self._drawing = Drawing(
-            self._cluster, self._schema, self._deliverer, self._sampler, shards.generator, on_shard_loss, patience_s
+            self._cluster, self.schema, self._deliverer, self.sampler, shards.generator, on_shard_loss, patience_s
         )
         self._priorities = Priorities(self._cluster, patience_s)
         for number, saved in shards.places.items():
@@ -149,7 +149,7 @@ class ReplayMemory:
             spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
         """
         self._open()
-        lanes = self._lanes if num_envs is None else num_envs
+        lanes = self.num_envs if num_envs is None else num_envs
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
@@ -217,9 +217,9 @@ class ReplayMemory:
         call.
         """
         self._open()
-        if not isinstance(self._sampler, Prioritized):
+        if not isinstance(self.sampler, Prioritized):
             raise ArgumentError(
-                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
+                f"update_priorities was called, but the memory's sampler ({type(self.sampler).__name__}) has no "
                 "priorities; construct the memory with sampler=Prioritized(...)"
             )
         update = checked(ids, priorities)
@@ -237,24 +237,9 @@ class ReplayMemory:
         return self._fleet.shard_rows * len(self._cluster.numbers)
 
     @property
-    def num_envs(self) -> int:
-        """Lanes of `add`."""
-        return self._lanes
-
-    @property
     def num_shards(self) -> int:
         """Shards, those that do not answer now among them."""
         return len(self._cluster.numbers)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How `sample` draws; its beta may be changed."""
-        return self._sampler
-
-    @property
-    def schema(self) -> Schema:
-        """What a transition consists of."""
-        return self._schema
 
     @property
     def first_id(self) -> int:
@@ -293,13 +278,13 @@ class ReplayMemory:
         state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
-            "sampler": {"kind": type(self._sampler).__name__},
+            "sampler": {"kind": type(self.sampler).__name__},
         }
         calls = {
             number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
             for number in self._fleet.actors
         }
-        ticks, patience = self.capacity // self._lanes, self._address.patience_s
+        ticks, patience = self.capacity // self.num_envs, self._address.patience_s
         snapshot = checkpoint.ShardsSnapshot(
             self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
         )

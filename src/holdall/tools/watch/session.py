@@ -110,12 +110,8 @@ class Watch:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the training
         )
+        self.pid = self._watcher.pid  # of the watcher process
         self._end = weakref.finalize(self, _end_watcher_process, self._watcher)
-
-    @property
-    def pid(self) -> int:
-        """The id of the watcher process."""
-        return self._watcher.pid
 
     def reading(self) -> MemoryReading | None:
         """Return the newest reading; None before the first."""
@@ -160,15 +156,11 @@ class LaunchedCommand:
         environment |= {"PYTHONUNBUFFERED": "1"} if captured else {}
         out, errors = (subprocess.PIPE, subprocess.STDOUT) if captured else (None, None)
         self._process = subprocess.Popen(list(command), env=environment, stdout=out, stderr=errors)
+        self.pid = self._process.pid
         self._relay: threading.Thread | None = None
         if captured:
             self._relay = threading.Thread(target=self._pass_on, name="holdall-output", daemon=True)
             self._relay.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def ended_within(self, seconds: float) -> bool:
         """Wait at most so long; return whether it ended."""
