@@ -232,21 +232,13 @@ class ConfiguredRun:
         """The callbacks of all calls of `learn`."""
         return tuple(callback for learn in self.learns for callback in learn.callbacks)
 
-    def with_values(self, **values: object) -> ConfiguredRun:
-        """Return the run with other arguments."""
-        given = dict(self.given) | {name: Setting(value, self.place_of(name)) for name, value in values.items()}
-        return replace(self, given=given)
-
-    def with_environments(self, **changes: Any) -> ConfiguredRun:
-        """Return the run with other environments."""
-        return replace(self, environments=replace(self.environments, **changes))
-
     @property
     def variants(self) -> tuple[ConfiguredRun, ...]:
         """The run once for every value of a searched argument; a single argument is searched at a time."""
         for name, setting in self.given.items():
             if isinstance(setting.value, OneOf):
-                return tuple(self.with_values(**{name: value}) for value in setting.value.values)
+                each = [Setting(value, setting.place) for value in setting.value.values]
+                return tuple(replace(self, given={**self.given, name: chosen}) for chosen in each)
         return (self,)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -96,7 +97,8 @@ def environments_raised_steps_fixed(run: ConfiguredRun, machine: Machine) -> Ite
     if not isinstance(searched, OneOf) or not run.algorithm.on_policy or not candidates(searched):
         return
     few, many = min(candidates(searched)), max(candidates(searched))
-    smallest, largest = (buffer_need(run.with_environments(count=count), machine) for count in (few, many))
+    runs = [replace(run, environments=replace(run.environments, count=count)) for count in (few, many)]
+    smallest, largest = (buffer_need(one, machine) for one in runs)
     if smallest is None or largest is None or largest.peak_bytes <= _FLATTEN_SHARE * machine.limit_bytes:
         return
     low, high, limit = smallest.peak_bytes, largest.peak_bytes, machine.limit_bytes
