@@ -398,7 +398,10 @@ def require_format(reader: CheckpointReader, read: Callable[[], bytes]) -> bool:
     except (DamageError, CheckpointError) as error:
         if not is_lost(error) or not reader.numbers():
             raise
-        _LOG.warning("%s. Its manifests are there, and say what it holds; the next save writes FORMAT again", error)
+        _LOG.warning(
+            "%s: FORMAT is damaged or gone; its manifests say what it holds, and the next save writes it again",
+            reader.url,
+        )
         return False
     return True
 
