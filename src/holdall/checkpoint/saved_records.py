@@ -25,6 +25,7 @@ from holdall.checkpoint.manifest import (
     Chunk,
     Manifest,
     Ref,
+    is_lost,
     require_files,
     shard_manifest,
 )
@@ -375,6 +376,8 @@ def damages(
             with malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
                 _require_whole(files, ref, coder)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             found.append(Damage(ref.file, ref.start, str(error)))
         read(ref.nbytes)
     for shard in manifest.shards:
@@ -382,6 +385,8 @@ def damages(
         try:
             of_shard = damages(below, shard_manifest(below, shard), coder, read)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             of_shard = [Damage("", 0, str(error))]
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found
