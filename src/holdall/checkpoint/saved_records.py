@@ -365,8 +365,9 @@ def damages(
     reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
     """Read everything that a checkpoint names; `read` is called with every record's bytes."""
+    sizes = reader.file_sizes()
     try:
-        require_files(manifest, reader.file_sizes())
+        require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
     files = RecordFiles(reader)
