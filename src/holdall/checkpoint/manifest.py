@@ -7,7 +7,6 @@ A manifest that does not pass is no checkpoint.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import itertools
 import json
@@ -397,8 +396,13 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
     kept: list[Manifest] = []
     for number in numbers:
         if number in stays and (keep is None or len(kept) < keep):
-            with contextlib.suppress(DamageError):
+            try:
                 kept.append(reader.manifest(number))
+            except DamageError:
+                continue
+            except CheckpointError:
+                if number in reader.numbers():  # it was not removed by somebody else just now
+                    raise
     return kept, sorted(set(numbers) - {manifest.number for manifest in kept})
 
 
