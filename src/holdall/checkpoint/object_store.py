@@ -257,8 +257,7 @@ class ObjectStoreWriter:
         self._mark = WriterMark(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
-        if not self._objects.create("FORMAT", format_text()):
-            self.reader.require()
+        self._require_format()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -293,10 +292,11 @@ class ObjectStoreWriter:
             raise FencedError(f"{self.url} has a checkpoint {manifest.number} of another writer; save to another place")
         if gone:
             raise CheckpointError(
-                f"{self.url}/segments/{gone[0]} was removed while it was needed ({len(gone)} files in all); save again: "
-                "what is gone is written then"
+                f"{self.url}/segments/{gone[0]} was removed while it was needed ({len(gone)} files in all); save again:"
+                " what is gone is written then"
             )
         self._seen = set(sizes)
+        self._require_format()  # others may have removed all there was
         self._mark.require()
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
@@ -326,6 +326,13 @@ class ObjectStoreWriter:
         unnamed = sorted(old - named)
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(found[name].nbytes for name in unnamed)
+
+    def _require_format(self) -> None:
+        standing = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
+        if standing is not None:
+            require_format(standing, self.url)
+        elif not self._objects.create("FORMAT", format_text()):
+            self.reader.require()
 
     def _collectable(self, found: dict[str, StoredObject]) -> set[str]:
         """Name the files that no save under way can be about to name."""

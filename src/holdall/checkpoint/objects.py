@@ -6,7 +6,6 @@ Invariant: a server that is away costs time alone. Who waits can give up at any 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import logging
 import os
@@ -17,11 +16,14 @@ from concurrent import futures
 from datetime import datetime, timedelta
 from functools import partial
 from multiprocessing import util
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.checkpoint.manifest import Buffer, new_writer_id
 from holdall.checkpoint.waiting import Reminder, Waiting
 from holdall.errors import CheckpointError, DamageError, HoldallError, MissingPackageError
+
+if TYPE_CHECKING:
+    import asyncio
 
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
 _LOOK_S = 0.1
@@ -253,6 +255,8 @@ _starting = threading.Lock()
 
 def _request_loop() -> asyncio.AbstractEventLoop:
     """Return the loop in which requests are sent, so that who waits can give them up; one a process."""
+    import asyncio  # noqa: PLC0415  only for stores
+
     with _starting:
         loop = _loops.get(os.getpid())
         if loop is None:
@@ -265,6 +269,7 @@ def _request_loop() -> asyncio.AbstractEventLoop:
 
 def sent(request: Request) -> futures.Future[Any]:
     """Have a request sent in the background."""
+    import asyncio  # noqa: PLC0415  only for stores
 
     async def send() -> Any:
         return await request()
@@ -274,6 +279,7 @@ def sent(request: Request) -> futures.Future[Any]:
 
 def _end_requests(loop: asyncio.AbstractEventLoop) -> None:
     """Cancel what is under way: an answer that came while Python ends would find nobody."""
+    import asyncio  # noqa: PLC0415  only for stores
 
     async def cancel() -> None:
         for task in asyncio.all_tasks():
