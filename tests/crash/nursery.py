@@ -89,11 +89,8 @@ def train(url: str, folder: Path, seed: int) -> None:
         for _ in range(int(generator.integers(1, 40))):
             add(memory, tick)
             tick += 1
-        slowly = (
-            {"progress": lambda *_: time.sleep(2.0)} if LEASE_S is not None and seed % 7 == 6 else {}
-        )  # longer than a lease
         try:
-            memory.save(url, keep=2, **slowly).result()
+            memory.save(url, keep=2, progress=linger if LEASE_S is not None and seed % 7 == 6 else None).result()
         except CheckpointError as error:
             if LEASE_S is None or "could not be reached" not in str(error):
                 raise

@@ -92,7 +92,7 @@ class Objects:
         async def put() -> None:
             with os.fdopen(os.dup(descriptor), "rb") as file:
                 file.seek(0)
-                parts = _Parts(file, self.waiting)
+                parts = _SentParts(file, self.waiting)
                 await self._obstore.put_async(
                     self._store, key, parts, use_multipart=True, chunk_size=PART_BYTES, max_concurrency=_PARTS_AT_ONCE
                 )
@@ -237,7 +237,7 @@ class Objects:
             future.cancel()
 
 
-class _Parts:
+class _SentParts:
     """A file whose parts are sent; each that is read shows that those before were taken."""
 
     def __init__(self, file: Any, waiting: Waiting) -> None:
