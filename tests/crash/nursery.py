@@ -73,7 +73,7 @@ def train(url: str, folder: Path, seed: int) -> None:
     if LEASE_S is not None:
         from holdall.checkpoint import object_store
 
-        object_store.LEASE_S = float(LEASE_S)
+        vars(object_store)["LEASE_S"] = float(LEASE_S)
     try:
         memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill")
     except OSError as error:

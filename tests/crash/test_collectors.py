@@ -17,7 +17,7 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import object_store
-from holdall.checkpoint.manifest import Manifest, Ref
+from holdall.checkpoint.manifest import LEASE_S, Manifest, Ref
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects, StoredObject
 
@@ -54,7 +54,7 @@ def aged(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def older(own: Objects, folder: str) -> dict[str, StoredObject]:
         found = listed(own, folder)
-        back = timedelta(seconds=2 * object_store.LEASE_S if folder == "segments" else 0)
+        back = timedelta(seconds=2 * LEASE_S if folder == "segments" else 0)
         return {name: entry._replace(modified=entry.modified - back) for name, entry in found.items()}
 
     monkeypatch.setattr(Objects, "listed", older)
@@ -88,7 +88,7 @@ def test_a_writer_whose_mark_is_old_commits_nothing(url: str, monkeypatch: pytes
     writer = ObjectStoreWriter(url)
     waiting = manifest_of(writer, 1)
     clocks = object_store._clocks
-    monkeypatch.setattr(object_store, "_clocks", lambda: tuple(now + object_store.LEASE_S for now in clocks()))
+    monkeypatch.setattr(object_store, "_clocks", lambda: tuple(now + LEASE_S for now in clocks()))
     with pytest.raises(CheckpointError, match="could not be reached"):
         writer.commit(waiting)
     assert writer.reader.numbers() == []

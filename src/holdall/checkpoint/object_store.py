@@ -22,6 +22,7 @@ from typing import Any
 
 from holdall.checkpoint.manifest import (
     DATA_NAME,
+    LEASE_S,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
@@ -53,12 +54,15 @@ class ObjectStoreReader:
         self._cache_dir = cache_dir
         self._sizes: dict[str, int] = {}
 
-    def require(self) -> None:
-        """Refuse a prefix that holds no checkpoints."""
+    def require(self) -> bool:
+        """Refuse a prefix that holds no checkpoints; return whether FORMAT says that it does."""
+        return require_format(self, self._format)
+
+    def _format(self) -> bytes:
         raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} holds no checkpoints: there is no FORMAT object in it; check the url")
-        require_format(raw, self.url)
+        return raw
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
@@ -108,7 +112,8 @@ class ObjectStoreReader:
         if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
             return None
         top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
-        return None if top.get("FORMAT", MOST_FORMAT_BYTES) is None else ObjectStoreReader(top, self._cache_dir)
+        above = ObjectStoreReader(top, self._cache_dir)
+        return above if top.get("FORMAT", MOST_FORMAT_BYTES) is not None or above.numbers() else None
 
     def interrupt(self) -> None:
         """Give up waiting for the store."""
@@ -154,8 +159,6 @@ def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
         objects.put_in_parts(key, descriptor)
 
 
-LEASE_S = 3600.0
-"""What is younger, or of a writer whose mark is younger, is removed by nobody else."""
 _TRUSTED_SHARE = 0.75
 """Of the lease: a writer whose mark is older commits nothing."""
 
@@ -271,6 +274,10 @@ class ObjectStoreWriter:
         self._sequence += 1
         return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
+    def is_there(self) -> bool:
+        """Say yes: a prefix is there as soon as something is put below it."""
+        return True
+
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
@@ -316,23 +323,25 @@ class ObjectStoreWriter:
 
         Of other writers' files those go that were there before this writer's last manifest: their writers want a number
         that is taken, and will be refused. Without a manifest of its own, it removes only what is older than a lease,
-        of writers whose mark is, too. Files are listed first, and manifests last: what is named meanwhile stays.
+        of writers whose mark is, too; and what only checkpoints name that go: nobody names that again. Files are
+        listed first, and manifests last: what is named meanwhile stays.
         """
         found = self._objects.listed("segments")
         old = self._collectable(found)
         kept, stale = kept_and_stale(self.reader, keep)
         named = set(in_use).union(*(manifest.files for manifest in kept))
+        old |= {name for manifest in stale.values() if manifest is not None for name in manifest.files if name in found}
         self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
         unnamed = sorted(old - named)
         self._objects.delete([f"segments/{name}" for name in unnamed])
         return sum(found[name].nbytes for name in unnamed)
 
     def _require_format(self) -> None:
-        standing = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
-        if standing is not None:
-            require_format(standing, self.url)
-        elif not self._objects.create("FORMAT", format_text()):
-            self.reader.require()
+        raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
+        if raw is None:
+            self._objects.create("FORMAT", format_text())
+        elif not require_format(self.reader, lambda: raw):
+            self._objects.put("FORMAT", format_text())
 
     def _collectable(self, found: dict[str, StoredObject]) -> set[str]:
         """Name the files that no save under way can be about to name."""

@@ -7,7 +7,6 @@ asks. A save that fails changes nothing: the checkpoints before it are as they w
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import logging
 import os
@@ -19,18 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
-from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    CheckpointWriter,
-    is_remote,
-    next_number,
-    normalized_url,
-)
+from holdall.checkpoint.directory import DirectoryWriter
+from holdall.checkpoint.file_system import disk_errors_explained
+from holdall.checkpoint.interfaces import CheckpointWriter
+from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest, next_number, normalized_url
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
 from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
-from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.storage import Coder, FullBlock, SliceBlock
 
 if TYPE_CHECKING:
@@ -343,13 +338,20 @@ class Saver:
         return found
 
     def _opened(self) -> CheckpointWriter:
+        if self._target is not None and not self._target.is_there():
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                saving.abandon()
+            target, self._target = self._target, None
+            target.close()
         if self._target is None:
             target = self._open_target(self._waiting)
             try:
-                self._last = max(target.reader.numbers(), default=0)
+                self._last = last_number(target.reader)
                 if is_remote(self.url):
                     # What was loaded may have been collected since: only what the newest checkpoint names is safe.
-                    self._records.keep_only(_files_of_newest(target.reader))
+                    newest = newest_manifest(target.reader, target.reader.numbers())
+                    self._records.keep_only({} if newest is None else newest.files)
             except BaseException:
                 target.close()
                 raise
@@ -372,14 +374,6 @@ class Saver:
         if store is not None:
             with snapshot.lock:
                 snapshot.release(store.rows)
-
-
-def _files_of_newest(reader: CheckpointReader) -> dict[str, int]:
-    """Return the files that the newest checkpoint names which can be read: nobody removes these."""
-    for number in reader.numbers():
-        with contextlib.suppress(DamageError):
-            return reader.manifest(number).files
-    return {}
 
 
 class Savers:

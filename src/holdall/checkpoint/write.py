@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from holdall.checkpoint.interfaces import CheckpointWriter
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointWriter,
     Chunk,
     Manifest,
     Ref,

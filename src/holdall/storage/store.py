@@ -40,7 +40,8 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.tiers import Budget, SpillFolder, Tiers, warn_of_early_eviction
+from holdall.storage.spill import SpillFolder
+from holdall.storage.tiers import Budget, Tiers, warn_of_early_eviction
 
 _TINY_BYTES = 256
 """Observation fields up to this size always lie in a flat ring: nothing beats it."""
