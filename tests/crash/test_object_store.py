@@ -14,7 +14,8 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint.manifest import Manifest, Ref
-from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
+from holdall.checkpoint.object_store import ObjectStoreWriter
+from holdall.checkpoint.objects import Objects
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Forgetful, MissingServerError, Weed, azurite, google

@@ -126,11 +126,6 @@ class FileSystem:
         """Return for how long a file has not been written to."""
         return time.time() - path.lstat().st_mtime
 
-    def stamp(self, path: Path) -> object:
-        """Return something that changes when a folder's names do."""
-        found = path.lstat()
-        return found.st_dev, found.st_ino, found.st_mtime_ns
-
     def open(self, path: Path) -> int:
         """Open a regular file for reading."""
         return _opened(path, os.O_RDONLY)

@@ -373,7 +373,8 @@ def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] |
     """
     location = normalized_url(url)
     if is_remote(location):
-        from holdall.checkpoint.object_store import Objects, ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
 
         return ObjectStoreReader(Objects(location), cache_dir)
     return DirectoryReader(Path(location))

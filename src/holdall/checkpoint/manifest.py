@@ -365,6 +365,10 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
             if isinstance(error, NewerFormatError) or error.errno is not None:
                 raise
             found = None
+        except CheckpointError:
+            if number in reader.numbers():
+                raise
+            continue  # another collector removed it just now
         if found is not None and number in stays and (keep is None or len(kept) < keep):
             kept.append(found)
         else:

@@ -374,6 +374,10 @@ class Store:
             transitions=self.transitions,
         )
 
+    def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
+        """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
+        return self._snapshots.take_again(rows, number, version, self.next_tick)
+
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""
         self._snapshots.release(rows)
