@@ -305,7 +305,11 @@ class RecordFiles:
         for name, wanted in ranges.items():
             with contextlib.suppress(DamageError):  # whoever reads it will be told
                 demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
-        bring(demands)
+        if any(demand.file.is_awaited for demand in demands):
+            bring(demands)
+            return
+        for file, starts, ends in demands:
+            file.bring(starts, ends)
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.
