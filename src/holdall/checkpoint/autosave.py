@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _LOOK_S = 0.1
 """How often to look whether something has to be written."""
 
+_STOP_S = 5.0
+"""How long to wait for a thread that was stopped, which notices at its next look; a disk that hangs is left behind."""
+
 _LOG = logging.getLogger("holdall")
 
 
@@ -86,7 +89,7 @@ class Autosave:
         """End it, after the save that is under way."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
 
 def _run_autosave(
@@ -233,7 +236,6 @@ class CheckpointMirror:
 
 
 _AT_ONCE_BYTES = 4 * 2**20
-_STOP_S = 5.0
 
 
 class _BlockRange(NamedTuple):
@@ -273,7 +275,7 @@ class BackgroundFetch:
         """End it, and all waiting for the store."""
         self._stopped.set()
         self._interrupt()
-        self.wait(_STOP_S)  # it notices at its next look; a disk that hangs is left behind
+        self.wait(_STOP_S)
 
 
 def _fetch_blocks(runs: list[_BlockRange], stopped: threading.Event) -> None:
