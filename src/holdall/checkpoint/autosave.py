@@ -157,7 +157,13 @@ class CheckpointMirror:
         with self._changed:
             if self._thread.is_forked:
                 self._jobs, self._at_work = deque(), None
-            self._thread.wake()
+            try:
+                self._thread.wake()
+            except RuntimeError as error:  # raised by `wait`: the local checkpoint stands
+                self._error = CheckpointError(
+                    f"checkpoint {manifest.number} could not be sent to {self._url} ({error})"
+                )
+                return
             self._jobs.append(_MirrorJob(manifest, keep))
             self._error = None
 

@@ -195,8 +195,10 @@ class SavedMemory(ABC):
         require_number("timeout", timeout, 0)
         try:
             self._end_saving(timeout)
-        finally:
+        except CheckpointError:
             self._free()
+            raise
+        self._free()
 
     @abstractmethod
     def _free(self) -> None:
