@@ -295,17 +295,13 @@ class ReplayMemory(SavedMemory):
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         self._open().sealer.drain()
 
-    def close(self, timeout: float = 30.0) -> None:
-        """Free everything; batches stay as they are. A save that does not get on for `timeout` seconds is an error."""
-        try:
-            self._end_saving(timeout)
-        finally:
-            with self._lock:
-                store, self._store = self._store, None
-            if store is not None:
-                store.close()
-            for made in {"_batches", "_assembler"} & vars(self).keys():
-                getattr(self, made).close()
+    def _free(self) -> None:
+        with self._lock:
+            store, self._store = self._store, None
+        if store is not None:
+            store.close()
+        for made in {"_batches", "_assembler"} & vars(self).keys():
+            getattr(self, made).close()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         settings = {"sampler": state["sampler"], **state["settings"]}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import random
 import signal
 import subprocess
@@ -10,7 +11,6 @@ import time
 from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
-from typing import Any
 
 import pytest
 from gymnasium import spaces
@@ -24,6 +24,7 @@ from holdall.checkpoint.objects import Objects, StoredObject
 from .nursery import LANES, SPACE, add, require_right
 from .test_kills import Nursery
 
+_LOG = logging.getLogger(__name__)
 TEST_LEASE_S = 6.0
 """Far above the second to which some stores round their times."""
 
@@ -198,7 +199,7 @@ def collector(url: str, tmp_path: Path) -> Iterator[Collector]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("seconds", [5, pytest.param(300, marks=pytest.mark.nightly)])
 def test_every_acknowledged_checkpoint_loads_while_another_process_collects(
-    tmp_path: Path, url: str, seconds: int, collector: Collector, monkeypatch: pytest.MonkeyPatch, record_property: Any
+    tmp_path: Path, url: str, seconds: int, collector: Collector, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Trainers that save are killed, and those that collect; some saves take longer than a lease."""
     monkeypatch.setenv("HOLDALL_TEST_LEASE_S", str(TEST_LEASE_S))
@@ -220,6 +221,5 @@ def test_every_acknowledged_checkpoint_loads_while_another_process_collects(
         assert memory.next_id // LANES >= acknowledged
         require_right(memory)
     rounds = len((tmp_path / "collected").read_text().splitlines())
-    for name, value in {"trainers": lives, "collectors": kills, "collections": rounds, "ticks": acknowledged}.items():
-        record_property(name, value)
+    _LOG.info("%d trainers and %d collectors killed, %d collections, %d ticks", lives, kills, rounds, acknowledged)
     assert rounds or seconds < 60

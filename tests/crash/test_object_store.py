@@ -106,6 +106,11 @@ def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatc
         assert place.reader.numbers() == [3, 2]
         with pytest.raises(FencedError):
             place.commit(manifest_of(place, 3, "b" * 32))
+        for refused in (memory.save("gs://missing/one").result, lambda: ReplayMemory.load("gs://missing/one")):
+            with pytest.raises(CheckpointError, match=r"gs://missing/one (has no bucket|holds no checkpoints)") as told:
+                refused()
+            assert "\n" not in str(told.value)
+            assert "disk" not in str(told.value)
 
 
 def test_a_store_that_ignores_conditions_is_found_out(

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 _LOOK_S = 0.1
 """How often to look whether something has to be written."""
 
+_STOP_S = 5.0
+"""How long to wait for a thread that was stopped, which notices at its next look; a disk that hangs is left behind."""
+
 _LOG = logging.getLogger("holdall")
 
 
@@ -86,7 +89,7 @@ class Autosave:
         """End it, after the save that is under way."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
 
 def _run_autosave(
@@ -154,7 +157,13 @@ class CheckpointMirror:
         with self._changed:
             if self._thread.is_forked:
                 self._jobs, self._at_work = deque(), None
-            self._thread.wake()
+            try:
+                self._thread.wake()
+            except RuntimeError as error:  # raised by `wait`: the local checkpoint stands
+                self._error = CheckpointError(
+                    f"checkpoint {manifest.number} could not be sent to {self._url} ({error})"
+                )
+                return
             self._jobs.append(_MirrorJob(manifest, keep))
             self._error = None
 
@@ -233,7 +242,6 @@ class CheckpointMirror:
 
 
 _AT_ONCE_BYTES = 4 * 2**20
-_STOP_S = 5.0
 
 
 class _BlockRange(NamedTuple):
@@ -273,7 +281,7 @@ class BackgroundFetch:
         """End it, and all waiting for the store."""
         self._stopped.set()
         self._interrupt()
-        self.wait(_STOP_S)  # it notices at its next look; a disk that hangs is left behind
+        self.wait(_STOP_S)
 
 
 def _fetch_blocks(runs: list[_BlockRange], stopped: threading.Event) -> None:

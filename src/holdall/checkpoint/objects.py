@@ -208,7 +208,10 @@ class Objects:
             except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
                 raise CheckpointError(f"{self.url} refuses access ({short(error)}); check the credentials") from error
             except Exception as error:
-                if _FINAL.search(str(error)):
+                refused = _FINAL.search(str(error))
+                if refused is not None and refused[1] == "404":
+                    raise FileNotFoundError(short(error)) from error
+                if refused is not None:
                     raise CheckpointError(f"{self.url} refuses a request ({short(error)}); check the store") from error
                 self.waiting.reason = f"{_endpoint(str(error))} does not answer ({short(error)})"
                 if not is_logged:
@@ -302,4 +305,4 @@ def _endpoint(told: str = "") -> str:
 
 def short(error: BaseException) -> str:
     """Return the first line of an error; the client adds many lines of its own insides."""
-    return str(error).strip().partition("\n")[0][:200]
+    return str(error).strip().partition("\n")[0].partition(": <")[0][:200]

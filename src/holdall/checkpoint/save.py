@@ -25,7 +25,7 @@ from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest,
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
 from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
-from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.errors import ArgumentError, CheckpointError
 from holdall.storage import Coder, FullBlock, SliceBlock
 
 if TYPE_CHECKING:
@@ -321,7 +321,7 @@ class Saver:
                 if self._saving is None:
                     self._saving = SnapshotWriter(self._opened(), self._records, self._coder)
                 self._saving.write_ahead(blocks)
-        except (HoldallError, OSError) as error:
+        except Exception as error:
             self._saving = None
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 

@@ -186,9 +186,23 @@ class SavedMemory(ABC):
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached
 
-    @abstractmethod
     def close(self, timeout: float = CLOSE_S) -> None:
-        """Free everything."""
+        """Wait for saves, and free everything; batches that were handed out stay as they are.
+
+        Args:
+            timeout: A save that does not get on for so many seconds is given up, and an error says so.
+        """
+        require_number("timeout", timeout, 0)
+        try:
+            self._end_saving(timeout)
+        except CheckpointError:
+            self._free()
+            raise
+        self._free()
+
+    @abstractmethod
+    def _free(self) -> None:
+        """Free everything, whatever became of saves."""
 
     def __enter__(self) -> Self:
         return self
@@ -212,7 +226,6 @@ class SavedMemory(ABC):
 
     def _end_saving(self, timeout: float) -> None:
         """Wait for what is being saved as long as it gets on, and end all that goes on in the background."""
-        require_number("timeout", timeout, 0)
         autosave, fetch = self._autosave, self._fetch
         try:
             if autosave is not None:

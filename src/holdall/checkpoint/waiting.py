@@ -191,7 +191,7 @@ def _watch_exit(thread: JobThread) -> None:
 
 def _at_exit() -> None:
     began = time.monotonic()
-    for thread in list(_watched):
+    for thread in 2 * list(_watched):  # twice: a save that ends may have given a mirror something to do
         try:
             thread.end(CLOSE_S, began)
         except CheckpointError as error:

@@ -293,7 +293,7 @@ class SnapshotWriter:
     def _new_bytes(self, store: FrozenStore, attach: Mapping[str, Path | bytes]) -> int:
         """Return the bytes that are about to be written, without heads, logs and sampler."""
         nbytes = sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in attach.values())
-        nbytes += len(store.rows.wanted) * store.rows.chunk_bytes
+        nbytes += store.rows.wanted_bytes
         if store.segments is not None:
             blocks = {id(part.block): part.block for segment in store.segments.closed for part in segment.parts}
             for block in blocks.values():

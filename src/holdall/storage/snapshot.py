@@ -251,9 +251,10 @@ class FrozenRows:
         return self._copied(number) if first > next_tick + 1 - ring_ticks else None
 
     @property
-    def chunk_bytes(self) -> int:
-        """The bytes of a whole chunk, about."""
-        return self.chunk_ticks * sum(ring[:1].nbytes for ring in self._columns.values())
+    def wanted_bytes(self) -> int:
+        """The bytes of the chunks that are wanted, about."""
+        ticks = sum(min((n + 1) * self.chunk_ticks, self.next_tick) - n * self.chunk_ticks for n in self.wanted)
+        return ticks * sum(ring[:1].nbytes for ring in self._columns.values())
 
     def drop(self) -> None:
         """Give up all that was not taken."""
