@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.json_state import count_of, malformed_refused, parsed, text_of
+from holdall.json_state import count_of, malformed_refused, parsed, text_of, unparsed
 
 if TYPE_CHECKING:
     from holdall.checkpoint.interfaces import CheckpointReader
@@ -162,7 +162,7 @@ def encode(manifest: Manifest) -> bytes:
     }
     if manifest.shards:
         words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
-    text = signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    text = signed(unparsed(words))
     if len(text) > MOST_MANIFEST_BYTES:
         raise CheckpointError(
             f"checkpoint {manifest.number} names {len(manifest.refs)} records, more than a manifest can; lower capacity"
