@@ -81,7 +81,7 @@ def train(url: str, folder: Path, seed: int) -> None:
             "there is no FORMAT",
             "no checkpoint that is whole;",
             "has no bucket",
-        )  # SeaweedFS makes it with a put
+        )  # made with a put
         if not any(words in str(error) for words in nothing):
             raise
         memory = new_memory(folder)
