@@ -304,9 +304,7 @@ class ReplayMemory(SavedMemory):
             store = self._whole()
         store.sealer.drain()
 
-    def close(self) -> None:
-        """Free everything; batches that were handed out stay as they are."""
-        self._end_saving()
+    def _free(self) -> None:
         with self._locked():
             if self._store is not None:
                 self._closing, self._store = self._store, None

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> store
+    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -93,6 +93,7 @@ from holdall.storage.snapshot import (
     UnchangedStore,
     is_settled,
 )
+from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
 from holdall.storage.ticks import (
     NO_ROOM,
@@ -106,7 +107,7 @@ from holdall.storage.ticks import (
     TickWriter,
     steps_in,
 )
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage.tiers import Budget
 
 __all__ = [
     "COST_CAPS",
