@@ -35,8 +35,8 @@ from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
 from holdall.sampling import Held, Sampler, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Leaf, Schema, as_ids, fit_flags, require_held
-from holdall.storage import Budget, SpillFolder, Store, Tick, steps_in
+from holdall.schema import Leaf, Schema, as_ids, fit_flags
+from holdall.storage import Budget, Rows, SpillFolder, Store, Tick, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
 
@@ -156,9 +156,8 @@ class ReplayMemory(SavedMemory):
         with self._lock:
             store = self._open()
             draw = self._draw(store, batch_size, batch_size)
-            batches = self._batches
-            reading = batches.look_up(draw, store)
-        return batches.make(draw, reading)
+            drawn = self._batches.look_up(draw, store)
+        return self._batches.make(draw, drawn)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -200,15 +199,20 @@ class ReplayMemory(SavedMemory):
             store = self._open()
             if not store.all_valid:
                 self._held(store).require_drawn(draw)
-            batches = self._batches
-            reading = batches.look_up(draw, store)
-        return batches.make(draw, reading)
+            drawn = self._batches.look_up(draw, store)
+        return self._batches.make(draw, drawn)
+
+    def short_rows(self, ids: NDArray[np.int64]) -> Rows | None:
+        """Return copies of all fields of valid `ids`, as arrays, if all of them are short; for adapters."""
+        with self._lock:
+            store = self._open()
+            return store.read(ids, self._assembler.staging.take) if store.is_short else None
 
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._lock:
             store = self._open()
-            self._require_held(store, ids)
+            self._held(store).require(ids)
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -228,7 +232,7 @@ class ReplayMemory(SavedMemory):
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._lock:
             store = self._open()
-            self._require_held(store, wanted)
+            self._held(store).require(wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
@@ -340,9 +344,6 @@ class ReplayMemory(SavedMemory):
         if self._store is None:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
         return self._store
-
-    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
-        require_held(ids, store.first_tick * self.num_envs, store.next_tick * self.num_envs, store)
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs

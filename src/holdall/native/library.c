@@ -145,6 +145,7 @@ static const struct_field FIELDS[] = {
     FIELD(row_column, apart_count),
     FIELD(row_column, apart_ids),
     FIELD(row_column, apart_rows),
+    FIELD(row_column, unless),
     STRUCT(names),
     FIELD(names, part),
     FIELD(names, number),

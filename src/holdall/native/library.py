@@ -169,6 +169,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
     "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
+    "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
     "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (

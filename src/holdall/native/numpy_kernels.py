@@ -70,8 +70,12 @@ class PortableKernels:
             nbytes, block = column["row_bytes"], column["block"]
             end = first[block] + len(ids) * nbytes
             out = blocks[block][first[block] : end].reshape(len(ids), nbytes)
-            ring = _memory(column["ring"], ring_rows * nbytes).reshape(ring_rows, nbytes)
-            out[:] = ring[(ids + column["later"]) % ring_rows]
+            slot = (ids + column["later"]) % ring_rows
+            if column["unless"]:
+                ended, cut = (_memory(column[name], ring_rows)[slot] for name in ("ring", "unless"))
+                out[:] = (ended > cut).astype(np.float32).view(np.uint8).reshape(out.shape)
+            else:
+                out[:] = _memory(column["ring"], ring_rows * nbytes).reshape(ring_rows, nbytes)[slot]
             if column["apart_count"]:
                 _put_apart(column, ids, out)
             first[block] = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

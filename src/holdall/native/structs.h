@@ -160,6 +160,7 @@ typedef struct {
     int64_t apart_count; /* rows that do not stand in the ring ... */
     int64_t apart_ids;   /* ... the address of their ids, ascending ... */
     int64_t apart_rows;  /* ... and of the rows */
+    int64_t unless;      /* address of a second ring of flags: 1.0f where the first flag is set and this one is not; or 0 */
 } row_column;
 
 /* The slices of a batch, each named once, and the table that finds them. */

@@ -362,13 +362,15 @@ class FastDictTick:
 
 # ---------------------------------------------------------------- short rows of a batch
 
-COLUMN_FIELDS = ("ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows")
+COLUMN_FIELDS = ("ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless")
 """Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
 ALIGNMENT_BYTES = 64
 """Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
 in another order, so that the last bits differ."""
 ColumnSpan = tuple[tuple[int, ...], np.dtype[Any], int, int]
 """Shape, dtype, which block, and the first byte in it."""
+_ONE_BLOCK_BYTES = 1 << 15
+"""Both blocks are one up to this size: allocating another one takes longer than to copy it."""
 _NO_BLOCK = 2
 """Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
 
@@ -412,25 +414,35 @@ class RowReader(Protocol):
 class RowTable:
     """How kernels copy the short fields of a batch in one go: from which rings, and where to.
 
-    Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep the
+    Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep large
     observations, too.
 
     Args:
-        rest: Rings of everything else.
+        rest: Rings of everything else; behind them comes a column of 1.0 where an episode ended that was not cut short.
+        flags: Rings of what ended, and of what was cut short.
         cursors: Rings of cursors, which come last; the list that is passed grows when a field moves to segments.
     """
 
-    def __init__(self, small: Collection[RowRing], rest: list[Array], cursors: list[NDArray[np.uint32]]) -> None:
+    def __init__(
+        self,
+        small: Collection[RowRing],
+        rest: list[Array],
+        flags: tuple[Array, Array],
+        cursors: list[NDArray[np.uint32]],
+    ) -> None:
         self._small = tuple(small)
-        self._rest = [*rest, *cursors]
+        self._rest = [*rest, *flags, *cursors]  # kept alive
         self._known = (len(small), len(rest), len(cursors))
         self._cursors = cursors
         self._leaves = [(ring.leaf.shape, ring.leaf.dtype, 0) for ring in self._small for _ in range(2)]
-        self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in self._rest]
-        self._table = np.zeros((len(self._leaves), len(COLUMN_FIELDS)), np.int64)
-        for row, ring in enumerate(self._rest, 2 * len(self._small)):
-            self._table[row, :4] = ring.ctypes.data, ring[0, 0].nbytes, 0, 1
-        self._following: list[object] = [None] * len(self._small)  # what the table points into, and kept alive by it
+        self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
+        self._leaves += [((), np.dtype(np.float32), 1)]
+        self._leaves += [((), ring.dtype, 1) for ring in cursors]
+        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, 0, 0, 0, 0] for ring in rest]
+        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data]]
+        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, 0, 0, 0, 0] for ring in cursors]
+        self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
+        self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
         self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
 
     def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
@@ -452,7 +464,11 @@ class RowTable:
                 self._table[2 * i : 2 * i + 2] = ring.describe_columns()
                 self._following[i] = following
         _, observed_bytes, other_bytes, columns = self._spans_of(len(ids))
-        observed, others = take(observed_bytes), take(other_bytes)
+        if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
+            observed = take(observed_bytes + other_bytes)
+            others = observed[observed_bytes:]
+        else:
+            observed, others = take(observed_bytes), take(other_bytes)
         if not kernels.read_rows(self._table, ids, held, ring_rows, (observed, others)):
             return None
         blocks = (observed, others, None)

@@ -96,11 +96,11 @@ class ObservationRing:
     def describe_columns(self) -> list[list[int]]:
         """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
         ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
-        obs = [ring, nbytes, 0, 0, 0, 0, 0]
+        obs = [ring, nbytes, 0, 0, 0, 0, 0, 0]
         if not isinstance(following, Apart):
-            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0]]
+            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0, 0]]
         ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
-        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows)]]
+        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0]]
 
     @property
     def is_shared(self) -> bool:
@@ -205,6 +205,7 @@ class Rows(NamedTuple):
     terminated: Array
     truncated: Array
     extras: list[Array]
+    ended: Array  # float32: 1.0 where an episode ended and was not cut short
 
 
 class Rings:
@@ -312,7 +313,9 @@ class Rings:
         """
         table = self._table
         if table is None or not table.fits(len(self.small), self._rest_count, cursors):
-            table = self._table = RowTable(self.small.values(), self._rest(), cursors)
+            table = self._table = RowTable(
+                self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
+            )
         columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
         if columns is None:
             require_in_range(ids, *held)
@@ -333,6 +336,7 @@ class Rings:
             terminated=columns[flags],
             truncated=columns[flags + 1],
             extras=columns[flags + 2 : extras],
+            ended=columns[extras if self.reward is None else extras + 1],
         )
 
     def _rest(self) -> list[Array]:

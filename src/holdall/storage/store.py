@@ -262,6 +262,11 @@ class Store:
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
 
+    @property
+    def is_short(self) -> bool:
+        """Whether all fields lie in rings."""
+        return not self._large
+
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
         return self._rings.are_valid(ids)
