@@ -4,7 +4,7 @@
 
 Every side of every round is a fresh process, and the sides take turns. `alone` adds 20,000 steps and draws 2,000
 batches of 256, the default of SAC and TD3. `training` trains that algorithm with its default settings, and times every
-call of `add` and `sample` from outside. Times of a round are medians over calls (of blocks of calls, where nothing else runs);
+call of `add` and `sample` from outside. Times of a round are medians over calls, or over blocks of calls `alone`;
 shown is the best round of each side, by the wall clock and by the CPU time of the thread: other programs on the machine
 make the first one longer and change the second one little. Exit status 1 if a bar is not met: 0.9 of
 Stable-Baselines3's time alone, 1.0 in training, by CPU time.

@@ -202,11 +202,11 @@ class ReplayMemory(SavedMemory):
             drawn = self._batches.look_up(draw, store)
         return self._batches.make(draw, drawn)
 
-    def short_rows(self, ids: NDArray[np.int64]) -> Rows | None:
-        """Return copies of all fields of valid `ids`, as arrays, if all of them are short; for adapters."""
+    def rows(self, ids: NDArray[np.int64]) -> Rows:
+        """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
         with self._lock:
-            store = self._open()
-            return store.read(ids, self._assembler.staging.take) if store.is_short else None
+            rows = self._open().read(ids, self._assembler.staging.take)
+        return self._assembler.complete(rows, self.schema.observation.leaves)
 
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""

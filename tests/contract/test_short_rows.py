@@ -183,4 +183,4 @@ def test_ids_that_are_not_held_are_refused_by_name() -> None:
     assert memory.gather(ids).ids.tolist() == memory.gather(np.arange(10)[::2] // 2).ids.tolist()
     for wrong in (-1, 400):
         with pytest.raises(TransitionIdError, match=f"ids holds {wrong}"):
-            memory.short_rows(np.array([1, wrong]))
+            memory.rows(np.array([1, wrong]))

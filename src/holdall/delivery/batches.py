@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -145,6 +145,16 @@ class ObservationAssembler:
             self._kernels.gather(places, field, obs, next_obs, self._threads)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+    def complete(self, rows: Rows, leaves: Sequence[Leaf]) -> Rows:
+        """Return rows with the observations of all leaves, large ones too."""
+        places = rows.places
+        if places is None:
+            return rows
+        if places.awaits_files:
+            bring_places(places)
+        large = {leaf: self.assemble(places, field, leaves[leaf]) for field, leaf in enumerate(rows.large)}
+        return rows._replace(small=rows.small | large, large=(), places=None)
 
     def close(self) -> None:
         """End the threads."""

@@ -146,10 +146,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
             returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
             batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs))
             return self._as_samples(batch, returns, env, discounts)
-        rows = self.memory.short_rows(ids)
-        if rows is None:
-            batch = self.memory.gather(ids)
-            return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+        rows = self.memory.rows(ids)
         obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
         next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
         if not self._is_dict:

@@ -16,7 +16,6 @@ from holdall.storage.blocks import (
     SegmentFile,
     SliceBlock,
     address,
-    fresh_bytes,
     release_tail,
     reserve,
 )
@@ -31,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,

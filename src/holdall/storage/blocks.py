@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError, HoldallError
 from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec
-from holdall.storage.layout import ALIGNMENT_BYTES, Window
+from holdall.storage.layout import Window
 
 _MAP_NORESERVE = 0x4000
 """Linux's flag; the mmap module names it from Python 3.13 on."""
@@ -61,13 +61,6 @@ def address(array: NDArray[Any]) -> int:
         return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
     except (TypeError, ValueError):  # read-only or empty
         return int(array.ctypes.data)
-
-
-def fresh_bytes(nbytes: int) -> Bytes:
-    """Allocate bytes from an aligned address on."""
-    block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-    start = -address(block) % ALIGNMENT_BYTES
-    return block[start : start + nbytes]
 
 
 class ArenaPool:

@@ -9,6 +9,7 @@ that does not shift as proposed is stored whole, so a wrong window costs memory,
 
 from __future__ import annotations
 
+import ctypes
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -373,6 +374,13 @@ _ONE_BLOCK_BYTES = 1 << 15
 """Both blocks are one up to this size: allocating another one takes longer than to copy it."""
 _NO_BLOCK = 2
 """Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
+
+
+def fresh_bytes(nbytes: int) -> Bytes:
+    """Allocate bytes from an aligned address on."""
+    block: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
+    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT_BYTES
+    return block[start : start + nbytes]  # type: ignore[no-any-return]  # a buffer to ctypes, an array to NumPy
 
 
 class RowRing(Protocol):

@@ -91,7 +91,7 @@ class ObservationRing:
     @property
     def following(self) -> Array | Apart:
         """Where next observations are found that do not follow in the ring: another object whenever that changes."""
-        return self._apart.freeze() if self._paired is None else self._paired
+        return self._apart.held if self._paired is None else self._paired
 
     def describe_columns(self) -> list[list[int]]:
         """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
-from holdall.storage.blocks import SliceBlock, fresh_bytes
-from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
+from holdall.storage.blocks import SliceBlock
+from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout, fresh_bytes
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
@@ -261,11 +261,6 @@ class Store:
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
-
-    @property
-    def is_short(self) -> bool:
-        """Whether all fields lie in rings."""
-        return not self._large
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
