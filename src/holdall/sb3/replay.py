@@ -152,7 +152,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if not self._is_dict:
             obs, next_obs = obs[""], next_obs[""]
         rewards = self._normalize_reward(rows.reward.reshape(-1, 1), env)
-        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env)
+        # Rows begin where tensors do; what was computed from them may begin anywhere.
+        tensor_of = th.from_numpy if env is None and self.device.type == "cpu" else self._tensor
+        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None, tensor_of)
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -168,22 +170,21 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Return a batch as Stable-Baselines3's tuple of tensors."""
         ended = fresh_bytes(_FLOAT32.itemsize * len(batch)).view(_FLOAT32)
         np.greater(batch.terminated, batch.truncated, out=ended)
-        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts)
+        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts, self._tensor)
 
     def _tensors_of(
-        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any = None
-    ) -> Any:
+        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any,
+        tensor_of: Callable[[Any], th.Tensor],
+    ) -> Any:  # fmt: skip
         """Return arrays of a batch as Stable-Baselines3's tuple of tensors."""
-        # These begin where tensors do; what was computed from them may begin anywhere.
-        whole = self._tensor if self.device.type != "cpu" or env is not None else th.from_numpy
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return kind(
-            observations=self._tensors(self._normalize_obs(obs, env), whole),
-            actions=whole(action),
-            next_observations=self._tensors(self._normalize_obs(next_obs, env), whole),
-            dones=whole(ended.reshape(-1, 1)),
-            rewards=self._tensor(rewards),
-            discounts=None if discounts is None else self._tensor(discounts),
+            observations=self._tensors(self._normalize_obs(obs, env), tensor_of),
+            actions=tensor_of(action),
+            next_observations=self._tensors(self._normalize_obs(next_obs, env), tensor_of),
+            dones=tensor_of(ended.reshape(-1, 1)),
+            rewards=tensor_of(rewards),
+            discounts=None if discounts is None else tensor_of(discounts),
         )
 
     def reset(self) -> None:
