@@ -30,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -110,6 +110,8 @@ from holdall.storage.ticks import (
 from holdall.storage.tiers import Budget
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "COLUMN_FIELDS",
     "COST_CAPS",
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
@@ -184,6 +186,7 @@ __all__ = [
     "codec_of",
     "codec_words",
     "dictionary_name",
+    "fresh_bytes",
     "gather_padded",
     "gather_rows",
     "is_settled",

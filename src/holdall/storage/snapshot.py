@@ -79,23 +79,23 @@ class RowsById:
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
+        self.held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
 
     def __len__(self) -> int:
-        return self._held.end - self._held.first
+        return self.held.end - self.held.first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
-        return self._held.ids.nbytes + self._held.rows.nbytes
+        return self.held.ids.nbytes + self.held.rows.nbytes
 
     def arrays(self) -> list[Array]:
         """Return the arrays of ids and rows."""
-        return [self._held.ids, self._held.rows]
+        return [self.held.ids, self.held.rows]
 
     def append(self, ids: NDArray[np.int64], rows: Array) -> None:
         """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
-        held, count = self._held, len(ids)
+        held, count = self.held, len(ids)
         first, end = held.first, held.end
         if count and end > first and held.ids[end - 1] >= ids[0]:
             end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
@@ -107,29 +107,29 @@ class RowsById:
             all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
             first, end = 0, end - first
         all_ids[end : end + count], all_rows[end : end + count] = ids, rows
-        self._held = Apart(all_ids, all_rows, first, end + count)
+        self.held = Apart(all_ids, all_rows, first, end + count)
 
     def drop_before(self, first_id: int) -> None:
         """Forget rows of ids below `first_id`."""
-        held = self._held
+        held = self.held
         gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
         if gone:
-            self._held = replace(held, first=held.first + gone)
+            self.held = replace(held, first=held.first + gone)
 
     def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""
-        first, end = self._held.first, self._held.end
+        first, end = self.held.first, self.held.end
         if first == end:
             return
-        held = self._held.ids[first:end]
+        held = self.held.ids[first:end]
         place = held.searchsorted(ids)
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
-            rows[found] = self._held.rows[first + place[found]]
+            rows[found] = self.held.rows[first + place[found]]
 
     def freeze(self) -> Apart:
         """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return self._held
+        return self.held
 
 
 class FrozenRows:

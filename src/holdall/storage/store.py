@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Schema
+from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window, WindowScout
+from holdall.storage.layout import Window, WindowScout, fresh_bytes
 from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
@@ -310,10 +310,17 @@ class Store:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
 
-    def read(self, ids: NDArray[np.int64]) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones."""
-        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if self._large else None
-        return self._rings.read(ids, tuple(self._large), places)
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
