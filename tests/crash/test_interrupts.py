@@ -27,6 +27,8 @@ import holdall
 from holdall.storage import segment
 from holdall.testing import OracleMemory, assert_same_bits
 
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
+
 PACKAGE = str(Path(holdall.__file__).parent) + os.sep
 ACTION = spaces.Box(-1, 1, (2,), np.float32)
 SMALL = spaces.Box(-9, 9, (3,), np.float32)
