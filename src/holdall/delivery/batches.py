@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -20,6 +20,7 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
+from holdall.threads import left
 
 if TYPE_CHECKING:
     import torch
@@ -62,13 +63,13 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
         if nbytes < self._least_bytes:
             return fresh_bytes(nbytes)
-        with self._lock:
+        with left(self._lock):
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
@@ -86,13 +87,13 @@ class BlockPool:
 
     def arrays(self) -> list[Bytes]:
         """Return what a pool on the host keeps for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return [np.asarray(block.memory) for blocks in self._blocks_by_size.values() for block in blocks]
 
     @property
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
 
 
@@ -146,6 +147,16 @@ class ObservationAssembler:
             self._kernels.gather(places, field, obs, next_obs, self._threads)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+    def complete(self, rows: Rows, leaves: Sequence[Leaf]) -> Rows:
+        """Return rows with the observations of all leaves, large ones too."""
+        places = rows.places
+        if places is None:
+            return rows
+        if places.awaits_files:
+            bring_places(places)
+        large = {leaf: self.assemble(places, field, leaves[leaf]) for field, leaf in enumerate(rows.large)}
+        return rows._replace(small=rows.small | large, large=(), places=None)
 
     def close(self) -> None:
         """End the threads."""
@@ -293,10 +304,6 @@ class Batches(ABC):
     def draw(self, sampler: Any, count: int, generator: np.random.Generator) -> Batch | None:
         """Draw and make a batch in one step, where that can be done; under the memory's lock."""
         return None
-
-    def update_priorities(self, sampler: Any, ids: Any, priorities: Any) -> bool:
-        """Set priorities where batches are drawn, if that is not the sampler itself; return whether."""
-        return False
 
     @abstractmethod
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:

@@ -12,7 +12,7 @@ worst that can have happened since.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from holdall.delivery.device_loops import (
     MOST_FIELDS,
     TERMINATED,
     TRUNCATED,
+    DeviceLoops,
     RingsOnDevice,
     RowsOnDevice,
     TickOnDevice,
@@ -32,7 +33,7 @@ from holdall.delivery.device_loops import (
 from holdall.errors import ArgumentError
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage import Apart, put_rows, rows_of
+from holdall.storage import Apart, FlatField, Kernels, Repair, SlicedTick, TickWriter, put_rows, rows_of
 
 if TYPE_CHECKING:
     import torch
@@ -55,7 +56,8 @@ class DeviceRings:
             )
         self.torch, self.device, self.schema = torch, device, schema
         self.lanes, self.ring_ticks = schema.num_envs, ring_ticks
-        self._first_tick = self._next_tick = first_tick
+        self._writer: DeviceTickWriter | None = None
+        self._begun_with = first_tick
         self.scouts: dict[int, Any] = {}
         self.invalid: DeviceColumn | None = None
         self.reward: DeviceColumn | None = None
@@ -99,26 +101,31 @@ class DeviceRings:
                 self._seen_free[1 + i] = len(ring.pool.free())
         self._seen_free[0] = self._next_tick
 
-    def write(self, now: int, tick: Any) -> None:
-        """Write one tick of tensors, as soon as the device gets there."""
+    def prepare(self, tick: Any, first_tick: int, next_tick: int) -> list[Any]:
+        """Return the rows of a tick of tensors, each in one piece, in the order in which the writer takes them."""
         self.begin(_numpy_dtype(self.torch, tick.reward), has_invalid=tick.valid is not None)
-        self._make_room(now)
-        rows = [_row_contiguous(t) for t in (*tick.obs, *tick.action, *tick.extras, tick.reward)]
-        following = [_row_contiguous(t) for t in tick.next_obs]
-        flags = (tick.terminated.contiguous(), tick.truncated.contiguous())
-        valid = None if tick.valid is None else tick.valid.contiguous()
-        self._loops.write(now, TickOnDevice(rows, following, *flags, valid), has_previous=now > self._first_tick)
-        self._next_tick = now + 1
+        rows = [*tick.obs, *tick.action, *tick.extras, tick.reward, *tick.next_obs]
+        rows = [_row_contiguous(row) for row in rows] + [tick.terminated.contiguous(), tick.truncated.contiguous()]
+        return rows if tick.valid is None else [*rows, tick.valid.contiguous()]
 
-    def keep_only(self, small: Iterable[int]) -> None:
+    def new_writer(self, kernels: Kernels, ticks: tuple[int, int], repair: Repair) -> TickWriter:
+        """Return what writes ticks here; `ticks` are the numbers of the first one ever and of the next."""
+        self._writer = DeviceTickWriter(self, self._loops, self._counts, ticks, repair)
+        return self._writer
+
+    def flat(self) -> list[FlatField]:
+        """Return nothing: no ring lies on the host."""
+        return []
+
+    def fast_arguments(self, _large: list[int]) -> None:
+        """Return nothing: there is no shorter way than `write`."""
+
+    def keep(self, small: Iterable[int]) -> None:
         """Refuse what is saved in another form: every observation leaf has a ring here."""
         if list(small) != list(self.small):
             raise ArgumentError("store_device: the checkpoint holds compressed fields, which a device does not read")
 
-    def fast_tick(self, *_: Any) -> None:
-        """Return nothing: there is no shorter way than `write`."""
-
-    def _make_room(self, now: int) -> None:
+    def make_room(self, now: int) -> None:
         """See that every pool has a place for each lane, whatever the device has done since it last said."""
         lag = now - int(self._seen_free[0])
         needed = (lag + 1) * self.lanes
@@ -266,15 +273,19 @@ class DeviceRings:
                 kept[f"obs.{i}"] = Apart(some.cpu().numpy(), rows.astype(ring.leaf.dtype, copy=False), 0, len(some))
         return kept
 
+    @property
+    def _next_tick(self) -> int:
+        return self._begun_with if self._writer is None else self._writer.next_tick
+
     def _first_held(self) -> int:
-        return max(self._first_tick, self._next_tick + 1 - self.ring_ticks)
+        first = self._begun_with if self._writer is None else self._writer.first_tick
+        return max(first, self._next_tick + 1 - self.ring_ticks)
 
     def thaw(
         self, next_tick: int, first_tick: int, newest: dict[int, Array], paired: Collection[int], scouts: dict[str, Any]
     ) -> None:
         """Begin to take over rows that were frozen elsewhere; they follow with `put`, oldest first."""
         del paired, scouts  # next observations with rows of their own are compared as they come
-        self._first_tick, self._next_tick = first_tick, next_tick
         self._counts.copy_(self.torch.tensor([next_tick, first_tick, 0]))
         for i, rows in newest.items():
             slot = next_tick % self.ring_ticks
@@ -349,6 +360,36 @@ class DeviceRings:
         for i in self.small:
             columns[f"next.{i}"] = found.next_obs[i].cpu().numpy().reshape(columns[f"obs.{i}"].shape)
         return columns
+
+
+class DeviceTickWriter(TickWriter):
+    """Writes ticks of tensors in one launch, and counts them.
+
+    The device counts, too. Where an interrupt came between a launch and the count of it, the device is asked.
+    """
+
+    def __init__(
+        self, rings: DeviceRings, loops: DeviceLoops, counts: torch.Tensor, ticks: tuple[int, int], repair: Repair
+    ) -> None:
+        super().__init__((), rings.ring_ticks, ticks[0])
+        self.next_tick = ticks[1]
+        self._rings, self._loops, self._counts, self._repair = rings, loops, counts, repair
+
+    def write(self, rows: Sequence[Any], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter`."""
+        rings, now = self._rings, self.next_tick
+        rings.make_room(now)
+        fields, observed = len(rings.schema.leaves) + 1, len(rings.small)
+        following, flags = rows[fields : fields + observed], rows[fields + observed :]
+        tick = TickOnDevice(rows[:fields], following, flags[0], flags[1], flags[2] if len(flags) > 2 else None)
+        self._repair.begin(self._ask_device)
+        self._loops.write(now, tick, has_previous=now > self.first_tick)
+        self.next_tick = now + 1
+        self._repair.end()
+        return self.next_tick
+
+    def _ask_device(self) -> None:
+        self.next_tick = int(self._counts[0])
 
 
 def _row_contiguous(tensor: torch.Tensor) -> torch.Tensor:

@@ -250,6 +250,17 @@ static void copy_column(const row_column *c, const int64_t *ids, int64_t rows, i
     }
 }
 
+/* Fill one column with 1.0f where a flag is set and another one is not, else 0.0f. */
+static void copy_flags(const row_column *c, const int64_t *ids, int64_t rows, int64_t first_id, int64_t start,
+                       int64_t ring_rows, uint8_t *out) {
+    const uint8_t *const flags = (const uint8_t *)(intptr_t)c->ring, *const unless = (const uint8_t *)(intptr_t)c->unless;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = start + ids[i] - first_id, slot = at >= ring_rows ? at - ring_rows : at;
+        const float value = flags[slot] > unless[slot] ? 1.0f : 0.0f;
+        memcpy(out + i * (int64_t)sizeof value, &value, sizeof value);
+    }
+}
+
 /* Copy all short fields of a batch, column after column, each from a multiple of ALIGNMENT_BYTES on in its block.
  * Rings have `ring_rows` rows, and the row of a transition stands at its id modulo that.
  * Returns -1; or the position of an id outside [first_id, next_id), and nothing was copied. */
@@ -264,10 +275,33 @@ EXPORT int64_t holdall_read_rows(const row_column *columns, int64_t count, const
     for (int64_t k = 0; k < count && rows; k++) {
         const row_column *const c = &columns[k];
         uint8_t **const block = &blocks[c->block != 0];
-        copy_column(c, ids, rows, first_id, first_id % ring_rows, ring_rows, *block);
+        (c->unless ? copy_flags : copy_column)(c, ids, rows, first_id, first_id % ring_rows, ring_rows, *block);
         *block += (rows * c->row_bytes + ALIGNMENT_BYTES - 1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
     }
     return -1;
+}
+
+/* Numbers below `end`, drawn as NumPy's RandomState.randint does, whose sequence never changes. */
+static void draw_below(uint32_t (*next_uint32)(void *), void *state, uint32_t end, int64_t count, int64_t *out) {
+    const uint32_t most = end - 1; /* 0: nothing is drawn */
+    uint32_t mask = most;
+    for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t drawn = 0;
+        while (most != 0 && (drawn = next_uint32(state) & mask) > most) continue;
+        out[i] = drawn;
+    }
+}
+
+/* Draw slots, then lanes, and write the ids of the transitions there: tick t stands in slot t modulo `slots`, and the
+ * newest tick is `newest`. `lane` is memory for as many numbers; NULL: there is one lane, and none is drawn. */
+EXPORT void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
+                         int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane) {
+    const int64_t newest_slot = newest % slots, turn = newest - newest_slot;
+    draw_below(next_uint32, state, (uint32_t)filled, rows, ids);
+    if (lane) draw_below(next_uint32, state, (uint32_t)lanes, rows, lane);
+    for (int64_t i = 0; i < rows; i++)
+        ids[i] = (ids[i] + (ids[i] > newest_slot ? turn - slots : turn)) * lanes + (lane ? lane[i] : 0);
 }
 
 /* Find the segment and the lane of every transition: segments begin at ascending ticks, the first at or before all. */

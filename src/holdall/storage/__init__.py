@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> store
+    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -16,7 +16,6 @@ from holdall.storage.blocks import (
     SegmentFile,
     SliceBlock,
     address,
-    fresh_bytes,
     release_tail,
     reserve,
 )
@@ -31,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -92,15 +91,26 @@ from holdall.storage.snapshot import (
     OpenSlices,
     RowChunk,
     StoreContent,
-    Tick,
     UnchangedStore,
     is_settled,
     put_rows,
     rows_of,
+)
+from holdall.storage.spill import SpillFolder
+from holdall.storage.store import Store
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    Arguments,
+    FastTick,
+    FlatField,
+    Repair,
+    SlicedTick,
+    Tick,
+    TickWriter,
     steps_in,
 )
-from holdall.storage.store import Store
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage.tiers import Budget
 
 __all__ = [
     "ALIGNMENT_BYTES",
@@ -109,12 +119,15 @@ __all__ = [
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
     "NEXT_IS_WHOLE",
+    "NOT_CONTINUED",
+    "NO_ROOM",
     "PIECE_BYTES",
     "RECORD_FIELDS",
     "SEGMENT_BYTES",
     "SLICES",
     "TRANSFORM_FIELDS",
     "Apart",
+    "Arguments",
     "AwaitedFile",
     "Budget",
     "Buffer",
@@ -127,7 +140,9 @@ __all__ = [
     "Demand",
     "Dictionary",
     "Extent",
+    "FastTick",
     "FinalObservations",
+    "FlatField",
     "FrozenBlock",
     "FrozenRows",
     "FrozenSegments",
@@ -145,6 +160,7 @@ __all__ = [
     "Predictor",
     "Read",
     "Record",
+    "Repair",
     "RolloutFields",
     "RowChunk",
     "Rows",
@@ -154,10 +170,12 @@ __all__ = [
     "Segment",
     "SegmentFile",
     "SliceBlock",
+    "SlicedTick",
     "SpillFolder",
     "Store",
     "StoreContent",
     "Tick",
+    "TickWriter",
     "Transform",
     "UnchangedStore",
     "Window",
