@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -26,6 +25,7 @@ from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
+from holdall.sb3.arrays import SlotArray, SlotArrays
 from holdall.schema import stored_space
 from holdall.units import require_count
 
@@ -54,6 +54,18 @@ class ReplayBuffer(buffers.ReplayBuffer):
         prefer: The same.
         spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
     """
+
+    # What plain arrays are there; gathered when they are read. Slots that were never written to read as zeros.
+    observations: Any = SlotArrays(lambda buffer: buffer._observed("observations", lambda batch: batch.obs))
+    next_observations: Any = SlotArrays(
+        lambda buffer: buffer._observed("next_observations", lambda batch: batch.next_obs)
+    )
+    actions: Any = SlotArrays(lambda buffer: buffer._acted())
+    rewards: Any = SlotArrays(lambda buffer: buffer._numbers("rewards", lambda batch: batch.reward))
+    dones: Any = SlotArrays(lambda buffer: buffer._numbers("dones", _done_flags, buffer._write_dones))
+    timeouts: Any = SlotArrays(
+        lambda buffer: buffer._numbers("timeouts", lambda batch: batch.truncated, buffer._write_timeouts)
+    )
 
     def __init__(
         self,
@@ -188,46 +200,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Account for the bytes held, field by field."""
         return self.memory.report()
 
-    @property
-    def observations(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The observations as an array over slots, or a dict of them; gathered when read."""
-        return self._observed("observations", lambda batch: batch.obs)
-
-    @property
-    def next_observations(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The next observations, likewise."""
-        return self._observed("next_observations", lambda batch: batch.next_obs)
-
-    @property
-    def actions(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The actions, likewise."""
-        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda b: b.action)
-
-    @property
-    def rewards(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The rewards, likewise."""
-        return self._slots("rewards", (), _FLOAT32, lambda batch: batch.reward)
-
-    @property
-    def dones(self) -> Any:  # type: ignore[override]  # a plain array there
-        """Whether an episode ended, for any reason; may be written to."""
-
-        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            cut = self.memory.gather(ids).truncated
-            self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
-
-        return self._slots("dones", (), _FLOAT32, _done_flags, write)
-
-    @property
-    def timeouts(self) -> Any:  # type: ignore[override]  # a plain array there
-        """Whether an episode was cut short by a time limit; may be written to."""
-
-        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
-            self.memory.set_flags(ids, done ^ cut, cut)
-
-        return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
-
     def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Describe observations and actions as they are stored."""
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
@@ -276,6 +248,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if tensor.is_floating_point() and tensor.data_ptr() % _TORCH_ALIGNMENT_BYTES:
             return tensor.clone()
         return tensor
+
+    def _write_dones(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        cut = self.memory.gather(ids).truncated
+        self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
+
+    def _write_timeouts(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
+        self.memory.set_flags(ids, done ^ cut, cut)
+
+    def _acted(self) -> SlotArray:
+        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda batch: batch.action)
+
+    def _numbers(self, name: str, of: Any, write: Any = None) -> SlotArray:
+        return self._slots(name, (), _FLOAT32, of, write)
 
     def _observed(self, name: str, of: Any) -> Any:
         if not self._is_dict:
@@ -335,99 +321,3 @@ def n_step_returns(
     returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
     discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
     return returns, discounts, last
-
-
-ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
-WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
-
-
-class SlotArray:
-    """One field as an array of (slots, environments, *shape) that exists only when it is read.
-
-    Args:
-        shape: Shape of the whole, slots and environments first.
-        dtype: Of what is read.
-        ids_of: Transition ids by flat (slot, environment) positions; -1 where there is none.
-        read: Rows of given ids.
-        rows_at_once: Most ids that are read in one go: reading takes memory for all fields, not this one alone.
-        write: Takes ids and their new rows; None if the field cannot be written to.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        ids_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
-        read: ReadRows,
-        rows_at_once: int,
-        write: WriteRows | None = None,
-    ) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._ids_in_slots = ids_of
-        self._read = read
-        self._rows_at_once = rows_at_once
-        self._write = write
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        """Axes, slots and environments among them."""
-        return len(self.shape)
-
-    def __getitem__(self, key: Any) -> Any:
-        outer, inner = self._split(key)
-        positions = self._positions()[outer]
-        return self._rows(positions)[(*[slice(None)] * np.ndim(positions), *inner)]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self._write is None:
-            raise ArgumentError(
-                f"{self.name}[...] = ... was tried; a stored {self.name} cannot be changed, only "
-                "dones and timeouts can: call reset() and add the transitions again"
-            )
-        outer, _ = self._split(key)
-        positions = self._positions()[outer]
-        ids = self._ids_in_slots(np.atleast_1d(positions).reshape(-1))
-        rows = np.broadcast_to(np.asarray(value), np.shape(positions)).reshape(-1)
-        held = ids >= 0
-        self._write(ids[held], rows[held])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError(f"{self.name} is gathered when it is read, so it is always a copy")
-        whole = self._rows(self._positions())
-        return whole if dtype is None else whole.astype(dtype)
-
-    def _positions(self) -> NDArray[np.int64]:
-        return np.arange(self.shape[0] * self.shape[1]).reshape(self.shape[:2])
-
-    def _split(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split a key into what picks slots and environments, and what picks inside a row."""
-        keys = key if isinstance(key, tuple) else (key,)
-        outer, inner = keys[:2], keys[2:]
-        plain = all(part is ... or isinstance(part, slice | int | np.integer) for part in inner)
-        leading = inner and (outer[0] is ... or outer[1] is ...)
-        # There NumPy moves the axes of arrays to the front, past a slice that comes before them.
-        moved = inner and isinstance(outer[0], slice) and not isinstance(outer[1], slice | int | np.integer)
-        if any(part is None for part in keys) or leading or moved or not plain:
-            raise ArgumentError(
-                f"{self.name}[{key!r}]: new axes, leading ellipses and arrays of elements are not understood; read "
-                f"np.asarray(buffer.{self.name}) first, or the rows and then their elements"
-            )
-        return outer, inner
-
-    def _rows(self, positions: Any) -> NDArray[Any]:
-        """Gather rows for an array of positions of any shape."""
-        flat = np.atleast_1d(positions).reshape(-1)
-        ids = self._ids_in_slots(flat)
-        rows = np.zeros((len(flat), *self.shape[2:]), self.dtype)
-        held = np.flatnonzero(ids >= 0)
-        for begin in range(0, len(held), self._rows_at_once):
-            some = held[begin : begin + self._rows_at_once]
-            rows[some] = self._read(ids[some]).reshape(len(some), *self.shape[2:])
-        return rows.reshape((*np.shape(positions), *self.shape[2:]))

@@ -23,7 +23,7 @@ from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
-from holdall.sb3.replay import SlotArray
+from holdall.sb3.arrays import SlotArray
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
 
