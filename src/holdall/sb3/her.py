@@ -29,7 +29,7 @@ _KINDS = "biuf"
 _JSON_TYPES = (bool, int, float, str)
 
 
-class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type: ignore[override]  # arrays read when asked
+class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     """Drop-in for Stable-Baselines3's `HerReplayBuffer`.
 
     `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.HerReplayBuffer)`
