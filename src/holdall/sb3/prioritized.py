@@ -58,7 +58,8 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         draw = self.memory.draw(batch_size)
         samples: ReplayBufferSamples | DictReplayBufferSamples = self._samples(draw.ids, env)
         weights = self._tensor(draw.weights.reshape(-1, 1))
-        return PrioritizedSamples(**samples._asdict(), weights=weights, ids=draw.ids)
+        named: dict[str, Any] = {"discounts": None} | samples._asdict()  # Stable-Baselines3 2.6 has no discounts
+        return PrioritizedSamples(**named, weights=weights, ids=draw.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""

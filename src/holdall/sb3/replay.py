@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import numpy as np
+import stable_baselines3
 import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
@@ -89,7 +90,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
-        self.n_steps = require_count("n_steps", n_steps, 1)
+        self.n_steps = self._require_steps(n_steps)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -112,9 +113,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         cut = self._nothing_cut
         if self.handle_timeout_termination:
             timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
-            if True in timeouts:
-                cut = np.array(timeouts, np.bool_)
-                done = np.asarray(done, np.bool_) ^ cut
+            if any(timeouts):
+                cut = _cut_flags(timeouts, self._lane_shape)
+                done = _cast(done, self._lane_shape, _BOOL) ^ cut
         if not self.memory.add_as_is(obs, action, reward, next_obs, done, cut):
             self.memory.add(
                 self._cast_observation(obs),
@@ -141,6 +142,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ids = self._ids(batch_inds, env_indices)
         left_early = ids < self.memory.first_id  # a budget without a disk tier may hold less than all slots
         if left_early.any():
+            if self.memory.next_id == 0:  # `full` was set by hand
+                return self._samples_of_nothing(len(ids), env)
             held = np.random.randint(self.memory.first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002
             ids = np.where(left_early, held, ids)
         return self._samples(ids, env)
@@ -175,8 +178,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
             next_observations=self._tensors(self._normalize_obs(batch.next_obs, env)),
             dones=self._tensor(dones),
             rewards=self._tensor(rewards),
-            discounts=None if discounts is None else self._tensor(discounts),
+            **({} if discounts is None else {"discounts": self._tensor(discounts)}),
         )
+
+    def _samples_of_nothing(self, count: int, env: VecNormalize | None) -> Any:
+        """Return rows of slots that were never written to: zeros."""
+        zeros = {key: np.zeros((count, *shape[1:]), dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        obs = zeros if self._is_dict else zeros[""]
+        none, rewards = np.zeros(count, np.bool_), np.zeros(count, np.float32)
+        action = np.zeros((count, self.action_dim), self._action_dtype)
+        batch = Batch(obs, action, rewards, obs, none, none, {}, np.full(count, -1), np.ones(count, np.float32))
+        return self._as_samples(batch, self._normalize_reward(rewards.reshape(-1, 1), env), env)
 
     def reset(self) -> None:
         """Forget every transition."""
@@ -205,6 +217,15 @@ class ReplayBuffer(buffers.ReplayBuffer):
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
         return observed, stored_space((self.action_dim,), self._action_dtype)
+
+    @staticmethod
+    def _require_steps(n_steps: int) -> int:
+        if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
+            raise ArgumentError(
+                f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
+                f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
+            )
+        return n_steps
 
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
@@ -290,6 +311,14 @@ def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
     """
     return np.asarray(batch.terminated ^ batch.truncated)
+
+
+def _cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return what infos say about time limits, one flag an environment: bools, numbers, arrays of one, None."""
+    given = _cast([0 if timeout is None else timeout for timeout in timeouts], shape, _FLOAT32)
+    if not np.isin(given, (0, 1)).all():
+        raise ArgumentError(f'infos[...]["TimeLimit.truncated"] is {timeouts}, which are flags; pass True or False')
+    return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
 
 
 def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:

@@ -244,7 +244,7 @@ def test_edits_have_sb3_contribs_effect(algorithm: Any) -> None:
         how |= {"policy_kwargs": {"net_arch": [8]}, "normalize_advantage": False}
         if algorithm is MaskablePPO:
             how["rollout_buffer_class"] = MaskableRolloutBuffer if ours else None
-            model = MaskablePPO("MlpPolicy", vec_env, **how)
+            model: Any = MaskablePPO("MlpPolicy", vec_env, **how)
         else:
             how["policy_kwargs"]["lstm_hidden_size"] = 8
             model = RecurrentPPO("MlpLstmPolicy", vec_env, **how)

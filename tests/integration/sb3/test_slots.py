@@ -143,6 +143,63 @@ def test_a_time_limit_that_ended_nothing_is_kept_as_said() -> None:
     pair.assert_same_arrays()
 
 
+TIME_LIMITS: dict[str, list[Any]] = {
+    "an array of one": [np.array([1.0])],
+    "an array of no axis": [np.array(True)],
+    "NumPy's bools": [np.True_],
+    "whole numbers": [1],
+    "numbers": [1.0],
+    "no time limit": [np.array([0.0])],
+}
+
+
+@pytest.mark.parametrize("given", TIME_LIMITS)
+@pytest.mark.parametrize("done", [True, False])
+def test_time_limits_come_in_any_form(given: str, done: bool) -> None:
+    """As in `extend(...)` of what was read from another buffer."""
+    pair = Pair(Case(VECTOR))
+    one = np.ones((1, 5), np.float32)
+    for buffer in (pair.plain, pair.ours):
+        infos = [{"TimeLimit.truncated": TIME_LIMITS[given][0]}]
+        buffer.add(one, one, one[:, :2], np.zeros(1, np.float32), np.array([done]), infos)
+        buffer.extend([one], [one], [one[:, :2]], [np.zeros(1)], [np.array([float(done)])], [infos])
+    pair.assert_same_arrays()
+    pair.assert_same_samples()
+
+
+def test_time_limits_of_several_environments_come_in_any_form() -> None:
+    """Said for one of them, for some in other types, and once for all."""
+    pair = Pair(Case(VECTOR, lanes=3))
+    one = np.ones((3, 5), np.float32)
+    said: list[list[dict[str, Any]]] = [
+        [{"TimeLimit.truncated": np.True_}, {}, {"TimeLimit.truncated": 0}],
+        [{"TimeLimit.truncated": 1}],
+    ]
+    for infos in said:
+        for buffer in (pair.plain, pair.ours):
+            buffer.add(one, one, one[:, :2], np.zeros(3, np.float32), np.array([1.0, 0.0, 1.0]), infos)
+    pair.assert_same_arrays()
+    # Stable-Baselines3 refuses None, which says nothing.
+    pair.ours.add(
+        one,
+        one,
+        one[:, :2],
+        np.zeros(3),
+        np.ones(3),
+        [{"TimeLimit.truncated": None}, {"TimeLimit.truncated": True}, {}],
+    )
+    assert pair.ours.timeouts[2].tolist() == [0, 1, 0]
+
+
+@pytest.mark.parametrize("given", [0.5, 2, float("nan"), -1])
+def test_a_time_limit_that_is_no_flag_is_refused(given: float) -> None:
+    pair = Pair(Case(VECTOR))
+    one = np.ones((1, 5), np.float32)
+    with pytest.raises(HoldallError, match=r"TimeLimit\.truncated"):
+        pair.ours.add(one, one, one[:, :2], np.zeros(1), np.ones(1), [{"TimeLimit.truncated": given}])
+    assert pair.ours.pos == 0
+
+
 @pytest.mark.parametrize("name", ["rewards", "observations"])
 def test_reading_an_array_takes_little_beside_it(name: str) -> None:
     """Some 60 MB of images, twice: all of one field are read in pieces, and nothing of that size is kept."""
