@@ -88,7 +88,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = self._require_steps(n_steps)
         self.gamma = gamma
@@ -229,7 +229,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
-        settings = self._tiers | self._own_draws()
+        settings = self.tiers | self._own_draws()
         return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:
