@@ -260,7 +260,8 @@ def _require_holdall(buffer: Any) -> ReplayBuffer:
     if not isinstance(buffer, ReplayBuffer):
         raise CheckpointError(
             f"the model's replay buffer is a {type(buffer).__name__}; make the model with "
-            "replay_buffer_class=holdall.sb3.ReplayBuffer"
+            "replay_buffer_class=holdall.sb3.ReplayBuffer. If that buffer was loaded from a file, write "
+            "model.replay_buffer = holdall.sb3.ReplayBuffer.copy_of(model.replay_buffer)"
         )
     return buffer
 

@@ -9,9 +9,11 @@ number of slots; arrays over slots are gathered when they are read.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections import OrderedDict
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import stable_baselines3
@@ -19,6 +21,7 @@ import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common import buffers
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -34,6 +37,12 @@ _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
 _READ_AT_ONCE_BYTES = 8 * 2**20
 """Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
+_COPIED_AT_ONCE = 64
+"""Slots of another buffer that are copied in one go."""
+_WARNS_OF_STEPS = (2, 9, 1)
+"""From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
+_FRAMES_TO_MODEL = 4
+"""Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -55,6 +64,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         prefer: The same.
         spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
     """
+
+    _takes_steps = True
 
     # What plain arrays are there; gathered when they are read. Slots that were never written to read as zeros.
     observations: Any = SlotArrays(lambda buffer: buffer._observed("observations", lambda batch: batch.obs))
@@ -90,7 +101,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
-        self.n_steps = self._require_steps(n_steps)
+        self.n_steps = _require_steps(n_steps)
+        if n_steps == 1:
+            self._warn_of_ignored_steps()
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -208,6 +221,52 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.memory = memory
         self.pos, self.full = ticks % self.buffer_size, ticks >= self.buffer_size
 
+    @classmethod
+    def copy_of(cls, buffer: buffers.ReplayBuffer, **settings: Any) -> Self:
+        """Return a buffer with the transitions of one of Stable-Baselines3's, in the same slots, so draws are the same.
+
+        `model.load_replay_buffer(path)` of a file that Stable-Baselines3's buffer was saved to gives the model that
+        buffer; this makes it holdall's: `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
+
+        Args:
+            settings: budget, prefer and spill_dir, as in the constructor.
+        """
+        if isinstance(buffer, ReplayBuffer) or buffer.optimize_memory_usage:
+            raise ArgumentError(
+                f"buffer ({type(buffer).__module__}.{type(buffer).__name__}) must be one of Stable-Baselines3's own, "
+                "without optimize_memory_usage, which has written first observations over last ones"
+            )
+        made = cls(
+            buffer.buffer_size * buffer.n_envs, buffer.observation_space, buffer.action_space, device=buffer.device,
+            n_envs=buffer.n_envs, handle_timeout_termination=buffer.handle_timeout_termination,
+            **(cls._settings_of(buffer) | settings),
+        )  # fmt: skip
+        made._copy_slots(buffer)
+        return made
+
+    @classmethod
+    def _settings_of(cls, buffer: Any) -> dict[str, Any]:
+        """Return what a buffer of Stable-Baselines3's was made with, beside what all buffers have."""
+        return {name: getattr(buffer, name) for name in ("n_steps", "gamma") if hasattr(buffer, name)}
+
+    def _copy_slots(self, buffer: Any) -> None:
+        """Add what another buffer's slots hold, so that it lies in the same ones."""
+        written = np.arange(buffer.buffer_size if buffer.full else buffer.pos)
+        # The slot to be written to next is the oldest: what lies before it is the newest, and is added again.
+        ticks = np.concatenate([written, np.arange(buffer.pos)]) if buffer.full else written
+
+        def rows(name: str, slots: NDArray[np.int64]) -> Any:
+            found = getattr(buffer, name)
+            return {key: each[slots] for key, each in found.items()} if isinstance(found, dict) else found[slots]
+
+        for begin in range(0, len(ticks), _COPIED_AT_ONCE):
+            slots = ticks[begin : begin + _COPIED_AT_ONCE]
+            cut = buffer.timeouts[slots].astype(np.bool_)
+            obs, following = rows("observations", slots), rows("next_observations", slots)
+            ended = buffer.dones[slots].astype(np.bool_) ^ cut
+            self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
+        self.pos, self.full = buffer.pos, buffer.full
+
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
@@ -218,14 +277,26 @@ class ReplayBuffer(buffers.ReplayBuffer):
         observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
         return observed, stored_space((self.action_dim,), self._action_dtype)
 
-    @staticmethod
-    def _require_steps(n_steps: int) -> int:
-        if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
-            raise ArgumentError(
-                f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
-                f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
-            )
-        return n_steps
+    def _warn_of_ignored_steps(self) -> None:
+        """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
+        if _version() >= _WARNS_OF_STEPS:
+            return
+        frame = sys._getframe(2)
+        for _ in range(_FRAMES_TO_MODEL):
+            model = frame.f_locals.get("self")
+            if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
+                line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
+                remedy = f"write {line}" if self._takes_steps else "it has one-step returns only"
+                warnings.warn(
+                    f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
+                    f"here {type(self).__name__}; {remedy}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
 
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
@@ -302,6 +373,19 @@ class ReplayBuffer(buffers.ReplayBuffer):
         observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
+
+
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
+
+
+def _require_steps(n_steps: int) -> int:
+    if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
+        raise ArgumentError(
+            f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
+            f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
+        )
+    return n_steps
 
 
 def _done_flags(batch: Batch) -> NDArray[np.bool_]:
