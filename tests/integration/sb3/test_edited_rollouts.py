@@ -28,7 +28,7 @@ from .pair import assert_same_batch, assert_same_bits, seeded
 
 Edit = Callable[[Any], None]
 STEPS, LANES = 16, 3
-KEYS = spaces.Dict({"state": spaces.Box(-1, 1, (4,), np.float32), "gear": spaces.Discrete(5)})
+KEYS = spaces.Dict({"state": spaces.Box(-1, 1, (4,), np.float32), "speed": spaces.Box(-1, 1, (2,), np.float32)})
 
 
 class EditCallback(BaseCallback):
