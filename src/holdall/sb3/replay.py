@@ -145,6 +145,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
+        if self.full and self.memory.next_id == 0:  # somebody set `full`
+            return self._samples_of_nothing(batch_size, env)
         # Its own buffer draws differently with optimize_memory_usage; this one never does.
         upper_bound = self.buffer_size if self.full else self.pos
         slots = np.random.randint(0, upper_bound, size=batch_size)  # noqa: NPY002  its generator
@@ -155,8 +157,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ids = self._ids(batch_inds, env_indices)
         left_early = ids < self.memory.first_id  # a budget without a disk tier may hold less than all slots
         if left_early.any():
-            if self.memory.next_id == 0:  # `full` was set by hand
-                return self._samples_of_nothing(len(ids), env)
             held = np.random.randint(self.memory.first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002
             ids = np.where(left_early, held, ids)
         return self._samples(ids, env)

@@ -200,16 +200,29 @@ def test_a_time_limit_that_is_no_flag_is_refused(given: float) -> None:
     assert pair.ours.pos == 0
 
 
-@pytest.mark.parametrize("name", ["rewards", "observations"])
+def test_a_buffer_that_is_only_said_to_be_full_gives_zeros() -> None:
+    """Slots that were never written to, as Stable-Baselines3's own tests of dtypes draw them."""
+    for case in CASES:
+        pair = Pair(case)
+        pair.plain.full = pair.ours.full = True
+        pair.assert_same_samples()
+
+
+@pytest.mark.parametrize("name", ["rewards", "observations", "mean", "max", "iteration"])
 def test_reading_an_array_takes_little_beside_it(name: str) -> None:
     """Some 60 MB of images, twice: all of one field are read in pieces, and nothing of that size is kept."""
+    read_as: dict[str, Any] = {
+        "mean": lambda buffer: buffer.observations.mean(),
+        "max": lambda buffer: np.max(buffer.observations),
+        "iteration": lambda buffer: np.array([image.sum() for image in buffer.observations]),
+    }
     pair = Pair(Case(spaces.Box(0, 255, (3, 100, 100), np.uint8)), buffer_size=1_000)
     for _ in range(20):
         step = next(pair.steps)
         for _ in range(50):
             pair.ours.add(*step)
     tracemalloc.start()
-    read = np.asarray(getattr(pair.ours, name))
+    read = read_as[name](pair.ours) if name in read_as else np.asarray(getattr(pair.ours, name))
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak - read.nbytes < 20_000_000
