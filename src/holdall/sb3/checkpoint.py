@@ -158,7 +158,7 @@ def resume(
         raise
     buffer = getattr(model, "replay_buffer", None)
     if buffer is not None:
-        buffer.tiers |= tiers
+        buffer.tiers.update(tiers)
     return model
 
 

@@ -99,7 +99,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self.buffer_size = max(buffer_size // n_envs, 1)
         self.optimize_memory_usage = optimize_memory_usage
-        self.tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
         self.n_steps = _require_steps(n_steps)
         if n_steps == 1:
@@ -267,6 +267,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
             self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
         self.pos, self.full = buffer.pos, buffer.full
 
+    @property
+    def tiers(self) -> dict[str, Any]:
+        """budget, prefer and spill_dir of the memory, and of the next one after a `reset`."""
+        return self._tiers
+
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
@@ -300,7 +305,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
-        settings = self.tiers | self._own_draws()
+        settings = self._tiers | self._own_draws()
         return ReplayMemory(observed, action, self.buffer_size * self.n_envs, self.n_envs, **settings)
 
     def _own_draws(self) -> dict[str, Any]:
