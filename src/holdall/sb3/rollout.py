@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Generator
 from functools import partial
 from math import prod
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -101,8 +102,10 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         rows = [self._cast(leaf, obs) for leaf in self._leaves]
         if self._is_written:
             self._frames.write(pos, rows)
-        for leaf, given in self._exchanged():
-            given[pos] = rows[self._leaves.index(leaf)]
+        shown: Any = self.observations
+        if not (all(map(is_, shown.values(), self._stored.values())) if self._is_dict else shown is self._stored[""]):
+            for leaf, given in self._exchanged():
+                given[pos] = rows[self._leaves.index(leaf)]
         self.actions[pos] = action.reshape((self.n_envs, self.action_dim))
         self.rewards[pos] = reward
         self.episode_starts[pos] = episode_start
