@@ -77,7 +77,12 @@ def train(url: str, folder: Path, seed: int) -> None:
     try:
         memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill")
     except OSError as error:
-        if "there is no FORMAT" not in str(error) and "no checkpoint that is whole;" not in str(error):
+        nothing = (
+            "there is no FORMAT",
+            "no checkpoint that is whole;",
+            "has no bucket",
+        )  # made with a put
+        if not any(words in str(error) for words in nothing):
             raise
         memory = new_memory(folder)
     require_right(memory)

@@ -201,9 +201,11 @@ class CheckpointMirror:
 
     def _work(self) -> None:
         with self._changed:
+            if not self._jobs:
+                return  # what there was has been cancelled
             self._at_work = job = self._jobs.pop()
             self._jobs.clear()
-            if not (self._thread.is_ending and self._waiting.is_given_up):
+            if not self._thread.has_given_up:
                 self._waiting.begin()
         error: BaseException | None = None
         try:

@@ -270,13 +270,13 @@ class Saver:
         with self._changed:
             ahead, self._ahead = self._ahead, []
             job = self._at_work = self._jobs.popleft() if self._jobs else None
-            if not (self._thread.is_ending and self._waiting.is_given_up):
+            if not self._thread.has_given_up:
                 self._waiting.begin()
         try:
-            if job is None:
-                self._write_ahead(ahead)
-            else:
+            if job is not None:
                 self._do(job)
+            elif ahead:  # else what there was has been cancelled
+                self._write_ahead(ahead)
         finally:
             with self._changed:
                 self._at_work = None

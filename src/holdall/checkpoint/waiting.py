@@ -104,7 +104,8 @@ class JobThread:
     def __init__(self, name: str, waiting: Waiting, work: Callable[[], None], has_work: Callable[[], bool]) -> None:
         self.changed = threading.Condition()
         self.waiting = waiting
-        self.is_ending = False
+        self.has_given_up = False  # at the end: what is left of the jobs fails
+        self._is_ending = False
         self._name = name
         self._work = work
         self._has_work = has_work
@@ -140,13 +141,14 @@ class JobThread:
             began: When the waiting began.
         """
         with self.changed:
-            self.is_ending = True
+            self._is_ending = True
             self.changed.notify_all()
         reminder, reason = Reminder(), ""
         while self.is_busy:
             waited = time.monotonic() - self.waiting.stuck_since(began)
             if waited >= _GIVE_UP_SHARE * timeout and not reason:
                 reason = self.waiting.reason or "it does not get on"
+                self.has_given_up = True
                 self.waiting.give_up()
             if waited >= timeout:
                 break
@@ -162,7 +164,7 @@ class JobThread:
     def _run(self) -> None:
         while True:
             with self.changed:
-                self.changed.wait_for(lambda: self.is_ending or self._has_work(), _IDLE_S)
+                self.changed.wait_for(lambda: self._is_ending or self._has_work(), _IDLE_S)
                 if not self._has_work():
                     self._thread = None  # under the lock: who wakes it now starts another
                     return
