@@ -210,6 +210,17 @@ def test_a_file_that_vanishes_during_a_save_fails_it_alone(tmp_path: Path, monke
     assert ticks_of(tmp_path) == 210
 
 
+def test_only_whole_checkpoints_count_for_keep(run: Path) -> None:
+    """What is left of the newest does not push out the one that can be loaded."""
+    only_in(run, 2)[0].unlink()
+    called("gc", run, "--keep", 1)
+    assert ticks_of(run) == 60
+    with ReplayMemory.load(run) as memory:
+        memory.save(run, keep=1).result()
+    assert ticks_of(run) == 60
+    assert not manifest(run, 2).exists()
+
+
 @posix
 @pytest.mark.parametrize("is_made_again", [False, True])
 def test_a_directory_that_was_removed_works_again_at_the_next_save(tmp_path: Path, is_made_again: bool) -> None:

@@ -260,14 +260,9 @@ def _decoded(words: Any) -> Manifest:
     )
 
 
-def _shard_of(folder: Any, number: Any, commit: Any, transitions: Any, nbytes: Any) -> ShardEntry:
-    return ShardEntry(
-        text_of(folder, SHARD_FOLDER),
-        count_of(number),
-        text_of(commit, _HEX32),
-        count_of(transitions),
-        count_of(nbytes),
-    )
+def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
+    transitions, nbytes = (count_of(count) for count in counts)
+    return ShardEntry(text_of(folder, SHARD_FOLDER), count_of(number), text_of(commit, _HEX32), transitions, nbytes)
 
 
 def _in_order(runs: Any) -> Any:
@@ -340,7 +335,7 @@ def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
 
 
 def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], dict[int, Manifest | None]]:
-    """Return the checkpoints that stay, the last `keep` that can be read, and by number those that go.
+    """Return the checkpoints that stay, the last `keep` that are whole and all since, and by number those that go.
 
     Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
     that is named stay too: a save over shards is about to name them. What is damaged goes, and is None. If one cannot
@@ -358,6 +353,7 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
         keep = None
     kept: list[Manifest] = []
     stale: dict[int, Manifest | None] = {}
+    whole, sizes = 0, reader.file_sizes()
     for number in numbers:
         try:
             found: Manifest | None = reader.manifest(number)
@@ -369,8 +365,9 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
             if number in reader.numbers():
                 raise
             continue  # another collector removed it just now
-        if found is not None and number in stays and (keep is None or len(kept) < keep):
+        if found is not None and number in stays and (keep is None or whole < keep):
             kept.append(found)
+            whole += _is_whole(found, reader, sizes)
         else:
             stale[number] = found
     return kept, stale
@@ -422,6 +419,14 @@ def _require_known(raw: bytes, url: str) -> None:
         raise NewerFormatError(
             f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it"
         )
+
+
+def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> bool:
+    try:
+        require_whole(manifest, reader, sizes)
+    except (DamageError, CheckpointError):
+        return False
+    return True
 
 
 def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:
