@@ -208,7 +208,8 @@ def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
 def generator_of(seed: Any) -> np.random.Generator:
     """Make a generator of a seed."""
     try:
-        return np.random.default_rng(seed)
+        given: Any = "True or False" if isinstance(seed, bool) else seed
+        return np.random.default_rng(given)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"

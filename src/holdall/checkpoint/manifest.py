@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.json_state import count_of, malformed_refused, text_of
 from holdall.storage import SegmentFile
+from holdall.units import require_path
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
@@ -469,6 +470,7 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 
 def normalized_url(url: str | os.PathLike[str]) -> str:
     """Return what a url or a path names, in one way of writing it."""
-    if is_remote(url):
-        return os.fspath(url).rstrip("/")
-    return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
+    text = require_path("url", url)
+    if is_remote(text):
+        return text.rstrip("/")
+    return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed

@@ -17,7 +17,7 @@ import numpy as np
 
 from holdall.checkpoint.load import Loading, Restored, open_reader
 from holdall.checkpoint.manifest import normalized_url
-from holdall.checkpoint.save import Progress, SaveHandle, Savers
+from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.write import Snapshot, checked_attachments
 from holdall.delivery import Prefetched
@@ -26,7 +26,7 @@ from holdall.json_state import generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
-from holdall.units import require_count, require_number
+from holdall.units import require_count, require_flag, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch
@@ -86,7 +86,10 @@ class SavedMemory(ABC):
             progress: Called in the background with what is written now and the bytes so far.
         """
         require_count("keep", keep, 1)
+        if progress is not None and not callable(progress):
+            raise ArgumentError(f"progress ({progress!r}) must be a function of text and bytes; pass one, or None")
         files = checked_attachments(attach)
+        require_mirror(mirror, normalized_url(url))
         saver = self._savers.to(normalized_url(url))
         return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
 
@@ -114,6 +117,7 @@ class SavedMemory(ABC):
         if transitions is not None:
             require_count("transitions", transitions, 1)
         require_count("keep", keep, 1)
+        require_mirror(mirror, normalized_url(url))
         from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
 
         interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
@@ -153,7 +157,8 @@ class SavedMemory(ABC):
             url: Where it was saved.
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
-                one of another kind starts afresh. None: `Uniform()`.
+                one of another kind starts afresh. None: `Uniform()`, if the saved one was that; any other kind has
+                settings that a checkpoint does not hold, and has to be passed.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
@@ -161,6 +166,7 @@ class SavedMemory(ABC):
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
+        require_flag("recover", recover)
 
         made: Any = cls
 

@@ -185,7 +185,7 @@ class Delivery:
     @classmethod
     def of(cls, device: str | None, store_device: str | None, leaves: list[Leaf]) -> Delivery:
         """Deliver to the device that the store is on, unless none was named for it."""
-        if store_device is not None and device not in {None, store_device}:
+        if store_device is not None and device is not None and device != store_device:
             raise ArgumentError(
                 f"store_device ({store_device}) and device ({device}) differ; batches are made where the store is, so "
                 "leave device out"

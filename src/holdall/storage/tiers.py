@@ -19,7 +19,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError, SpillError
 from holdall.machine import memory_limits
@@ -27,7 +27,7 @@ from holdall.storage.blocks import Coder, Extent, FrozenBlock, SealedSlices, Seg
 from holdall.storage.codec import COST_CAPS, Dictionary
 from holdall.storage.records import Buffer, pack_dictionary, pack_slices
 from holdall.storage.rings import FieldLayout
-from holdall.units import format_bytes, parse_bytes
+from holdall.units import format_bytes, parse_bytes, require_path
 
 if sys.platform != "win32":
     import fcntl
@@ -59,9 +59,9 @@ class Budget:
     threads: int
 
     @classmethod
-    def of(cls, budget: str | int | None, prefer: str, threads: int, *, spills: bool = False) -> Budget:
+    def of(cls, budget: Any, prefer: Any, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
-        if prefer not in COST_CAPS:
+        if not isinstance(prefer, str) or prefer not in COST_CAPS:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
         cap = COST_CAPS[prefer]
         if budget is None:
@@ -338,7 +338,7 @@ class SpillFolder:
 
     def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
         self._coder = coder
-        self._place = Path(spill_dir)
+        self._place = Path(require_path("spill_dir", spill_dir))
         self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
         self._open: _OpenFile | None = None
         self._files = 0
