@@ -22,10 +22,11 @@ from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.write import Snapshot, checked_attachments
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError
-from holdall.json_state import generator_state, restored_generator, schema_words
+from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
+from holdall.threads import fork_safe, tell_of_forks
 from holdall.units import require_count, require_flag, require_number
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ class SavedMemory(ABC):
         self.schema, self.num_envs = schema, schema.num_envs
         self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
         self._prefetched: Prefetched | None = None  # made with the first loader
-        self._savers = Savers(coder)
+        self._savers, self._coder = Savers(coder), coder
+        self._parents: list[Any] = []  # what a forked child must neither use nor close
+        tell_of_forks(self)
         self._attached = Attached()
         self._autosave: Autosave | None = None
         self._fetch: BackgroundFetch | None = None
@@ -213,6 +216,12 @@ class SavedMemory(ABC):
         fetch, self._fetch = self._fetch, None
         if fetch is not None:
             fetch.stop()
+
+    def after_fork(self) -> None:
+        """In a child, draw other batches than the parent, and leave its checkpoints to it."""
+        self._generator = childs_generator(self._generator)
+        self._parents += [self._savers, self._autosave, self._fetch]
+        self._savers, self._autosave, self._fetch = Savers(self._coder), None, None
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""

@@ -20,6 +20,7 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import Kernels, Places, Rows, Store, address, bring_places
+from holdall.threads import fork_safe
 
 if TYPE_CHECKING:
     import torch
@@ -64,7 +65,7 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.Lock())
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""

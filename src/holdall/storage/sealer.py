@@ -21,6 +21,7 @@ from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform, choose
 from holdall.storage.layout import Window
+from holdall.threads import fork_safe
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
@@ -71,7 +72,7 @@ class _Queue:
 
     jobs: deque[_SealJob] = attribute(default_factory=deque)
     results: list[SealResult] = attribute(default_factory=list)
-    changed: threading.Condition = attribute(default_factory=threading.Condition)
+    changed: threading.Condition = attribute(default_factory=lambda: threading.Condition(fork_safe(threading.RLock())))
     at_work: int = 0
     stopped: bool = False
     failure: str = ""

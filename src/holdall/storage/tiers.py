@@ -351,13 +351,23 @@ class SpillFolder:
             raise ArgumentError(
                 f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
             ) from error
-        self._remove = weakref.finalize(self, _remove, self._path, self._locks, os.getpid())
+        self._process = os.getpid()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
+
+    def _leave_parents_folder(self) -> None:
+        """In a forked child, write to a folder of its own; what the parent wrote so far can be read from here."""
+        self._process, self._locks, self._open = os.getpid(), [], None
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
+        self._remove.detach()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
 
     def write(self, sealed: SealedSlices) -> SealedSlices:
         """Write a block to a file and return it as it is read from there."""
         data = sealed.coded.data
         if isinstance(data, Extent):
             return sealed
+        if self._process != os.getpid():
+            self._leave_parents_folder()
         checks = self._coder.checksums(data, sealed.coded.offsets)
         try:
             file = self._file()
