@@ -42,7 +42,8 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.tiers import Budget, SpillFolder, Tiers
+from holdall.storage.spill import SpillFolder
+from holdall.storage.tiers import Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
 
@@ -371,6 +372,10 @@ class Store:
             segments=self.large_segments.freeze() if self._large else None,
             transitions=self.transitions,
         )
+
+    def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
+        """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
+        return self._snapshots.take_again(rows, number, version, self.next_tick)
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""
