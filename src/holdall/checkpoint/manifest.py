@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
 from holdall.json_state import count_of, malformed_refused, parsed, text_of, unparsed
+from holdall.units import require_path
 
 if TYPE_CHECKING:
     from holdall.checkpoint.interfaces import CheckpointReader
@@ -467,7 +468,7 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 
 def normalized_url(url: str | os.PathLike[str]) -> str:
     """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
-    text = os.fspath(url)
+    text = require_path("url", url)
     found = _URL.fullmatch(text)
     if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
         return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.file_system import disk_errors_explained
@@ -119,6 +119,14 @@ class SaveHandle:
         """End badly."""
         self._error = error
         self._ended.set()
+
+
+def require_mirror(mirror: Any, url: str) -> None:
+    """Refuse a mirror, unless it is None, that checkpoints saved to `url` cannot be copied to."""
+    if mirror is not None and is_remote(url):
+        raise ArgumentError(f"mirror ({mirror!r}) is for saves to a directory; {url} is no directory")
+    if mirror is not None and not (isinstance(mirror, str) and is_remote(mirror)):
+        raise ArgumentError(f"mirror ({mirror!r}) must be a prefix of an object store: s3://, gs:// or az://")
 
 
 def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> CheckpointWriter:
@@ -342,10 +350,7 @@ class Saver:
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
     def _mirror(self, url: str) -> CheckpointMirror:
-        if is_remote(self.url):
-            raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
-        if not is_remote(url):
-            raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
+        require_mirror(url, self.url)
         found = self._mirrors.get(url)
         if found is None:
             from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores
