@@ -295,9 +295,7 @@ class ReplayMemory(SavedMemory):
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         self._open().sealer.drain()
 
-    def close(self) -> None:
-        """Free everything; batches that were handed out stay as they are."""
-        self._end_saving()
+    def _free(self) -> None:
         with self._lock:
             store, self._store = self._store, None
         if store is not None:

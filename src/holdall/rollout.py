@@ -84,6 +84,7 @@ class RolloutMemory:
         self._steps = 0
         self._observed = False  # whether the observations of the step to come are written already
         self._finished = False
+        self._rollout = 0  # its number: `reset` begins another
         LIVING.add(self)
 
     def observe(self, obs: Any) -> None:
@@ -205,7 +206,7 @@ class RolloutMemory:
         The last one of an epoch is smaller if `batch_size` does not divide the steps.
         """
         self._require_finished(batch_size, epochs)
-        return self._minibatches(batch_size, epochs)
+        return self._minibatches(batch_size, epochs, self._rollout)
 
     def sequences(self, batch_size: int, epochs: int = 1, length: int | None = None) -> Iterator[RolloutBatch]:
         """Return minibatches of whole sequences, for recurrent networks: (sequences, time, ...) with a mask.
@@ -217,7 +218,7 @@ class RolloutMemory:
         if length is not None:
             require_count("length", length)
         cut = RolloutSequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
-        return self._sequences(cut, batch_size, epochs)
+        return self._sequences(cut, batch_size, epochs, self._rollout)
 
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
@@ -225,6 +226,7 @@ class RolloutMemory:
         self._delivery.release_large()
         self._final.clear()
         self._steps, self._observed, self._finished = 0, False, False
+        self._rollout += 1
         if self._valid is not None:
             self._valid[:] = True
 
@@ -291,18 +293,19 @@ class RolloutMemory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _minibatches(self, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _minibatches(self, batch_size: int, epochs: int, rollout: int) -> Iterator[RolloutBatch]:
+        self._require_rollout(rollout)
         places = np.flatnonzero(self._held())
         for _ in range(epochs):
             order = self._generator.permutation(places)
             for first in range(0, len(order), batch_size):
-                self._require_finished(batch_size, epochs)
+                self._require_rollout(rollout)
                 yield self._batch(order[first : first + batch_size], None)
 
-    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int, rollout: int) -> Iterator[RolloutBatch]:
         for _ in range(epochs):
             for places in cut.batches(batch_size, self._generator):
-                self._require_finished(batch_size, epochs)
+                self._require_rollout(rollout)
                 yield self._batch(places.reshape(-1), places.shape)
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
@@ -370,11 +373,20 @@ class RolloutMemory:
             )
 
     def _require_finished(self, batch_size: int, epochs: int) -> None:
-        self._open()
         require_count("batch_size", batch_size)
         require_count("epochs", epochs)
+        self._require_rollout(self._rollout)
+
+    def _require_rollout(self, number: int) -> None:
+        """Refuse to read a rollout that was not finished, or was forgotten since it was asked for."""
+        self._open()
         if not self._finished:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
+        if number != self._rollout:
+            raise ArgumentError(
+                "these minibatches are of a rollout that reset has forgotten; call minibatches or sequences again, "
+                "after finish"
+            )
 
 
 def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:

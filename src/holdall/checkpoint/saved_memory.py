@@ -5,6 +5,7 @@ In:  a memory with its store, sampler and generator.  Out: snapshots of one mome
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from abc import ABC, abstractmethod
@@ -16,12 +17,13 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from holdall.checkpoint.load import Loading, Restored, open_reader
-from holdall.checkpoint.manifest import normalized_url
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers
 from holdall.checkpoint.saved_records import Attached, RowsKey
-from holdall.checkpoint.write import Snapshot, checked_attachments
+from holdall.checkpoint.waiting import CLOSE_S
+from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, CheckpointError
 from holdall.json_state import generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
@@ -30,6 +32,9 @@ from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch
+
+
+_LOG = logging.getLogger("holdall")
 
 
 class SavedMemory(ABC):
@@ -83,12 +88,14 @@ class SavedMemory(ABC):
             keep: How many checkpoints stay; older ones are removed once this one is safe.
             mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
                 handle's `mirrored()` waits for that.
-            progress: Called in the background with what is written now and the bytes so far.
+            progress: Called in the background with what is written now and the bytes so far; with the bytes in all as
+                well, about, if it takes three arguments.
         """
         require_count("keep", keep, 1)
         files = checked_attachments(attach)
         saver = self._savers.to(normalized_url(url))
-        return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
+        with saver.in_order:
+            return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
 
     def save_every(
         self,
@@ -118,8 +125,6 @@ class SavedMemory(ABC):
 
         interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
         self._open()
-        if self._autosave is not None:
-            self._autosave.stop()
 
         def save(memory: Any) -> SaveHandle:
             handle: SaveHandle = memory.save(location, keep=kept, mirror=mirror)
@@ -128,7 +133,9 @@ class SavedMemory(ABC):
         def write_ahead(memory: Any) -> None:
             memory._savers.to(location).write_ahead(memory._full_blocks)
 
-        self._autosave = Autosave(self, save, write_ahead, interval)
+        before, self._autosave = self._autosave, Autosave(self, save, write_ahead, interval)
+        if before is not None:
+            before.stop()
 
     @classmethod
     def load(
@@ -179,9 +186,23 @@ class SavedMemory(ABC):
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached
 
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Wait for saves, and free everything; batches that were handed out stay as they are.
+
+        Args:
+            timeout: A save that does not get on for so many seconds is given up, and an error says so.
+        """
+        require_number("timeout", timeout, 0)
+        try:
+            self._end_saving(timeout)
+        except CheckpointError:
+            self._free()
+            raise
+        self._free()
+
     @abstractmethod
-    def close(self) -> None:
-        """Free everything."""
+    def _free(self) -> None:
+        """Free everything, whatever became of saves."""
 
     def __enter__(self) -> Self:
         return self
@@ -189,7 +210,12 @@ class SavedMemory(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as given_up:
+            if error is None:
+                raise
+            _LOG.warning("%s", given_up)  # the error that ended the block is the one to see
 
     def _came_from(self, found: Restored) -> None:
         """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""
@@ -198,15 +224,17 @@ class SavedMemory(ABC):
         self._fetch = found.fetch_the_rest()
         self._attached = found.attached
 
-    def _end_saving(self) -> None:
-        """Wait for what is being saved, and end all that goes on in the background."""
-        autosave, self._autosave = self._autosave, None
-        if autosave is not None:
-            autosave.stop()
-        self._savers.close()
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            fetch.stop()
+    def _end_saving(self, timeout: float) -> None:
+        """Wait for what is being saved as long as it gets on, and end all that goes on in the background."""
+        autosave, fetch = self._autosave, self._fetch
+        try:
+            if autosave is not None:
+                autosave.stop()
+            if fetch is not None:
+                fetch.stop()
+        finally:
+            self._savers.close(timeout)
+        self._autosave = self._fetch = None
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
@@ -231,7 +259,8 @@ class SavedMemory(ABC):
                 "prefetched": [] if self._prefetched is None else self._prefetched.state(),
             }
             words, ticks = schema_words(self.schema), self.capacity // self.num_envs
-            return Snapshot(frozen, words, ticks, state, attach, self._lock, store.release)
+            release, again = store.release, store.take_again
+            return Snapshot(frozen, words, ticks, state, attach, self._lock, release, again)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
         with self._lock:
@@ -251,3 +280,32 @@ class SavedMemory(ABC):
                 "rows": store.rows(),
                 "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
             }
+
+
+def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
+    """Return files by name, as bytes or as paths that are there."""
+    if attach is None:
+        return {}
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")

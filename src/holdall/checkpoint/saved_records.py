@@ -7,6 +7,7 @@ that a manifest names.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -19,13 +20,12 @@ from pathlib import Path
 
 import numpy as np
 
+from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter, NewFile
 from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    CheckpointWriter,
     Chunk,
     Manifest,
-    NewFile,
     Ref,
+    is_lost,
     require_files,
     shard_manifest,
 )
@@ -301,12 +301,15 @@ class RecordFiles:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
-        opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
-        if any(file.is_awaited for file, _ in opened):
-            bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
+        demands = []
+        for name, wanted in ranges.items():
+            with contextlib.suppress(DamageError):  # whoever reads it will be told
+                demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
+        if any(demand.file.is_awaited for demand in demands):
+            bring(demands)
             return
-        for file, wanted in opened:
-            file.bring(wanted[:, 0], wanted[:, 1])
+        for file, starts, ends in demands:
+            file.bring(starts, ends)
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.
@@ -366,8 +369,9 @@ def damages(
     reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
     """Read everything that a checkpoint names; `read` is called with every record's bytes."""
+    sizes = reader.file_sizes()
     try:
-        require_files(manifest, reader.file_sizes())
+        require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
     files = RecordFiles(reader)
@@ -377,6 +381,8 @@ def damages(
             with malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
                 _require_whole(files, ref, coder)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             found.append(Damage(ref.file, ref.start, str(error)))
         read(ref.nbytes)
     for shard in manifest.shards:
@@ -384,6 +390,8 @@ def damages(
         try:
             of_shard = damages(below, shard_manifest(below, shard), coder, read)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             of_shard = [Damage("", 0, str(error))]
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found

@@ -352,9 +352,11 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
-            self._savers.close()
-            self._fleet.end(has_saved=self._has_saved)
-            self._deliverer.assembler.close()
+            try:
+                self._savers.close()
+            finally:
+                self._fleet.end(has_saved=self._has_saved)
+                self._deliverer.assembler.close()
 
     def __enter__(self) -> Self:
         return self

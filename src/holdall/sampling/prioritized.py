@@ -170,6 +170,7 @@ class Prioritized:
         self._copied: NDArray[np.float64] = np.zeros(0)  # the memory of the last state
         self._last_state: weakref.ref[NDArray[np.float64]] | None = None
         self._next_id = 0  # of the first transition that has no priority yet
+        self._flags_changed: int | None = None  # how often flags had been set again when it was last asked
 
     @property
     def alpha(self) -> float:
@@ -242,7 +243,7 @@ class Prioritized:
         return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None}
+        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None, "_flags_changed": None}
 
     def state(self) -> State:
         """Return the scaled priorities by slot, and the numbers that new ones depend on."""
@@ -270,7 +271,7 @@ class Prioritized:
             raise DamageError("the saved priorities are no finite numbers of at least 0; load an older checkpoint")
         self.beta = beta
         self._highest, self._next_id, self._capacity = highest, next_id, len(leaves)
-        self._tree = None
+        self._tree, self._flags_changed = None, None
         if leaves.size:
             self._tree = SumTree(len(leaves))
             self._tree.put(np.arange(len(leaves)), leaves)
@@ -309,5 +310,20 @@ class Prioritized:
         oldest = max(self._first_id, held.next_id - self._capacity)
         if oldest < held.first_id:  # left before others took their slots: a budget in bytes may hold less
             self._tree.put(np.arange(oldest, held.first_id) % self._capacity, 0.0)
+        if held.only is not None:
+            self._ask_again(self._tree, held)
         self._first_id = held.first_id
         return self._tree
+
+    def _ask_again(self, tree: SumTree, held: Held) -> None:
+        """Ask which ids may be drawn, where that may have changed: all if flags were set, or those without a past."""
+        if held.fields.flags_changed != self._flags_changed:
+            ids = np.arange(held.first_id, held.next_id)
+        elif held.first_id != self._first_id:
+            ids = np.arange(held.first_id, min(held.first_id + held.lanes, held.next_id))
+        else:
+            return
+        self._flags_changed = held.fields.flags_changed
+        before, allowed = tree.values(ids % self._capacity), held.allows(ids)
+        changed = allowed != (before > 0)
+        tree.put(ids[changed] % self._capacity, np.where(allowed[changed], self._highest, 0.0))

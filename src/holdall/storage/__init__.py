@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> store
+    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -95,8 +95,9 @@ from holdall.storage.snapshot import (
     is_settled,
     steps_in,
 )
+from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage.tiers import Budget
 
 __all__ = [
     "COST_CAPS",

@@ -29,6 +29,7 @@ from holdall.storage.blocks import (
     reserve,
 )
 from holdall.storage.layout import Window, WindowSearches
+from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,
@@ -64,7 +65,7 @@ class Segments:
         first_tick: Number of the first tick that will be written.
     """
 
-    cursor_bytes = 4
+    cursor_bytes = CURSOR_BYTES
 
     def __init__(
         self,
@@ -219,13 +220,16 @@ class Segments:
             return self._closed[number]
         return Segment(self._open.first_tick, self._open.ticks, [part.closed() for part in self._open.parts])
 
-    def can_admit(self, ticks: int) -> bool:
-        """Whether the open segment still reaches back to the first of `ticks` ticks."""
-        return not self._closed and ticks <= _REPLAYED_TICKS
+    def can_admit(self, first_tick: int, next_tick: int) -> bool:
+        """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""
+        reaches = not self._closed and (not self._leaves or self._open.first_tick <= first_tick)
+        return reaches and next_tick <= _REPLAYED_TICKS
 
-    def admit(self, leaf: Leaf, window: Window, ticks: int) -> int:
-        """Take a field on that was kept elsewhere so far; the caller then replays its ticks."""
-        self._open.ticks = ticks
+    def admit(self, leaf: Leaf, window: Window, first_tick: int, next_tick: int) -> int:
+        """Take a field on that was kept elsewhere so far; the caller then replays its ticks from `first_tick` on."""
+        if not self._leaves:
+            self._open.first_tick = first_tick
+        self._open.ticks = next_tick - self._open.first_tick
         self._admit(leaf, window)
         self._rebuild_index()
         return len(self._leaves) - 1

@@ -244,6 +244,18 @@ class FrozenRows:
         self._rescue(number)
         return self._copies.pop(number)
 
+    def take_again(self, number: int, next_tick: int) -> RowChunk | None:
+        """Return a chunk that was not wanted; None if ticks up to `next_tick` were written over it since."""
+        first = max(number * self.chunk_ticks, self.first_tick)
+        ring_ticks = len(next(iter(self._columns.values())))
+        return self._copied(number) if first > next_tick + 1 - ring_ticks else None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes of the chunks that are wanted, about."""
+        ticks = sum(min((n + 1) * self.chunk_ticks, self.next_tick) - n * self.chunk_ticks for n in self.wanted)
+        return ticks * sum(ring[:1].nbytes for ring in self._columns.values())
+
     def drop(self) -> None:
         """Give up all that was not taken."""
         self._pending.clear()
@@ -253,9 +265,12 @@ class FrozenRows:
         if number not in self._pending:
             return
         self._pending.discard(number)
+        self._copies[number] = self._copied(number)
+
+    def _copied(self, number: int) -> RowChunk:
         first = max(number * self.chunk_ticks, self.first_tick)
         end = min((number + 1) * self.chunk_ticks, self.next_tick)
-        self._copies[number] = RowChunk(
+        return RowChunk(
             first,
             end - first,
             {name: rows_of(ring, first, end) for name, ring in self._columns.items()},
@@ -301,6 +316,10 @@ class RowSnapshots:
         if rows.is_pending:
             self.pending.append(rows)
         return rows, dict(self._versions)
+
+    def take_again(self, rows: FrozenRows, number: int, version: int, next_tick: int) -> RowChunk | None:
+        """Return a chunk that was not wanted, in its version; None if it was written over since."""
+        return rows.take_again(number, next_tick) if self._versions.get(number, 0) == version else None
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""

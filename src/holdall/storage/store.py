@@ -11,6 +11,7 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
@@ -22,7 +23,7 @@ from holdall.report import FieldReport
 from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
-from holdall.storage.rings import Rings, Rows, field_name
+from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -40,14 +41,10 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
-from holdall.storage.tiers import Budget, SpillFolder, Tiers, warn_of_early_eviction
+from holdall.storage.spill import SpillFolder
+from holdall.storage.tiers import Budget, Tiers
 
-_TINY_BYTES = 256
-"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
-_SMALL_BYTES = 4096
-"""Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
-_FEWEST_TICKS = 2
-"""What the smallest segment has to hold."""
+_LOG = logging.getLogger("holdall")
 
 
 class Store:
@@ -81,18 +78,15 @@ class Store:
         self._capacity_ticks = capacity_ticks
         self._ring_ticks = capacity_ticks + 1
         self._coder, self._lock, self._folder = kernels.coder, lock, folder
+        self._budget = budget
         leaves = schema.observation.leaves
-        rows = self._ring_ticks * self._lanes
-        most = [_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES for leaf in leaves]
-        by_size = [i for i, leaf in enumerate(leaves) if leaf.nbytes > most[i]]
-        self._large = sorted(by_size if large is None else large)
+        self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
         self._rings = Rings(schema, self._ring_ticks, small, first_tick)
-        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
+        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
-        budget.require(self._fixed_bytes, _FEWEST_TICKS * 2 * self._lanes * sum(leaf.nbytes for leaf in sliced))
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
@@ -112,7 +106,7 @@ class Store:
             self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
         self.next_tick = now + 1
         if self._rings.scouts:
-            may_move = self.large_segments.can_admit(self.next_tick)
+            may_move = self.large_segments.can_admit(self.first_tick, self.next_tick)
             for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
                 self._move_to_segments(i, window)
         if self._snapshots.pending:  # the short way does not save what it writes over
@@ -148,11 +142,11 @@ class Store:
 
     def _move_to_segments(self, i: int, window: Window) -> None:
         """Move a field in which a window was found."""
-        rings = self._rings
+        rings, first = self._rings, self.first_tick
         ring = rings.small.pop(i)
-        field = self.large_segments.admit(ring.leaf, window, self.next_tick)
+        field = self.large_segments.admit(ring.leaf, window, first, self.next_tick)
         self._large.append(i)
-        for tick in range(self.next_tick):
+        for tick in range(first, self.next_tick):
             ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
             obs, next_obs = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
             self.large_segments.write_field(field, tick, obs, next_obs)
@@ -199,7 +193,12 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            warn_of_early_eviction(fits, self._capacity_ticks * self._lanes)
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity",
+                fits,
+                self._capacity_ticks * self._lanes,
+            )
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -373,6 +372,10 @@ class Store:
             transitions=self.transitions,
         )
 
+    def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
+        """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
+        return self._snapshots.take_again(rows, number, version, self.next_tick)
+
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""
         self._snapshots.release(rows)
@@ -388,7 +391,8 @@ class Store:
         self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
         self._begun_at = content.first_tick
         rings = self._rings
-        rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
+        rings.keep(i for i in range(len(leaves)) if i not in self._large)
+        self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
         sliced = [leaves[i] for i in self._large]
         self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
         self._settle(may_evict=True)
