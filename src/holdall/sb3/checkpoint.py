@@ -101,12 +101,12 @@ class CheckpointCallback(BaseCallback):
         self._wait_for_last_save()
 
     def _wait_for_last_save(self) -> None:
-        """Wait for the last save; a failed one is logged, and training goes on."""
+        """Wait for the last save while it gets on; a failed one is logged, and training goes on."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
         try:
-            handle.result()
+            handle.finish()
         except OSError as error:
             _LOG.warning("a checkpoint could not be saved (%s); training goes on", error)
 
