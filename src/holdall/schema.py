@@ -305,7 +305,7 @@ class Validity(Protocol):
         """Return which of some held ids are real: lanes added with valid=False made no transition."""
 
 
-def require_known(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
+def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
     """Refuse ids, of any shape, that are not held."""
     if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
         outside = (ids < first_id) | (ids >= next_id)
@@ -317,7 +317,7 @@ def require_known(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
 
 def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
     """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
-    require_known(ids, first_id, next_id)
+    require_in_range(ids, first_id, next_id)
     if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
         raise TransitionIdError(
             f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "

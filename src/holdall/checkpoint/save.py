@@ -27,6 +27,7 @@ from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
 from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
 from holdall.errors import ArgumentError, CheckpointError
 from holdall.storage import Coder, FullBlock, SliceBlock
+from holdall.threads import left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror
@@ -204,7 +205,7 @@ class Saver:
         self._waiting = Waiting(url)
         self._thread = JobThread("holdall-saver", self._waiting, self._work, lambda: bool(self._jobs or self._ahead))
         self._changed = self._thread.changed
-        self.in_order = threading.Lock()  # held from a snapshot until it is queued: an older one never comes later
+        self.in_order = threading.RLock()  # held from a snapshot until it is queued: an older one never comes later
 
     def rows_saved(self) -> dict[int, RowsKey]:
         """Name the chunks of rows that need not be written again."""
@@ -229,7 +230,7 @@ class Saver:
             behind = None if mirror is None else self._mirror(mirror)
             wait = None if behind is None else behind.wait
             handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), wait, self._waiting)
-            with self._changed:
+            with left(self._thread.lock):
                 self._leave_to_parent()
                 self._thread.wake()
                 self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
@@ -245,7 +246,7 @@ class Saver:
         Args:
             full_blocks: Returns those that are not known already.
         """
-        with self._changed:
+        with left(self._thread.lock):
             if self._thread.is_busy:
                 return
             self._leave_to_parent()
@@ -278,7 +279,7 @@ class Saver:
             self._jobs, self._ahead, self._at_work = deque(), [], None
 
     def _cancel(self, handle: SaveHandle, mirror: CheckpointMirror | None) -> None:
-        with self._changed:
+        with left(self._thread.lock):
             queued = [job for job in self._jobs if job.handle is handle]
             self._jobs = deque(job for job in self._jobs if job.handle is not handle)
             if self._at_work is not None and self._at_work.handle is handle:

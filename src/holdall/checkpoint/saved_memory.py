@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -23,12 +24,12 @@ from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.waiting import CLOSE_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
-from holdall.errors import ArgumentError, CheckpointError
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
-from holdall.threads import fork_safe, tell_of_forks
+from holdall.threads import fork_safe, left, tell_of_forks
 from holdall.units import require_count, require_flag, require_number
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class SavedMemory(ABC):
         self.schema, self.num_envs = schema, schema.num_envs
         self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
         self._settings = settings
-        self._lock = fork_safe(threading.Lock())
+        self._lock: Any = fork_safe(threading.RLock())  # entered once: see `_locked`
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._savers, self._coder = Savers(coder), coder
         self._parents: list[Any] = []  # what a forked child must neither use nor close
@@ -64,6 +65,35 @@ class SavedMemory(ABC):
     @abstractmethod
     def _open(self) -> Store:
         """Return the store, or refuse a memory that was closed."""
+
+    def _whole(self) -> Store:
+        """Return the store, under the lock, after what an interrupted call left to do is done."""
+        store = self._open()
+        store.repair.run()
+        return store
+
+    def _locked(self) -> Any:
+        """Return the lock, for `with`: an exception at any instruction inside leaves it."""
+        if self._lock._is_owned():
+            self._leave_interrupted()
+        return self._lock
+
+    def _leave_interrupted(self) -> None:
+        """Release the lock for a call of this thread that was interrupted where it was about to do so.
+
+        Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
+        """
+        frame: Any = sys._getframe(1)
+        while frame is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        while frame is not None:
+            if frame.f_locals.get("self") is self:
+                raise HoldallError(
+                    "the memory was called from inside one of its own calls; let signal handlers and samplers do "
+                    "without it, and call it when they have returned"
+                )
+            frame = frame.f_back
+        left(self._lock)
 
     @property
     @abstractmethod
@@ -100,7 +130,7 @@ class SavedMemory(ABC):
         files = checked_attachments(attach)
         require_mirror(mirror, normalized_url(url))
         saver = self._savers.to(normalized_url(url))
-        with saver.in_order:
+        with left(saver.in_order):
             return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
 
     def save_every(
@@ -253,8 +283,8 @@ class SavedMemory(ABC):
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
-        with self._lock:
-            found.fill(self._open())
+        with self._locked():
+            found.fill(self._whole())
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
         self.sampler = sampler_to_resume(sampler, saved["kind"])
@@ -265,8 +295,8 @@ class SavedMemory(ABC):
         self._came_from(found)
 
     def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             frozen = store.freeze(saved)
             state = {
                 "sampler": sampler_state(self.sampler),
@@ -278,13 +308,13 @@ class SavedMemory(ABC):
             return Snapshot(frozen, words, ticks, state, attach, self._lock, release, again)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
-        with self._lock:
-            return self._open().full_blocks(is_known)
+        with self._locked():
+            return self._whole().full_blocks(is_known)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             return {
                 "schema": self.schema,
                 "capacity": self.capacity,

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from multiprocessing import util
 
 from holdall.errors import CheckpointError
+from holdall.threads import left
 
 CLOSE_S = 30.0
 """How long `close`, and the end of the program, wait for a job that does not get on."""
@@ -102,7 +103,8 @@ class JobThread:
     """
 
     def __init__(self, name: str, waiting: Waiting, work: Callable[[], None], has_work: Callable[[], bool]) -> None:
-        self.changed = threading.Condition()
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
         self.waiting = waiting
         self.has_given_up = False  # at the end: what is left of the jobs fails
         self._is_ending = False
@@ -128,9 +130,8 @@ class JobThread:
         if self.is_forked:
             self._thread, self._is_at_work, self._process = None, False, os.getpid()
         if self._thread is None or not self._thread.is_alive():
-            thread = threading.Thread(target=self._run, name=self._name, daemon=True)
-            thread.start()  # RuntimeError if there are too many: nothing has changed
-            self._thread = thread
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()  # RuntimeError if there are too many: it is not alive then
             _watch_exit(self)
         self.changed.notify_all()
 
@@ -140,7 +141,7 @@ class JobThread:
         Args:
             began: When the waiting began.
         """
-        with self.changed:
+        with left(self.lock):
             self._is_ending = True
             self.changed.notify_all()
         reminder, reason = Reminder(), ""
@@ -153,7 +154,7 @@ class JobThread:
             if waited >= timeout:
                 break
             reminder.look(lambda: f"{self.waiting.url} is being saved ({self.waiting.reason or 'it gets on'})")
-            with self.changed:
+            with left(self.lock):
                 self.changed.wait_for(lambda: not self.is_busy, _LOOK_S)
         if reason:
             raise CheckpointError(

@@ -261,7 +261,8 @@ class Deliverer:
         action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
         extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
         reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
-        rows = storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras)
+        ended = (terminated > truncated).astype(np.float32)
+        rows = storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
         return self.batches.make(Draw(ids, _own(weights)), DrawnRows(rows, None, None))
 
     def _pair(

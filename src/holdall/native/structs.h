@@ -134,6 +134,35 @@ typedef struct {
     int64_t pushed;       /* slices passed in, known or new */
 } open_part;
 
+/* A field of a tick that lies in a flat ring. A packed tick holds its rows, and the next observations behind them. */
+typedef struct {
+    uint8_t *rows; /* (ring ticks, lanes, ...) */
+    uint8_t *next; /* the ring of next observations; NULL: they stand where the next tick's observations will */
+    int64_t tick_bytes;
+    int64_t is_observation;
+} flat_field;
+
+/* A field of a tick that is cut into slices, and the tick to come. */
+typedef struct {
+    open_part *part;
+    uint32_t *cursors; /* (ring ticks, lanes) */
+    const uint8_t *obs;
+    const uint8_t *next_obs;
+    const layout *order; /* of both in memory; NULL: as they are stored */
+} sliced_field;
+
+/* All fields of a memory, and how many ticks were written: this number alone says what is held. */
+typedef struct {
+    int64_t next_tick;
+    int64_t first_tick; /* the first one ever written continues nothing */
+    int64_t ring_ticks;
+    int64_t packed_bytes;
+    flat_field *flat;
+    sliced_field *sliced;
+    int64_t flat_count;
+    int64_t sliced_count;
+} tick_writer;
+
 /* ---- slices that are read ---------------------------------------------------------- */
 
 /* What one segment holds of one field: a row of a table of int64_t, whose columns Python names RECORD_FIELDS. */
@@ -149,6 +178,19 @@ typedef struct {
     int64_t shift;       /* slices by which a shifted next observation starts later */
     int64_t sealed;      /* address of a sealed_block that holds the slices instead, or 0 */
 } part;
+
+/* A column of a batch that is copied from a ring of short rows: a row of a table of int64_t, whose columns Python names
+ * COLUMN_FIELDS. */
+typedef struct {
+    int64_t ring;        /* address of the rows */
+    int64_t row_bytes;
+    int64_t later;       /* rows by which a transition's row stands behind the transition's own place */
+    int64_t block;       /* which of two blocks the column goes to */
+    int64_t apart_count; /* rows that do not stand in the ring ... */
+    int64_t apart_ids;   /* ... the address of their ids, ascending ... */
+    int64_t apart_rows;  /* ... and of the rows */
+    int64_t unless;      /* address of a second ring of flags: 1.0f where the first flag is set and this one is not; or 0 */
+} row_column;
 
 /* The slices of a batch, each named once, and the table that finds them. */
 typedef struct {

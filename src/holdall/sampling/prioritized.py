@@ -38,6 +38,7 @@ class SumTree:
     def __init__(self, slots: int) -> None:
         self._leaves = 1 << max(0, slots - 1).bit_length()
         self._nodes = np.zeros(2 * self._leaves, np.float64)
+        self._is_summed = True  # an interrupt may leave sums that are not those of their leaves
         self._library = chosen_library()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,7 +46,14 @@ class SumTree:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._leaves, self._nodes = state["leaves"], state["nodes"]
+        self._is_summed = False
         self._library = chosen_library()
+
+    def mend(self) -> None:
+        """Add all sums up again if an interrupt came between them and their leaves."""
+        if not self._is_summed:
+            self._add_up_above(self._leaves)
+            self._is_summed = True
 
     @property
     def total(self) -> float:
@@ -70,6 +78,7 @@ class SumTree:
                 address(self._nodes), self._leaves, address(place), address(numbers), int(not one_for_all), len(place)
             )
             return
+        self._is_summed = False
         self._nodes[slots + self._leaves] = values
         above, parents = self._leaves, slots + self._leaves
         if few:
@@ -79,6 +88,7 @@ class SumTree:
                 parents = parents >> 1
                 self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
         self._add_up_above(above)
+        self._is_summed = True
 
     def update(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
         """Set the numbers of ids, which stand in slots modulo the capacity; of equal ids the last one counts.
@@ -170,6 +180,7 @@ class Prioritized:
         self._copied: NDArray[np.float64] = np.zeros(0)  # the memory of the last state
         self._last_state: weakref.ref[NDArray[np.float64]] | None = None
         self._next_id = 0  # of the first transition that has no priority yet
+        self._unfinished: tuple[Ids, NDArray[np.float64], tuple[int, int, int]] | None = None  # update, interrupted
         self._flags_changed: int | None = None  # how often flags had been set again when it was last asked
 
     @property
@@ -209,10 +220,19 @@ class Prioritized:
             wrong = priorities[~((priorities >= 0) & (priorities < np.inf))][0]
             raise ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
-        largest = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
-        if largest is None:
+        self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
+        if not self._update(tree):
             raise self._refusal(held, ids, priorities, scaled)
-        self._highest = max(self._highest, largest)
+
+    def _update(self, tree: SumTree) -> bool:
+        """Set priorities, and the highest one, both or none; return whether they could be set."""
+        if self._unfinished is None:
+            return True
+        largest = tree.update(*self._unfinished, _MOST)
+        if largest is not None:
+            self._highest = max(self._highest, largest)
+        self._unfinished = None
+        return largest is not None
 
     def mass(self, held: Held) -> float:
         """Return the sum of all scaled priorities: a transition is drawn with its own over this."""
@@ -251,6 +271,8 @@ class Prioritized:
         # Memory that was written to before takes a copy in a tenth of the time: the last state's, once it is gone.
         if self._copied.size != self._capacity or (self._last_state is not None and self._last_state() is not None):
             self._copied = np.zeros(self._capacity)
+        if self._tree is not None:
+            self._update(self._tree)
         scaled = np.frombuffer(self._copied.data, np.float64)  # views refer to this array, not to the memory behind it
         self._last_state = weakref.ref(scaled)
         if self._tree is not None:
@@ -296,7 +318,10 @@ class Prioritized:
     def _caught_up(self, held: Held) -> SumTree:
         """Give transitions that were added since the last call their first priority; take it from those that left."""
         if self._tree is None:
-            self._tree, self._capacity = SumTree(held.capacity), held.capacity
+            self._capacity = held.capacity
+            self._tree = SumTree(held.capacity)
+        self._tree.mend()
+        self._update(self._tree)
         if held.capacity != self._capacity or held.next_id < self._next_id:
             raise ArgumentError(
                 f"sampler: these priorities belong to a memory of {self._capacity} transitions, up to id "

@@ -30,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -90,25 +90,40 @@ from holdall.storage.snapshot import (
     OpenSlices,
     RowChunk,
     StoreContent,
-    Tick,
     UnchangedStore,
     is_settled,
-    steps_in,
 )
 from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    Arguments,
+    FastTick,
+    FlatField,
+    Repair,
+    SlicedTick,
+    Tick,
+    TickWriter,
+    steps_in,
+)
 from holdall.storage.tiers import Budget
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "COLUMN_FIELDS",
     "COST_CAPS",
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
     "NEXT_IS_WHOLE",
+    "NOT_CONTINUED",
+    "NO_ROOM",
     "PIECE_BYTES",
     "RECORD_FIELDS",
     "SEGMENT_BYTES",
     "SLICES",
     "TRANSFORM_FIELDS",
+    "Arguments",
     "AwaitedFile",
     "Budget",
     "Buffer",
@@ -121,7 +136,9 @@ __all__ = [
     "Demand",
     "Dictionary",
     "Extent",
+    "FastTick",
     "FinalObservations",
+    "FlatField",
     "FrozenBlock",
     "FrozenRows",
     "FrozenSegments",
@@ -139,6 +156,7 @@ __all__ = [
     "Predictor",
     "Read",
     "Record",
+    "Repair",
     "RolloutFields",
     "RowChunk",
     "Rows",
@@ -148,10 +166,12 @@ __all__ = [
     "Segment",
     "SegmentFile",
     "SliceBlock",
+    "SlicedTick",
     "SpillFolder",
     "Store",
     "StoreContent",
     "Tick",
+    "TickWriter",
     "Transform",
     "UnchangedStore",
     "Window",
@@ -166,6 +186,7 @@ __all__ = [
     "codec_of",
     "codec_words",
     "dictionary_name",
+    "fresh_bytes",
     "gather_padded",
     "gather_rows",
     "is_settled",

@@ -106,7 +106,7 @@ class Bench:
     def rest(self) -> None:
         """Wait until the worker waits for blocks: one that comes then is not late."""
         self.sealer.drain()
-        wait_until(lambda: bool(self.sealer._queue.changed._waiters))  # type: ignore[attr-defined]  # its threads
+        wait_until(lambda: self.sealer._queue.current is None)
 
     def _choose(self, *_: Any) -> Codec:
         self.choices += 1
@@ -119,6 +119,15 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     yield bench
     bench.coder.open()
     bench.sealer.stop()
+
+
+def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
+    """Write a tick as a store does, part by part."""
+    sliced = segments.sliced(tick, obs, next_obs)
+    segments.lengthen_logs()
+    for part, cursors, now, after in zip(*sliced, strict=True):
+        part.append(now, after, cursors[tick % len(cursors)])
+    segments.look(tick, obs, next_obs)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -283,6 +292,24 @@ def test_stopping_ends_the_worker_after_the_block_it_is_at(bench: Bench) -> None
     assert not workers()
     assert len(bench.coder.levels) == 1
     bench.sealer.stop()
+
+
+def test_a_worker_that_hangs_is_told_of_and_left_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk that hangs, say; whoever waits says why, and the memory can be closed."""
+    for name in ("_SAY_AFTER_S", "_LOOK_AGAIN_S", "_STOP_S"):
+        monkeypatch.setattr(seal, name, 0.05)
+    bench.submit(frozen_block())
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        waiting = threading.Thread(target=bench.sealer.drain)
+        waiting.start()
+        wait_until(lambda: "1 blocks are to be compressed or spilled" in caplog.text)
+    bench.sealer.stop()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert workers()
 
 
 # ---------------------------------------------------------------- the choice
@@ -548,7 +575,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     def run(first: int, end: int) -> None:
         for tick in range(first, end):
-            segments.append(tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
+            append(segments, tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
             oracle.append(film[tick : tick + 4].tobytes())
 
     def read(places: Places) -> bytes:
@@ -558,8 +585,8 @@ def test_readers_of_the_raw_form_keep_it() -> None:
         return obs.tobytes()
 
     run(0, 300)
-    ticks, lanes = np.arange(300), np.zeros(300, np.int64)
-    before = segments.places(ticks, lanes)
+    ticks = np.arange(300)
+    before = segments.places(ticks)
     full = segments.take_frozen()
     arenas = {address(frozen.block.arena) for frozen in full}
     assert len(arenas) > 5
@@ -571,7 +598,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     run(300, 650)
     assert not arenas & {address(closed.parts[0].block.arena) for closed in segments._closed}
     assert read(before) == b"".join(oracle[:300])
-    assert read(segments.places(ticks, lanes)) == b"".join(oracle[:300])
+    assert read(segments.places(ticks)) == b"".join(oracle[:300])
 
 
 def seal_block(segments: Segments, block: SliceBlock) -> None:
@@ -589,10 +616,10 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     segments = Segments(kernels, [leaf], 1, 3_000)
     film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
     for tick in range(300):
-        segments.append(tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
+        append(segments, tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
     for frozen in segments.take_frozen()[1::2]:
         seal_block(segments, frozen.block)
-    saved = segments.freeze()
+    saved = segments.freeze(300)
     held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
     loaded = Segments(kernels, [], 1, 3_000)
     loaded.thaw(300, [leaf], saved.windows, held, saved.searches)
@@ -602,7 +629,7 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
             seal_block(loaded, frozen.block)
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-    places = loaded.places(np.arange(300), np.zeros(300, np.int64))
+    places = loaded.places(np.arange(300))
     kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 
