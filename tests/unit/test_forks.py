@@ -157,7 +157,7 @@ print(json.dumps({"children": answers, "wrong": wrong, "left": os.listdir(folder
 """
 
 
-@pytest.mark.parametrize("forks", [3, pytest.param(60, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("forks", [3, pytest.param(60, marks=[pytest.mark.nightly, pytest.mark.timeout(300)])])
 def test_a_child_of_a_busy_memory_reads_adds_seals_and_spills(forks: int, tmp_path: Path) -> None:
     """Forked while threads add, draw, seal and spill: no lock stays held, no row is wrong, in the parent neither."""
     told = run(BUSY, tmp_path, str(forks))
