@@ -274,8 +274,7 @@ def _in_order(runs: Any) -> Any:
     return runs
 
 
-MOST_FORMAT_BYTES = 4096
-MOST_NUMBER = 10**16 - 1
+MOST_FORMAT_BYTES, MOST_NUMBER = 4096, 10**16 - 1
 LEASE_S = 3600.0
 """For so long, a file that no manifest names may belong to a save under way, and stays."""
 

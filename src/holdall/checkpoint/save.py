@@ -32,6 +32,10 @@ if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror
 
 
+_LOOK_S = 0.1
+_CANCELLED_S = 5.0
+"""How long a save that was cancelled has to end."""
+
 _LOG = logging.getLogger("holdall")
 
 Progress = Callable[[str, int], None] | Callable[[str, int, int], None]
@@ -59,9 +63,11 @@ class SaveHandle:
         url: str,
         interrupt: Callable[[], None],
         wait_for_mirror: Callable[[int, float | None], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.url = url
         self._interrupt = interrupt
+        self._waiting = waiting or Waiting(url)
         self._wait_for_mirror = wait_for_mirror
         self._ended = threading.Event()
         self._checkpoint: Checkpoint | None = None
@@ -80,6 +86,15 @@ class SaveHandle:
         if self._checkpoint is None:
             raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
         return self._checkpoint
+
+    def finish(self, timeout: float = CLOSE_S) -> Checkpoint:
+        """Wait as long as the save gets on; cancel it if it does not for `timeout` seconds. Return the checkpoint."""
+        began = time.monotonic()
+        while not self._ended.wait(_LOOK_S):
+            if time.monotonic() - self._waiting.stuck_since(began) >= timeout:
+                self.cancel()
+                return self.result(_CANCELLED_S)
+        return self.result()
 
     def mirrored(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
@@ -212,7 +227,8 @@ class Saver:
         is_queued = False
         try:
             behind = None if mirror is None else self._mirror(mirror)
-            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), None if behind is None else behind.wait)
+            wait = None if behind is None else behind.wait
+            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), wait, self._waiting)
             with self._changed:
                 self._leave_to_parent()
                 self._thread.wake()
