@@ -166,6 +166,11 @@ class PortablePart(OpenPart):
         return int(self._end.max())
 
     @property
+    def shortest(self) -> int:
+        """See `OpenPart.shortest`."""
+        return int(self._end.min())
+
+    @property
     def steps(self) -> int:
         """See `OpenPart.steps`."""
         return self._steps
