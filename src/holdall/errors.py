@@ -5,7 +5,8 @@
     ├── SpaceError (TypeError)           a space that cannot be stored bit for bit
     ├── TransitionIdError (IndexError)   an id that was never added, is evicted, or is not valid
     ├── ClosedError (RuntimeError)       use after close()
-    ├── DamageError (OSError)            stored bytes that do not make sense
+    ├── DamageError (OSError)            stored bytes that do not make sense, or cannot be read
+    │   └── NewerFormatError             they make sense to a later version of holdall
     ├── SpillError (OSError)             a disk tier that cannot be written to
     ├── CheckpointError (OSError)        a checkpoint that cannot be written, or is not there
     │   └── FencedError                  another writer has the place
@@ -39,6 +40,10 @@ class ClosedError(HoldallError, RuntimeError):
 
 class DamageError(HoldallError, OSError):
     """Stored bytes do not make sense; nothing of them was returned."""
+
+
+class NewerFormatError(DamageError):
+    """Stored bytes are of a format that this version does not know; they are left as they are."""
 
 
 class SpillError(HoldallError, OSError):

@@ -12,13 +12,14 @@ from __future__ import annotations
 import errno
 import hashlib
 import itertools
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.file_system import FileSystem
 from holdall.checkpoint.manifest import Buffer
 
 ROOT = Path("/disk")
@@ -119,6 +120,18 @@ class SimulatedDisk(FileSystem):
         if path not in self.files:
             raise FileNotFoundError(errno.ENOENT, "missing", str(path))
         return len(self.files[path].content)
+
+    def is_link(self, path: Path) -> bool:
+        return False
+
+    def age_s(self, path: Path) -> float:
+        return math.inf
+
+    def stamp(self, path: Path) -> object:
+        return None
+
+    def is_locked(self, file: int, path: Path) -> bool:
+        return True
 
     def open(self, path: Path) -> int:
         if path not in self.files:

@@ -85,8 +85,8 @@ def is_noticed(run: Path) -> bool:
 
 
 @pytest.mark.parametrize("harm", ["flip", pytest.param("zero", marks=pytest.mark.nightly)])
-def test_every_spoilt_byte_is_noticed(saved: Path, tmp_path: Path, harm: str) -> None:
-    """In every region of every kind of file."""
+def test_every_spoilt_byte_is_noticed(saved: Path, caplog: pytest.LogCaptureFixture, harm: str) -> None:
+    """In every region of every kind of file; one of FORMAT costs a warning, since manifests say what they are."""
     unnoticed, seen = [], set()
     for path, place, what in regions(saved):
         raw = path.read_bytes()
@@ -96,7 +96,9 @@ def test_every_spoilt_byte_is_noticed(saved: Path, tmp_path: Path, harm: str) ->
             continue
         path.write_bytes(changed)
         try:
-            if not is_noticed(saved):
+            caplog.clear()
+            refused = is_noticed(saved)
+            if refused == (what == "format") or (what == "format" and "FORMAT is damaged" not in caplog.text):
                 unnoticed.append(f"byte {place}: {what}")
         finally:
             path.write_bytes(raw)

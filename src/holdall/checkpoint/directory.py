@@ -1,8 +1,9 @@
-"""The file system, as far as checkpoints use it: every call that changes a disk is one method here.
+"""Checkpoints in a directory of this machine.
 
-In:  paths and bytes.  Out: what the operating system did, or its OSError.
-Invariant: checkpoints touch a disk through this class alone, so that a simulated disk can take its
-place, lose what was not synced, and fail at any call.
+In:  files of records and manifests, written and read through `FileSystem`.  Out: a checkpoint, complete or not at all.
+Invariant: only names of the format's own pattern are read and removed, and no link is followed. What is acknowledged
+was there in full, in the directory that bears the name. Damage, what may not be read and what is not there are three
+different errors.
 """
 
 from __future__ import annotations
@@ -10,12 +11,15 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import sys
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable
 from pathlib import Path
 
+from holdall.checkpoint.file_system import FileSystem, disk_errors_explained, read_error, remedy
 from holdall.checkpoint.manifest import (
     DATA_NAME,
+    LEASE_S,
+    MANIFEST_NAME,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
@@ -30,135 +34,17 @@ from holdall.checkpoint.manifest import (
     new_writer_id,
     numbers_of,
     require_format,
+    require_whole,
 )
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage import SegmentFile
 
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
-
-_WRITE_AT_ONCE = 4 * 2**20
-"""A write to a slow disk can be watched, and given up, at this grain."""
-_FULL_SYNC = 51
-"""F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
-
-
-class FileSystem:
-    """The disk of this machine."""
-
-    def make_directory(self, path: Path) -> bool:
-        """Make a directory; say whether it was not there before."""
-        try:
-            path.mkdir()
-        except FileExistsError:
-            return False
-        return True
-
-    def create(self, path: Path) -> int:
-        """Create a file that must not exist yet, and open it for writing."""
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
-        return os.open(path, flags, 0o644)
-
-    def write(self, file: int, data: Buffer) -> None:
-        """Write all of `data` at the end of what was written before."""
-        left = memoryview(data).cast("B")
-        while left.nbytes:
-            left = left[os.write(file, left[:_WRITE_AT_ONCE]) :]
-
-    def sync(self, file: int) -> None:
-        """Wait until the file's bytes are on the disk."""
-        if sys.platform == "darwin":
-            fcntl.fcntl(file, _FULL_SYNC)
-        else:
-            os.fsync(file)
-        if hasattr(os, "posix_fadvise"):
-            # What a checkpoint wrote is not read again soon; a container would count its pages.
-            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
-
-    def close(self, file: int) -> None:
-        """Close a file."""
-        os.close(file)
-
-    def rename(self, old: Path, new: Path) -> None:
-        """Give a file another name, which nothing has yet."""
-        old.rename(new)
-
-    def link(self, old: Path, new: Path) -> None:
-        """Give a file a second name; fails if something has it already."""
-        os.link(old, new)
-
-    def is_same(self, one: int, other: int) -> bool:
-        """Whether two descriptors are of one file."""
-        return os.path.samestat(os.fstat(one), os.fstat(other))
-
-    def unlink(self, path: Path) -> None:
-        """Take a name away."""
-        path.unlink()
-
-    def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the disk; Windows writes them in order by itself."""
-        if sys.platform == "win32":
-            return
-        directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            if sys.platform == "darwin":
-                fcntl.fcntl(directory, _FULL_SYNC)
-            else:
-                os.fsync(directory)
-        finally:
-            os.close(directory)
-
-    def names(self, path: Path) -> list[str]:
-        """List a directory, in no order; nothing if it is not there."""
-        try:
-            return [entry.name for entry in os.scandir(path)]
-        except FileNotFoundError:
-            return []
-
-    def size(self, path: Path) -> int:
-        """Return a file's bytes."""
-        return path.stat().st_size
-
-    def open(self, path: Path) -> int:
-        """Open a file for reading."""
-        return os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
-
-    def read_at(self, file: int, start: int, nbytes: int) -> bytes:
-        """Read `nbytes` from `start` on; fewer at the end of the file."""
-        if sys.platform == "win32":
-            os.lseek(file, start, os.SEEK_SET)
-            return os.read(file, nbytes)
-        pieces = []
-        while nbytes > 0 and (piece := os.pread(file, nbytes, start)):
-            pieces.append(piece)
-            start, nbytes = start + len(piece), nbytes - len(piece)
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
-
-    def lock(self, path: Path) -> int | None:
-        """Take a lock that ends with this process at the latest; None if another holds it."""
-        file = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o644)
-        try:
-            if sys.platform == "win32":
-                msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
-            else:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
-            os.close(file)
-            return None
-        except OSError:
-            os.close(file)
-            raise
-        return file
-
-    def unlock(self, file: int) -> None:
-        """Give a lock back."""
-        with contextlib.suppress(OSError):
-            os.close(file)
-
-
 _TEMPORARY = ".tmp"
+_TEMPORARY_NAMES = {
+    ".": re.compile(r"FORMAT\.[0-9a-f]{16}\.tmp"),
+    "segments": re.compile(DATA_NAME.pattern + r"\.tmp"),
+    "manifests": re.compile(MANIFEST_NAME.pattern + r"\.[0-9a-f]{16}\.tmp"),
+}
 _NO_LINKS = {errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK}
 
 
@@ -170,14 +56,35 @@ class DirectoryReader:
         self.root = root
         self._disk = disk or FileSystem()
 
-    def require(self) -> None:
-        """Refuse a directory that holds no checkpoints."""
-        raw = self._read("FORMAT", MOST_FORMAT_BYTES, f"{self.url} holds no checkpoints: there is no FORMAT file in it")
-        require_format(raw, self.url)
+    def require(self) -> bool:
+        """Refuse a directory that holds no checkpoints; return whether FORMAT says that it does."""
+        missing = f"{self.url} holds no checkpoints: there is no FORMAT file in it"
+        return require_format(self, lambda: self._read("FORMAT", MOST_FORMAT_BYTES, missing))
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
-        return numbers_of(self._disk.names(self.root / "manifests"))
+        return numbers_of(self.names("manifests"))
+
+    def names(self, folder: str) -> list[str]:
+        """List one of the folders, which must be one."""
+        path = self.root / folder
+        try:
+            self.require_no_link(folder)
+            return self._disk.names(path)
+        except NotADirectoryError as error:
+            if folder == ".":
+                return []
+            raise DamageError(f"{path} is no folder; remove it, or choose another place") from error
+        except (CheckpointError, DamageError):
+            raise
+        except OSError as error:
+            raise CheckpointError(error.errno, f"{path} cannot be read ({error.strerror}); {remedy(error)}") from error
+
+    def require_no_link(self, *folders: str) -> None:
+        """Refuse folders that stand elsewhere: what lies there is another's."""
+        for path in [self.root / folder for folder in folders if folder != "."]:
+            if self._disk.is_link(path):
+                raise DamageError(f"{path} is a link, which is not followed; put the folder itself there")
 
     def manifest(self, number: int) -> Manifest:
         """Read a manifest."""
@@ -187,21 +94,29 @@ class DirectoryReader:
 
     def file_sizes(self) -> dict[str, int]:
         """Return the bytes of every file of records that is there, by name."""
-        folder = self.root / "segments"
-        sizes = {}
-        for name in self._disk.names(folder):
-            if DATA_NAME.fullmatch(name):
-                with contextlib.suppress(FileNotFoundError):  # collected by its writer just now
-                    sizes[name] = self._disk.size(folder / name)
+        sizes: dict[str, int] = {}
+        for name in filter(DATA_NAME.fullmatch, self.names("segments")):
+            with contextlib.suppress(DamageError):  # whoever needs it will be told
+                sizes |= self.size_of(name)
         return sizes
+
+    def size_of(self, name: str) -> dict[str, int]:
+        """Return the bytes of a file of records by its name; nothing if it is not there, or no file."""
+        path = self.root / "segments" / name
+        try:
+            return {name: self._disk.size(path)}
+        except (FileNotFoundError, NotADirectoryError, DamageError):
+            return {}
+        except OSError as error:
+            raise read_error(path, error) from error
 
     def open(self, name: str) -> tuple[SegmentFile, int]:
         """Open a file of records."""
         path = self.root / "segments" / name
         try:
-            descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0))
+            descriptor = self._disk.open(path)
         except OSError as error:
-            raise CheckpointError(error.errno, f"{path} cannot be opened ({error.strerror})") from error
+            raise read_error(path, error) from error
         if hasattr(os, "posix_fadvise"):
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
         return SegmentFile(path, descriptor, is_temporary=False), os.fstat(descriptor).st_size
@@ -212,13 +127,16 @@ class DirectoryReader:
 
     def below(self, folder: str) -> DirectoryReader:
         """Return the checkpoints of one shard."""
+        self.require_no_link("shards", folder)
         return DirectoryReader(self.root / folder, self._disk)
 
     def above(self) -> DirectoryReader | None:
         """Return the checkpoints whose manifests may name those here."""
         top = self.root.parent.parent
-        is_below = SHARD_FOLDER.fullmatch(f"{self.root.parent.name}/{self.root.name}") is not None
-        return DirectoryReader(top, self._disk) if is_below and "FORMAT" in self._disk.names(top) else None
+        if not SHARD_FOLDER.fullmatch(f"{self.root.parent.name}/{self.root.name}"):
+            return None
+        above = DirectoryReader(top, self._disk)
+        return above if "FORMAT" in above.names(".") or above.numbers() else None
 
     def interrupt(self) -> None:
         """Nothing is waited for."""
@@ -226,16 +144,14 @@ class DirectoryReader:
     def _read(self, name: str, most_bytes: int, missing: str) -> bytes:
         try:
             file = self._disk.open(self.root / name)
+            try:
+                raw = self._disk.read_at(file, 0, most_bytes + 1)
+            finally:
+                self._disk.close(file)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CheckpointError(f"{missing}; check the path") from error
         except OSError as error:
-            raise CheckpointError(f"{self.url}/{name} cannot be read ({error}); check its permissions") from error
-        try:
-            raw = self._disk.read_at(file, 0, most_bytes + 1)
-        except OSError as error:
-            raise CheckpointError(f"{self.url}/{name} cannot be read ({error})") from error
-        finally:
-            self._disk.close(file)
+            raise read_error(self.root / name, error) from error
         if len(raw) > most_bytes:
             raise DamageError(f"{self.url}/{name} has more than {most_bytes} bytes, which none of holdall's has")
         return raw
@@ -302,6 +218,9 @@ class DirectoryWriter:
         self._sequence = 0
         self.reader = DirectoryReader(root, self._disk)
         with disk_errors_explained(self.url, "opened for writing"):
+            if SHARD_FOLDER.fullmatch(f"{root.parent.name}/{root.name}"):
+                DirectoryReader(root.parent.parent, self._disk).require_no_link("shards", f"shards/{root.name}")
+            self.reader.require_no_link("segments", "manifests")
             for parent in reversed(root.parents):
                 self._make_directory(parent)
             for folder in (root, self._segments, self._manifests):
@@ -318,6 +237,14 @@ class DirectoryWriter:
         """Begin a file of records."""
         self._sequence += 1
         return DirectoryFile(self._disk, self._segments / data_name(self.writer_id, self._sequence))
+
+    def is_there(self) -> bool:
+        """Whether the directory that bears the name is the one that was opened: it may have been removed."""
+        return self._lock is not None and self._disk.is_locked(self._lock, self._root / "LOCK")
+
+    def stamp(self) -> object:
+        """Return something that changes when somebody adds or removes files of records."""
+        return self._disk.stamp(self._segments)
 
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
@@ -342,10 +269,14 @@ class DirectoryWriter:
         return path.name, self._disk.size(path)
 
     def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what was finished; when this returns, it survives a power cut."""
+        """Make a checkpoint of what was finished; when this returns, it survives a power cut.
+
+        All that it names is looked for first: somebody may have removed it since it was written.
+        """
         name = manifest_name(manifest.number)
         final, temporary = self._manifests / name, self._manifests / f"{name}.{self.writer_id}{_TEMPORARY}"
         self._disk.sync_directory(self._segments)
+        self._require_all(manifest)
         file = self._disk.create(temporary)
         try:
             try:
@@ -360,16 +291,23 @@ class DirectoryWriter:
         self._disk.sync_directory(self._manifests)
 
     def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
-        """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names."""
+        """Remove all but the last `keep` whole checkpoints, and the files that none of them nor `in_use` names.
+
+        Files of other writers that no manifest names stay for a while: a save may be about to.
+        """
         kept, stale = kept_and_stale(self.reader, keep)
         named = set(in_use).union(*(manifest.files for manifest in kept))
+        finished = {name for manifest in stale.values() if manifest is not None for name in manifest.files}
         for number in stale:
-            self._disk.unlink(self._manifests / manifest_name(number))
+            with contextlib.suppress(FileNotFoundError, DamageError):  # no file: another's, whatever it is
+                self._disk.size(self._manifests / manifest_name(number))
+                self._disk.unlink(self._manifests / manifest_name(number))
         self._disk.sync_directory(self._manifests)
         freed = 0
         for name, nbytes in self.reader.file_sizes().items():
-            if name not in named:
-                self._disk.unlink(self._segments / name)
+            path, is_own = self._segments / name, name in finished or name.startswith(self.writer_id)
+            if name not in named and (is_own or self._disk.age_s(path) > LEASE_S):
+                self._disk.unlink(path)
                 freed += nbytes
         return freed
 
@@ -395,9 +333,23 @@ class DirectoryWriter:
             )
         return lock
 
+    def _require_all(self, manifest: Manifest) -> None:
+        """Refuse a manifest that names what is not there, or a directory that is another by now."""
+        if not self.is_there():
+            raise CheckpointError(f"{self.url} was removed while it was saved to; nothing was committed, save again")
+        try:
+            sizes = {name: nbytes for each in manifest.files for name, nbytes in self.reader.size_of(each).items()}
+            require_whole(manifest, self.reader, sizes)
+        except (CheckpointError, DamageError) as error:
+            raise CheckpointError(
+                error.errno or errno.ENOENT,
+                f"{self.url}: {error}; somebody removed or changed it, so nothing was committed. The next save writes "
+                "it again",
+            ) from error
+
     def _require_format(self) -> None:
-        if "FORMAT" in self._disk.names(self._root):
-            self.reader.require()
+        path, is_there = self._root / "FORMAT", "FORMAT" in self.reader.names(".")
+        if (is_there or self.reader.numbers()) and self.reader.require():
             return
         temporary = self._root / f"FORMAT.{self.writer_id}{_TEMPORARY}"
         file = self._disk.create(temporary)
@@ -406,15 +358,21 @@ class DirectoryWriter:
             self._disk.sync(file)
         finally:
             self._disk.close(file)
-        self._disk.rename(temporary, self._root / "FORMAT")
+        if is_there:
+            self._disk.size(path)  # refuses what is no file
+            self._disk.unlink(path)
+        self._disk.rename(temporary, path)
         self._disk.sync_directory(self._root)
 
     def _sweep(self) -> None:
-        """Remove what a writer that died left behind under temporary names."""
-        for folder in (self._root, self._segments, self._manifests):
-            for name in self._disk.names(folder):
-                if name.endswith(_TEMPORARY):
-                    self._disk.unlink(folder / name)
+        """Remove what writers that died left behind under temporary names."""
+        for folder, pattern in _TEMPORARY_NAMES.items():
+            for name in filter(pattern.fullmatch, self.reader.names(folder)):
+                path = self._root / folder / name
+                with contextlib.suppress(FileNotFoundError, DamageError):  # no file: another's, whatever it is
+                    self._disk.size(path)
+                    if self._disk.age_s(path) > LEASE_S:
+                        self._disk.unlink(path)
 
     def _publish(self, temporary: Path, final: Path) -> None:
         """Give the manifest its number, which only one writer can."""
@@ -431,28 +389,3 @@ class DirectoryWriter:
             if final.name in self._disk.names(final.parent):
                 raise FencedError(f"{final} is there already: another writer saves to {self.url}") from error
             self._disk.rename(temporary, final)
-
-
-@contextlib.contextmanager
-def disk_errors_explained(url: str, what: str) -> Iterator[None]:
-    """Turn what the operating system says into an error that names the url and the remedy."""
-    try:
-        yield
-    except (CheckpointError, DamageError):
-        raise
-    except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "check the disk")
-        raise CheckpointError(
-            error.errno,
-            f"{url} could not be {what} ({error.strerror or error}); {remedy}. Earlier checkpoints are intact",
-        ) from error
-
-
-_REMEDIES = {
-    errno.ENOSPC: "free some room on the disk, or keep fewer checkpoints",
-    errno.EDQUOT: "free some of the quota, or keep fewer checkpoints",
-    errno.EROFS: "it is read-only: choose another place",
-    errno.EACCES: "allow this user to write there, or choose another place",
-    errno.EPERM: "allow this user to write there, or choose another place",
-    errno.EIO: "the disk fails: choose another one",
-}

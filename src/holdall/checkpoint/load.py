@@ -14,13 +14,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
-from holdall.checkpoint.directory import DirectoryReader, disk_errors_explained
+import numpy as np
+
+from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint.file_system import disk_errors_explained
+from holdall.checkpoint.interfaces import CheckpointReader
 from holdall.checkpoint.manifest import (
     BlockEntry,
-    CheckpointReader,
     Chunk,
     Manifest,
     SegmentEntry,
+    is_lost,
     is_remote,
     normalized_url,
     require_whole,
@@ -256,7 +260,7 @@ def _segments(
         try:
             parts = _parts(entry, blocks, lanes, leaves, is_thorough=losses is not None)
         except (DamageError, CheckpointError) as error:
-            if losses is None:
+            if losses is None or not is_lost(error):
                 raise
             losses.lose(entry.first_tick, entry.ticks, str(error))
             parts = blank_parts(leaves, lanes)
@@ -327,12 +331,14 @@ def _rows_left(
         try:
             _chunk(files, chunk, like)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
             found[chunk.first_tick] = None
     lanes = int(manifest.schema["num_envs"])
     for chunk in entries:
-        is_lost = chunk.first_tick in found
-        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_lost else _chunk(files, chunk, like)
+        is_blank = chunk.first_tick in found
+        rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_blank else _chunk(files, chunk, like)
         yield losses.marked(rows, lanes)
 
 
@@ -391,6 +397,8 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
             require_whole(manifest, reader, sizes)
             built = build(manifest)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             refused.append(f"checkpoint {number}: {error}")
             first = first or error
             continue
@@ -422,20 +430,31 @@ class Loading(Generic[_M]):
     recover: bool = False
 
     def load(self, reader: CheckpointReader) -> _M:
-        """Load the newest checkpoint that is whole."""
-        return newest(reader, lambda manifest: self._loaded(manifest, reader))
+        """Load the newest checkpoint that is whole; or of which something is left, if there is such a one."""
+        try:
+            return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=not self.recover))
+        except CheckpointError as error:
+            if not self.recover or not is_lost(error):
+                raise
+        return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=True))
 
-    def _loaded(self, manifest: Manifest, reader: CheckpointReader) -> _M:
+    def _loaded(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool) -> _M:
         with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
             schema = schema_of(manifest.schema)
         lanes = schema.num_envs if self.num_envs is None else self.num_envs
         if self.capacity is not None:
             require_count("capacity", self.capacity, lanes, " (num_envs: it counts transitions over all lanes)")
         if lanes == schema.num_envs and not manifest.shards:
-            return self.as_saved(manifest, reader, self.capacity, is_final=True)
-        from holdall.checkpoint.streams import converted  # noqa: PLC0415  for other lanes and shards only
+            memory = self.as_saved(manifest, reader, self.capacity, is_final=True)
+        else:
+            from holdall.checkpoint.streams import converted  # noqa: PLC0415  for other lanes and shards only
 
-        return converted(self, manifest, reader, schema, lanes)
+            memory = converted(self, manifest, reader, schema, lanes)
+        was_empty = manifest.next_tick == manifest.first_tick and not any(each.transitions for each in manifest.shards)
+        if may_be_empty or was_empty or memory.are_valid(np.arange(memory.first_id, memory.next_id)).any():
+            return memory
+        memory.close()
+        raise DamageError(f"nothing is left of checkpoint {manifest.number} of {reader.url}")
 
     def as_saved(self, manifest: Manifest, reader: CheckpointReader, capacity: int | None, *, is_final: bool) -> _M:
         """Load a memory in the lanes in which it was saved; one that is not final is only read."""

@@ -7,20 +7,23 @@ A manifest that does not pass is no checkpoint.
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import hashlib
 import itertools
 import json
+import logging
 import os
 import re
 import secrets
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
-from holdall.errors import CheckpointError, DamageError, FencedError
-from holdall.json_state import count_of, malformed_refused, text_of
-from holdall.storage import SegmentFile
+from holdall.errors import CheckpointError, DamageError, FencedError, NewerFormatError
+from holdall.json_state import count_of, malformed_refused, parsed, text_of
+
+if TYPE_CHECKING:
+    from holdall.checkpoint.interfaces import CheckpointReader
 
 FORMAT = "holdall checkpoint"
 VERSION = 1
@@ -37,6 +40,8 @@ _HEX32 = re.compile(r"[0-9a-f]{32}")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _WRITER_ID = re.compile(r"[0-9a-f]{16}")
 _SUM_LINE_BYTES = len("\nsha256:") + 64 + 1
+
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +162,12 @@ def encode(manifest: Manifest) -> bytes:
     }
     if manifest.shards:
         words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
-    return signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    text = signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    if len(text) > MOST_MANIFEST_BYTES:
+        raise CheckpointError(
+            f"checkpoint {manifest.number} names {len(manifest.refs)} records, more than a manifest can; lower capacity"
+        )
+    return text
 
 
 def signed(text: bytes) -> bytes:
@@ -177,11 +187,11 @@ def decode(raw: bytes, name: str, number: int | None = None) -> Manifest:
     """Read a manifest, or say why it is none; `number` is the one that its name has."""
     try:
         with malformed_refused("its text"):
-            words = json.loads(signed_text(raw))
+            words = parsed(signed_text(raw))
             _require_readable(words)
             manifest = _decoded(words)
     except DamageError as error:
-        raise DamageError(f"manifest {name}: {error}") from error
+        raise type(error)(f"manifest {name}: {error}") from error
     if number not in (None, manifest.number):
         raise DamageError(f"manifest {name} says that it is number {manifest.number}")
     return manifest
@@ -196,9 +206,11 @@ def _require_readable(words: Any) -> None:
     if words["format"] != FORMAT:
         raise DamageError(f"it is of the format {words['format']!r}, none of holdall's")
     unknown = sorted(set(words["features"]) - KNOWN_FEATURES)
+    if type(words["version"]) is not int or words["version"] < 1:
+        raise DamageError(f"it is of version {words['version']!r}, which is none")
     if words["version"] != VERSION or unknown:
         wants = f"version {words['version']!r}" + (f" with {', '.join(map(str, unknown))}" if unknown else "")
-        raise DamageError(f"it is of {wants}, and this holdall reads version {VERSION}; upgrade it")
+        raise NewerFormatError(f"it is of {wants}, and this holdall reads version {VERSION}; upgrade it")
 
 
 def _decoded(words: Any) -> Manifest:
@@ -267,97 +279,38 @@ def _in_order(runs: Any) -> Any:
 
 
 MOST_FORMAT_BYTES = 4096
+MOST_NUMBER = 10**16 - 1
+LEASE_S = 3600.0
+"""For so long, a file that no manifest names may belong to a save under way, and stays."""
 
 Buffer = bytes | bytearray | memoryview
 
 
-class NewFile(Protocol):
-    """A file of records that is being written; nobody sees it before it is finished."""
+def is_lost(error: OSError) -> bool:
+    """Whether an error says that something is damaged or gone, so that an older checkpoint is the best there is.
 
-    name: str
-    nbytes: int
-
-    def write(self, data: Buffer) -> None:
-        """Add bytes at its end."""
-
-    def settle(self) -> None:
-        """Bring what was written so far to the disk, where that spares time later."""
-
-    def finish(self) -> None:
-        """Make it durable under its name, at the latest when the next manifest is committed."""
-
-    def abandon(self) -> None:
-        """Throw it away."""
+    Not so where it could be had: with permission, with more open files, with a newer version of holdall.
+    """
+    if isinstance(error, DamageError):
+        return not isinstance(error, NewerFormatError)
+    return error.errno in (None, errno.ENOENT) and not isinstance(error, FencedError)
 
 
-class CheckpointReader(Protocol):
-    """Checkpoints to be read."""
-
-    url: str
-
-    def numbers(self) -> list[int]:
-        """Return the numbers of the manifests that are there, newest first."""
-
-    def manifest(self, number: int) -> Manifest:
-        """Read a manifest; DamageError if it is none, CheckpointError if it is not there."""
-
-    def file_sizes(self) -> dict[str, int]:
-        """Return the bytes of every file of records that is there, by name."""
-
-    def require(self) -> None:
-        """Refuse a url that holds no checkpoints, or of a version to come."""
-
-    def open(self, name: str) -> tuple[SegmentFile, int]:
-        """Open a file of records, to be read by position; return it and its bytes."""
-
-    def reopened(self) -> CheckpointReader:
-        """Return the same checkpoints; `interrupt` does not end reading them."""
-
-    def below(self, folder: str) -> CheckpointReader:
-        """Return the checkpoints of one shard."""
-
-    def above(self) -> CheckpointReader | None:
-        """Return the checkpoints whose manifests may name those here; None if these are no shard's."""
-
-    def interrupt(self) -> None:
-        """Give up waiting for a server that does not answer."""
+def newest_manifest(reader: CheckpointReader, numbers: Iterable[int]) -> Manifest | None:
+    """Return the first of some manifests, newest first, that is one: any file may bear any number."""
+    for number in numbers:
+        try:
+            return reader.manifest(number)
+        except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
+    return None
 
 
-class CheckpointWriter(Protocol):
-    """Checkpoints that this writer alone writes to."""
-
-    url: str
-    writer_id: str
-    behind_bytes: int
-    """Bytes from which on a file that is written behind the memory is finished before the next commit."""
-
-    @property
-    def reader(self) -> CheckpointReader:
-        """What is there, to be read."""
-
-    def new_file(self) -> NewFile:
-        """Begin a file of records."""
-
-    def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
-        """Take over a file of records that takes no more, without copying it; return its name here and its bytes.
-
-        None where that cannot be done. The file is durable at the latest when the next manifest is committed.
-        """
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make a checkpoint of what was finished; FencedError if its number is taken."""
-
-    def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
-        """Remove all but the last `keep` checkpoints, and the files that nothing names; return their bytes.
-
-        None keeps what the manifest of a memory over shards names, or will name: for the shards themselves.
-        """
-
-    def close(self) -> None:
-        """Let another writer in."""
-
-    def interrupt(self) -> None:
-        """Give up waiting for a server that does not answer."""
+def last_number(reader: CheckpointReader) -> int:
+    """Return the number of the newest checkpoint; 0 if there is none."""
+    found = newest_manifest(reader, reader.numbers())
+    return 0 if found is None else found.number
 
 
 def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
@@ -369,20 +322,29 @@ def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
         last: The newest number when the writer came, or its own last one.
         writer_id: The writer's name.
     """
-    newest = max(reader.numbers(), default=0)
-    if newest > last and reader.manifest(newest).writer_id != writer_id:
+    numbers = reader.numbers()
+    found = newest_manifest(reader, (number for number in numbers if number > last))
+    if found is not None and found.writer_id != writer_id:
         raise FencedError(
-            f"{reader.url} holds checkpoint {newest}, which another writer made since {last}; save to a place of its "
-            "own, or load what is there"
+            f"{reader.url} holds checkpoint {found.number}, which another writer made since {last}; save to a place of "
+            "its own, or load what is there"
         )
-    return max(newest, last) + 1
+    number = 1 + (last if found is None else found.number)
+    while number in numbers:
+        number += 1
+    if number > MOST_NUMBER:
+        raise CheckpointError(
+            f"{reader.url} holds checkpoint {number - 1}, the last that there is; save to a place of its own"
+        )
+    return number
 
 
-def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], list[int]]:
-    """Return the checkpoints that stay, the last `keep` that can be read, and the numbers of those that go.
+def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], dict[int, Manifest | None]]:
+    """Return the checkpoints that stay, the last `keep` that can be read, and by number those that go.
 
     Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
-    that is named stay too: a save over shards is about to name them.
+    that is named stay too: a save over shards is about to name them. What is damaged goes, and is None. If one cannot
+    be read, or is of a newer format, an error says so: nobody knows what it names.
 
     Args:
         keep: None: what a manifest above does not name, or will.
@@ -395,11 +357,19 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
         stays = {number for number in numbers if number in named or number > max(named, default=0)}
         keep = None
     kept: list[Manifest] = []
+    stale: dict[int, Manifest | None] = {}
     for number in numbers:
-        if number in stays and (keep is None or len(kept) < keep):
-            with contextlib.suppress(DamageError):
-                kept.append(reader.manifest(number))
-    return kept, sorted(set(numbers) - {manifest.number for manifest in kept})
+        try:
+            found: Manifest | None = reader.manifest(number)
+        except DamageError as error:
+            if isinstance(error, NewerFormatError) or error.errno is not None:
+                raise
+            found = None
+        if found is not None and number in stays and (keep is None or len(kept) < keep):
+            kept.append(found)
+        else:
+            stale[number] = found
+    return kept, stale
 
 
 def new_writer_id() -> str:
@@ -418,18 +388,36 @@ def format_text() -> bytes:
     return signed(json.dumps(words, sort_keys=True).encode())
 
 
-def require_format(raw: bytes, url: str) -> None:
-    """Refuse a url that is none of holdall's, or newer than this reader."""
+def require_format(reader: CheckpointReader, read: Callable[[], bytes]) -> bool:
+    """Refuse a url that is none of holdall's, or newer than this reader; return whether FORMAT is as it should be.
+
+    Manifests say what they are as well: where there are some, a FORMAT that is damaged or gone is a warning.
+    """
     try:
-        words = json.loads(signed_text(raw))
-        known = words["format"] == FORMAT
-        readable = known and type(words["min_reader"]) is int and words["min_reader"] <= VERSION
+        _require_known(read(), reader.url)
+    except (DamageError, CheckpointError) as error:
+        if not is_lost(error) or not reader.numbers():
+            raise
+        _LOG.warning(
+            "%s: FORMAT is damaged or gone; its manifests say what it holds, and the next save writes it again",
+            reader.url,
+        )
+        return False
+    return True
+
+
+def _require_known(raw: bytes, url: str) -> None:
+    try:
+        words = parsed(signed_text(raw))
+        known = words["format"] == FORMAT and type(words["min_reader"]) is int
     except (DamageError, ValueError, KeyError, TypeError, RecursionError):
-        known = readable = False
+        known = False
     if not known:
         raise DamageError(f"{url}: its FORMAT file is damaged, or none of holdall's; choose another place")
-    if not readable:
-        raise DamageError(f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it")
+    if words["min_reader"] > VERSION:
+        raise NewerFormatError(
+            f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it"
+        )
 
 
 def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:

@@ -191,12 +191,15 @@ class ObjectStoreReader:
         self._cache_dir = cache_dir
         self._sizes: dict[str, int] = {}
 
-    def require(self) -> None:
-        """Refuse a prefix that holds no checkpoints."""
+    def require(self) -> bool:
+        """Refuse a prefix that holds no checkpoints; return whether FORMAT says that it does."""
+        return require_format(self, self._format)
+
+    def _format(self) -> bytes:
         raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
         if raw is None:
             raise CheckpointError(f"{self.url} holds no checkpoints: there is no FORMAT object in it; check the url")
-        require_format(raw, self.url)
+        return raw
 
     def numbers(self) -> list[int]:
         """Return the numbers of the manifests that are there, newest first."""
@@ -246,7 +249,8 @@ class ObjectStoreReader:
         if not SHARD_FOLDER.fullmatch("/".join(self.url.split("/")[-2:])):
             return None
         top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
-        return None if top.get("FORMAT", MOST_FORMAT_BYTES) is None else ObjectStoreReader(top, self._cache_dir)
+        above = ObjectStoreReader(top, self._cache_dir)
+        return above if top.get("FORMAT", MOST_FORMAT_BYTES) is not None or above.numbers() else None
 
     def interrupt(self) -> None:
         """Give up waiting for the store."""
@@ -304,8 +308,8 @@ class ObjectStoreWriter:
         self.reader = ObjectStoreReader(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
-        if not self._objects.create("FORMAT", format_text()):
-            self.reader.require()
+        if not self._objects.create("FORMAT", format_text()) and not self.reader.require():
+            self._objects.put("FORMAT", format_text())
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -317,6 +321,14 @@ class ObjectStoreWriter:
         """Begin a file of records."""
         self._sequence += 1
         return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
+
+    def is_there(self) -> bool:
+        """Say yes: a prefix is there as soon as something is put below it."""
+        return True
+
+    def stamp(self) -> object:
+        """Return nothing: to look into the store takes long."""
+        return None
 
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""

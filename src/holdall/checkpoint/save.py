@@ -7,6 +7,7 @@ asks. A save that fails changes nothing: the checkpoints before it are as they w
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -18,13 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdall.checkpoint.directory import DirectoryWriter, disk_errors_explained
-from holdall.checkpoint.manifest import (
-    CheckpointWriter,
-    is_remote,
-    next_number,
-    normalized_url,
-)
+from holdall.checkpoint.directory import DirectoryWriter
+from holdall.checkpoint.file_system import disk_errors_explained
+from holdall.checkpoint.interfaces import CheckpointWriter
+from holdall.checkpoint.manifest import is_remote, last_number, next_number, normalized_url
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
 from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, reporting
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
@@ -147,6 +145,7 @@ class Saver:
         self._records = saved or SavedRecords()
         self._target: CheckpointWriter | None = None
         self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
+        self._stamp: object = None  # of the url, when this saver last changed something there
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
@@ -158,7 +157,15 @@ class Saver:
         self._process = os.getpid()
 
     def rows_saved(self) -> dict[int, RowsKey]:
-        """Name the chunks of rows that need not be written again."""
+        """Name the chunks of rows that need not be written again: those that are still there."""
+        with self._changed:
+            if self._target is not None and not self._is_busy:
+                try:
+                    is_as_left = self._target.stamp() == self._stamp and self._target.is_there()
+                except OSError:
+                    is_as_left = False
+                if not is_as_left:
+                    self._forget_what_is_gone(self._target)
         return self._records.rows_saved()
 
     def save(
@@ -232,6 +239,9 @@ class Saver:
                 ahead, self._ahead = self._ahead, []
                 if not self._jobs and not ahead:
                     self._is_busy = False
+                    if self._target is not None:
+                        with contextlib.suppress(OSError):
+                            self._stamp = self._target.stamp()
                     return
                 job = self._jobs.popleft() if self._jobs else None
             if job is None:
@@ -242,6 +252,8 @@ class Saver:
             except BaseException as error:  # raised by the handle; training goes on
                 _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
                 self._drop(job.snapshot)
+                if self._target is not None:
+                    self._forget_what_is_gone(self._target)
                 job.handle.fail(error)
             else:
                 job.handle.succeed(checkpoint)
@@ -297,7 +309,7 @@ class Saver:
         if self._target is None:
             target = self._open_target()
             try:
-                self._last = max(target.reader.numbers(), default=0)
+                self._last = last_number(target.reader)
                 # Between loading and now another writer may have collected what was loaded.
                 self._records.keep_only(target.reader.file_sizes())
             except BaseException:
@@ -305,6 +317,17 @@ class Saver:
                 raise
             self._target = target
         return self._target
+
+    def _forget_what_is_gone(self, target: CheckpointWriter) -> None:
+        """Have the next save write what somebody removed, and open a place again that was removed as a whole."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.abandon()
+        with contextlib.suppress(OSError):  # it is looked at again when it is next saved to
+            self._records.keep_only(target.reader.file_sizes())
+            if not target.is_there():
+                self._target = None
+                target.close()
 
     def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""

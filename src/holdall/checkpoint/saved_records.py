@@ -7,6 +7,7 @@ that a manifest names.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import itertools
 import logging
@@ -19,12 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter, NewFile
 from holdall.checkpoint.manifest import (
-    CheckpointReader,
-    CheckpointWriter,
     Chunk,
     Manifest,
-    NewFile,
     Ref,
     require_files,
     shard_manifest,
@@ -301,12 +300,11 @@ class RecordFiles:
         ranges: dict[str, list[tuple[int, int]]] = {}
         for ref, nbytes in records:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
-        opened = [(self.open(name)[0], np.array(wanted, np.int64)) for name, wanted in ranges.items()]
-        if any(file.is_awaited for file, _ in opened):
-            bring(Demand(file, wanted[:, 0], wanted[:, 1]) for file, wanted in opened)
-            return
-        for file, wanted in opened:
-            file.bring(wanted[:, 0], wanted[:, 1])
+        demands = []
+        for name, wanted in ranges.items():
+            with contextlib.suppress(DamageError):  # whoever reads it will be told
+                demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
+        bring(demands)
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.

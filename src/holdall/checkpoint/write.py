@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from holdall.checkpoint.interfaces import CheckpointWriter
 from holdall.checkpoint.manifest import (
     ATTACHMENT_NAME,
     BlockEntry,
-    CheckpointWriter,
     Chunk,
     Manifest,
     Ref,

@@ -22,7 +22,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError, HoldallError
+from holdall.errors import DamageError
 from holdall.schema import Bytes, Leaf
 from holdall.storage.codec import Codec
 from holdall.storage.layout import Window
@@ -139,9 +139,14 @@ class SegmentFile:
     def read(self, start: int, nbytes: int) -> bytes:
         """Read from a position; shorter at the file's end."""
         pieces = []
-        while nbytes > 0 and (piece := _pread(self.descriptor, nbytes, start)):
-            pieces.append(piece)
-            start, nbytes = start + len(piece), nbytes - len(piece)
+        try:
+            while nbytes > 0 and (piece := _pread(self.descriptor, nbytes, start)):
+                pieces.append(piece)
+                start, nbytes = start + len(piece), nbytes - len(piece)
+        except OSError as error:
+            raise DamageError(
+                error.errno, f"{self.path} cannot be read ({error.strerror}); nothing of it is returned"
+            ) from error
         return b"".join(pieces)
 
     def bring(self, starts: NDArray[np.int64], ends: NDArray[np.int64]) -> None:
@@ -169,14 +174,7 @@ class Extent:
     def read(self, first: int, end: int) -> bytes:
         """Read bytes [first, end) of the units."""
         self._require_within(end)
-        try:
-            content = self.file.read(self.start + first, end - first)
-        except HoldallError:
-            raise
-        except OSError as error:
-            raise DamageError(
-                f"{self.file.path} cannot be read ({error.strerror}); nothing of it is returned"
-            ) from error
+        content = self.file.read(self.start + first, end - first)
         if len(content) != end - first:
             raise DamageError(f"{self.file.path} was cut short; nothing of it is returned")
         return content

@@ -22,7 +22,7 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
+from holdall.errors import DamageError, NewerFormatError
 from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
@@ -109,7 +109,7 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     if magic[:-1] != MAGIC[:-1] or zlib.crc32(raw[:24]) != own_crc:
         raise DamageError(f"there is no record at byte {start}; the file is damaged, or none of holdall's")
     if magic != MAGIC:
-        raise DamageError(
+        raise NewerFormatError(
             f"the record at byte {start} has format version {magic[-1]}, and this holdall reads {MAGIC[-1]}; upgrade it"
         )
     whole = PREAMBLE.size + head_bytes + body_bytes

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 
 from holdall import ReplayMemory
-from holdall.checkpoint.directory import FileSystem
+from holdall.checkpoint.file_system import FileSystem
 from holdall.storage import segment
 from holdall.storage import tiers as spill
 

@@ -1,0 +1,227 @@
+"""The file system, as far as checkpoints use it: every call that looks at a disk or changes it is one method here.
+
+In:  paths and bytes.  Out: what the operating system did, or its OSError.
+Invariant: checkpoints touch a disk through this class alone, so that a simulated disk can take its
+place, lose what was not synced, and fail at any call. No link is followed, and nothing is waited for: what is no
+regular file is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from holdall.checkpoint.manifest import Buffer
+from holdall.errors import CheckpointError, DamageError, HoldallError
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
+
+_WRITE_AT_ONCE = 4 * 2**20
+"""A write to a slow disk can be watched, and given up, at this grain."""
+_FULL_SYNC = 51
+"""F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
+_ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+_NO_TRAPS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
+"""Opening a link fails, and opening a FIFO does not wait for its other end."""
+_NO_FILE = {errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.EISDIR}
+"""What opening a link, a socket or a folder ends with."""
+UNREADABLE = {errno.EIO, *(getattr(errno, name, errno.EIO) for name in ("EBADMSG", "EILSEQ", "ENODATA", "EUCLEAN"))}
+"""What a disk says of sectors that it cannot read, or a file system of sums that do not fit."""
+
+
+class FileSystem:
+    """The disk of this machine."""
+
+    def make_directory(self, path: Path) -> bool:
+        """Make a directory; say whether it was not there before."""
+        try:
+            path.mkdir()
+        except FileExistsError:
+            return False
+        return True
+
+    def create(self, path: Path) -> int:
+        """Create a file that must not exist yet, and open it for writing."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _ALWAYS, 0o644)
+
+    def write(self, file: int, data: Buffer) -> None:
+        """Write all of `data` at the end of what was written before."""
+        left = memoryview(data).cast("B")
+        while left.nbytes:
+            left = left[os.write(file, left[:_WRITE_AT_ONCE]) :]
+
+    def sync(self, file: int) -> None:
+        """Wait until the file's bytes are on the disk."""
+        if sys.platform == "darwin":
+            fcntl.fcntl(file, _FULL_SYNC)
+        else:
+            os.fsync(file)
+        if hasattr(os, "posix_fadvise"):
+            # What a checkpoint wrote is not read again soon; a container would count its pages.
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def close(self, file: int) -> None:
+        """Close a file."""
+        os.close(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give a file another name, which nothing has yet."""
+        old.rename(new)
+
+    def link(self, old: Path, new: Path) -> None:
+        """Give a file a second name; fails if something has it already."""
+        os.link(old, new)
+
+    def is_same(self, one: int, other: int) -> bool:
+        """Whether two descriptors are of one file."""
+        return os.path.samestat(os.fstat(one), os.fstat(other))
+
+    def unlink(self, path: Path) -> None:
+        """Take a name away."""
+        path.unlink()
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in a directory are on the disk; Windows writes them in order by itself."""
+        if sys.platform == "win32":
+            return
+        directory = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if sys.platform == "darwin":
+                fcntl.fcntl(directory, _FULL_SYNC)
+            else:
+                os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def names(self, path: Path) -> list[str]:
+        """List a directory, in no order; nothing if it is not there."""
+        try:
+            return [entry.name for entry in os.scandir(path)]
+        except FileNotFoundError:
+            return []
+
+    def is_link(self, path: Path) -> bool:
+        """Whether a name stands for another."""
+        return path.is_symlink()
+
+    def size(self, path: Path) -> int:
+        """Return a regular file's bytes."""
+        found = path.lstat()
+        if not stat.S_ISREG(found.st_mode):
+            raise DamageError(f"{path} is no regular file; put the file itself there, or remove it")
+        return found.st_size
+
+    def age_s(self, path: Path) -> float:
+        """Return for how long a file has not been written to."""
+        return time.time() - path.lstat().st_mtime
+
+    def stamp(self, path: Path) -> object:
+        """Return something that changes when a folder's names do."""
+        found = path.lstat()
+        return found.st_dev, found.st_ino, found.st_mtime_ns
+
+    def open(self, path: Path) -> int:
+        """Open a regular file for reading."""
+        return _opened(path, os.O_RDONLY)
+
+    def read_at(self, file: int, start: int, nbytes: int) -> bytes:
+        """Read `nbytes` from `start` on; fewer at the end of the file."""
+        if sys.platform == "win32":
+            os.lseek(file, start, os.SEEK_SET)
+            return os.read(file, nbytes)
+        pieces = []
+        while nbytes > 0 and (piece := os.pread(file, nbytes, start)):
+            pieces.append(piece)
+            start, nbytes = start + len(piece), nbytes - len(piece)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    def lock(self, path: Path) -> int | None:
+        """Take a lock that ends with this process at the latest; None if another holds it."""
+        file = _opened(path, os.O_RDWR | os.O_CREAT)
+        try:
+            if sys.platform == "win32":
+                msvcrt.locking(file, msvcrt.LK_NBLCK, 1)
+            else:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            os.close(file)
+            return None
+        except OSError:
+            os.close(file)
+            raise
+        return file
+
+    def is_locked(self, file: int, path: Path) -> bool:
+        """Whether a lock is the one that bears the name: not if it was removed, or made again."""
+        try:
+            return os.path.samestat(os.fstat(file), path.lstat())
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+
+    def unlock(self, file: int) -> None:
+        """Give a lock back."""
+        with contextlib.suppress(OSError):
+            os.close(file)
+
+
+def _opened(path: Path, flags: int) -> int:
+    """Open a regular file and nothing else."""
+    try:
+        file = os.open(path, flags | _ALWAYS | _NO_TRAPS, 0o644)
+    except OSError as error:
+        if error.errno in _NO_FILE:
+            raise DamageError(f"{path} is no regular file; put the file itself there, or remove it") from error
+        raise
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise DamageError(f"{path} is no regular file; put the file itself there, or remove it")
+    return file
+
+
+def read_error(path: Path, error: OSError) -> HoldallError:
+    """Say what an error means to a reader: damage, something that is gone, or something that can be mended."""
+    if isinstance(error, HoldallError):
+        return error
+    if error.errno in UNREADABLE:
+        return DamageError(error.errno, f"{path} cannot be read ({error.strerror}): the disk fails")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):
+        return CheckpointError(errno.ENOENT, f"{path} is not there; check the path")
+    return CheckpointError(error.errno, f"{path} cannot be read ({error.strerror}); {remedy(error)}")
+
+
+def remedy(error: OSError) -> str:
+    """Say what to do about an error of the operating system."""
+    return _REMEDIES.get(error.errno or 0, "check the disk")
+
+
+@contextlib.contextmanager
+def disk_errors_explained(url: str, what: str) -> Iterator[None]:
+    """Turn what the operating system says into an error that names the url and the remedy."""
+    try:
+        yield
+    except (CheckpointError, DamageError):
+        raise
+    except OSError as error:
+        raise CheckpointError(
+            error.errno,
+            f"{url} could not be {what} ({error.strerror or error}); {remedy(error)}. Earlier checkpoints are intact",
+        ) from error
+
+
+_REMEDIES = {
+    errno.ENOSPC: "free some room on the disk, or keep fewer checkpoints",
+    errno.EDQUOT: "free some of the quota, or keep fewer checkpoints",
+    errno.EROFS: "it is read-only: choose another place",
+    errno.EACCES: "allow this user to use it, or choose another place",
+    errno.EPERM: "allow this user to use it, or choose another place",
+    errno.EIO: "the disk fails: choose another one",
+}
