@@ -34,7 +34,7 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
-from holdall.sampling import Held, Sampler, Uniform, drawn_from, require_enough, set_priorities
+from holdall.sampling import Held, Prioritized, Sampler, Uniform, drawn_from, require_enough, set_priorities
 from holdall.schema import Leaf, Schema, as_ids, fit_flags, require_held
 from holdall.storage import Budget, SpillFolder, Store, Tick, steps_in
 from holdall.threads import pool_threads
@@ -85,6 +85,7 @@ class ReplayMemory(SavedMemory):
         self.spill_dir = spill_dir
         self.sampler = Uniform() if sampler is None else sampler
         self._generator = generator_of(seed)
+        self._closing: Store | None = None  # one that `close` was interrupted in
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
@@ -110,28 +111,32 @@ class ReplayMemory(SavedMemory):
         """
         if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
             return
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             store.write(
                 self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             )
         store.sealer.wait_for_room()
 
-    def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> bool:
-        """Add a tick the short way, if there is one and every argument fits; return whether; for adapters."""
+    def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> int:
+        """Add a tick the short way, if there is one and every argument fits; for adapters.
+
+        Return how many ticks were added in all, or 0 if this one was not.
+        """
         store = self._store
         fast = None if store is None else store.fast_tick
-        if store is None or fast is None or not fast.fits(obs, action, reward, next_obs, terminated, truncated):
-            return False
-        with self._lock:
+        if store is None or fast is None:
+            return 0
+        packed = fast.pack(obs, action, reward, next_obs, terminated, truncated)
+        if packed is None:
+            return 0
+        with self._locked():
             if self._store is not store or store.fast_tick is not fast:
-                return False
-            now = store.next_tick
-            fast.write(now, obs, action, reward, next_obs, terminated, truncated)
-            store.next_tick = now + 1
+                return 0
+            ticks = store.write_fast(fast, packed, obs, next_obs)
         if fast.fills_blocks:
             store.sealer.wait_for_room()
-        return True
+        return ticks
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -141,20 +146,20 @@ class ReplayMemory(SavedMemory):
 
         Everything is checked before the first step is written.
         """
-        with self._lock:
+        with self._locked():
             leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            written = self._open().write_steps(steps, 0)
+            written = self._whole().write_steps(steps, 0)
         while written < leading[0]:
             self._open().sealer.wait_for_room()
-            with self._lock:
-                written = self._open().write_steps(steps, written)
+            with self._locked():
+                written = self._whole().write_steps(steps, written)
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             draw = self._draw(store, batch_size, batch_size)
             batches = self._batches
             reading = batches.look_up(draw, store)
@@ -180,8 +185,8 @@ class ReplayMemory(SavedMemory):
         batches = self._batches if is_own else self._batches_to(Delivery(device, self.schema.leaves))
 
         def look_up(saved: SavedDraws) -> tuple[Draw, DrawnRows]:
-            with self._lock:
-                store = self._open()
+            with self._locked():
+                store = self._whole()
                 draw = saved.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
                 return draw, batches.look_up(draw, store)
 
@@ -191,13 +196,13 @@ class ReplayMemory(SavedMemory):
     def draw(self, batch_size: int) -> Draw:
         """Draw as `sample` does, more rows than there are if need be, and return the recipe alone; for adapters."""
         require_count("batch_size", batch_size, 1)
-        with self._lock:
-            return self._draw(self._open(), batch_size, 1)
+        with self._locked():
+            return self._draw(self._whole(), batch_size, 1)
 
     def follow(self, draw: Draw) -> Batch:
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
                 if ids is not None:
                     self._require_held(store, ids)
@@ -207,8 +212,8 @@ class ReplayMemory(SavedMemory):
 
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             self._require_held(store, ids)
             return store.outcomes(ids)
 
@@ -219,23 +224,23 @@ class ReplayMemory(SavedMemory):
             ids: Of a batch, as they are; those evicted since are passed over.
             priorities: Numbers of at least 0, one a row of the batch.
         """
-        with self._lock:
-            set_priorities(self.sampler, self._held(self._open()), ids, priorities)
+        with self._locked():
+            set_priorities(self.sampler, self._held(self._whole()), ids, priorities)
 
     def set_flags(self, ids: Any, terminated: Any, truncated: Any) -> None:
         """Overwrite how transitions ended: some frameworks cut the last episode afterwards."""
         wanted = as_ids(ids)
         ended = fit_flags(terminated, wanted.shape, "terminated", "one flag per id")
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             self._require_held(store, wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
         """Count the transitions that can be sampled."""
-        with self._lock:
-            return self._open().transitions
+        with self._locked():
+            return self._whole().transitions
 
     @property
     def first_id(self) -> int:
@@ -249,8 +254,8 @@ class ReplayMemory(SavedMemory):
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against the plain layout."""
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             return MemoryReport(
                 transitions=store.transitions, fields=tuple(store.report()), segments=store.segments,
                 staging_bytes=self._assembler.staging.nbytes + self._batches.pinned_bytes,
@@ -260,7 +265,7 @@ class ReplayMemory(SavedMemory):
 
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:
         """Return every array held, by field; let go of them at once, since an array that is looked at is not reused."""
-        with self._lock:
+        with self._locked():
             if self._store is None:
                 return []
             return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
@@ -271,13 +276,13 @@ class ReplayMemory(SavedMemory):
         What is raw is compressed, and with a `spill_dir` the oldest goes to disk; adding waits for it.
         """
         require_count("nbytes", nbytes, 0)
-        with self._lock:
-            self._open().relieve(int(nbytes))
+        with self._locked():
+            self._whole().relieve(int(nbytes))
 
     @property
     def disk_bytes(self) -> int:
         """Bytes in files of `spill_dir`."""
-        with self._lock:
+        with self._locked():
             return 0 if self._store is None else self._store.disk_bytes
 
     @property
@@ -288,20 +293,24 @@ class ReplayMemory(SavedMemory):
 
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
-        with self._lock:
-            return self._open().are_valid(as_ids(ids))
+        with self._locked():
+            return self._whole().are_valid(as_ids(ids))
 
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
-        self._open().sealer.drain()
+        with self._locked():
+            store = self._whole()
+        store.sealer.drain()
 
     def close(self) -> None:
         """Free everything; batches that were handed out stay as they are."""
         self._end_saving()
-        with self._lock:
-            store, self._store = self._store, None
-        if store is not None:
-            store.close()
+        with self._locked():
+            if self._store is not None:
+                self._closing, self._store = self._store, None
+        if self._closing is not None:
+            self._closing.close()
+            self._closing = None
         for made in {"_batches", "_assembler"} & vars(self).keys():
             getattr(self, made).close()
 
@@ -309,7 +318,7 @@ class ReplayMemory(SavedMemory):
         settings = {"sampler": state["sampler"], **state["settings"]}
         ReplayMemory.__init__(self, state["schema"], None, state["capacity"], **settings)
         self._generator = state["generator"]
-        with self._lock:  # the sealer may be at the first block before all are taken over
+        with self._locked():  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])
 
     @functools.cached_property
@@ -335,7 +344,13 @@ class ReplayMemory(SavedMemory):
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
-        return drawn_from(self.sampler, self._held(store), count, self._generator)
+        if type(self.sampler) in {Uniform, Prioritized} and store.all_valid:  # these draw once
+            return drawn_from(self.sampler, self._held(store), count, self._generator)
+        bits = self._generator.bit_generator
+        store.repair.begin(functools.partial(setattr, bits, "state", bits.state))
+        draw = drawn_from(self.sampler, self._held(store), count, self._generator)
+        store.repair.end()
+        return draw
 
     def _open(self) -> Store:
         if self._store is None:

@@ -6,6 +6,7 @@ In:  a memory with its store, sampler and generator.  Out: snapshots of one mome
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
@@ -21,7 +22,7 @@ from holdall.checkpoint.save import Progress, SaveHandle, Savers
 from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.write import Snapshot, checked_attachments
 from holdall.delivery import Prefetched
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, HoldallError
 from holdall.json_state import generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
@@ -46,7 +47,7 @@ class SavedMemory(ABC):
         self.schema, self.num_envs = schema, schema.num_envs
         self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
         self._settings = settings
-        self._lock = threading.Lock()
+        self._lock: Any = threading.RLock()  # entered once: see `_locked`
         self._prefetched: Prefetched | None = None  # made with the first loader
         self._savers = Savers(coder)
         self._attached = Attached()
@@ -56,6 +57,36 @@ class SavedMemory(ABC):
     @abstractmethod
     def _open(self) -> Store:
         """Return the store, or refuse a memory that was closed."""
+
+    def _whole(self) -> Store:
+        """Return the store, under the lock, after what an interrupted call left to do is done."""
+        store = self._open()
+        store.repair.run()
+        return store
+
+    def _locked(self) -> Any:
+        """Return the lock, for `with`: an exception at any instruction inside leaves it."""
+        if self._lock._is_owned():
+            self._leave_interrupted()
+        return self._lock
+
+    def _leave_interrupted(self) -> None:
+        """Release the lock for a call of this thread that was interrupted where it was about to do so.
+
+        Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
+        """
+        frame: Any = sys._getframe(2)
+        while frame is not None and frame.f_locals.get("self") is self:
+            frame = frame.f_back
+        while frame is not None:
+            if frame.f_locals.get("self") is self:
+                raise HoldallError(
+                    "the memory was called from inside one of its own calls; let signal handlers and samplers do "
+                    "without it, and call it when they have returned"
+                )
+            frame = frame.f_back
+        while self._lock._is_owned():
+            self._lock.release()
 
     @property
     @abstractmethod
@@ -200,18 +231,18 @@ class SavedMemory(ABC):
 
     def _end_saving(self) -> None:
         """Wait for what is being saved, and end all that goes on in the background."""
-        autosave, self._autosave = self._autosave, None
-        if autosave is not None:
-            autosave.stop()
+        if self._autosave is not None:
+            self._autosave.stop()
+            self._autosave = None
         self._savers.close()
-        fetch, self._fetch = self._fetch, None
-        if fetch is not None:
-            fetch.stop()
+        if self._fetch is not None:
+            self._fetch.stop()
+            self._fetch = None
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
-        with self._lock:
-            found.fill(self._open())
+        with self._locked():
+            found.fill(self._whole())
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
         self.sampler = sampler_to_resume(sampler, saved["kind"])
@@ -222,8 +253,8 @@ class SavedMemory(ABC):
         self._came_from(found)
 
     def _snapshot(self, saved: Mapping[int, RowsKey], attach: Mapping[str, Path | bytes]) -> Snapshot:
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             frozen = store.freeze(saved)
             state = {
                 "sampler": sampler_state(self.sampler),
@@ -234,13 +265,13 @@ class SavedMemory(ABC):
             return Snapshot(frozen, words, ticks, state, attach, self._lock, store.release)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
-        with self._lock:
-            return self._open().full_blocks(is_known)
+        with self._locked():
+            return self._whole().full_blocks(is_known)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the content as arrays that pickle protocol 5 writes without copying them."""
-        with self._lock:
-            store = self._open()
+        with self._locked():
+            store = self._whole()
             return {
                 "schema": self.schema,
                 "capacity": self.capacity,

@@ -152,15 +152,16 @@ static uint32_t append_lane(open_part *p, int64_t lane, int is_known, const uint
     return cursor | NEXT_IS_WHOLE;
 }
 
-/* Write one tick, an observation and a next observation per lane, and the cursors to it.
- * `l` is NULL if the lanes lie one after another as they are stored; else both arrays fill their
- * memory in the order that `l` says. Returns 0, or -1 if it might not fit; then nothing was written. */
-EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs, const layout *l,
-                              uint32_t *cursor) {
+/* Whether one more tick fits, even if nothing of it is known. */
+static int has_room(const open_part *p, const layout *l) {
+    if (p->longest + 2 * p->window > p->log_rows) return 0;
+    if (p->block && p->block->used + 2 * p->lanes * p->window > p->block->capacity) return 0;
+    return !l || (p->packed && p->last_raw);
+}
+
+/* Write one tick that fits, see holdall_append. */
+static void append(open_part *p, const uint8_t *obs, const uint8_t *next_obs, const layout *l, uint32_t *cursor) {
     const int64_t obs_bytes = p->window * p->outer * p->run_bytes, tick_bytes = p->lanes * obs_bytes;
-    if (p->longest + 2 * p->window > p->log_rows) return -1;
-    if (p->block && p->block->used + 2 * p->lanes * p->window > p->block->capacity) return -1;
-    if (l && (!p->packed || !p->last_raw)) return -1;
     /* Most often a tick's observations are the next observations of the tick before: then one
      * comparison of all lanes, as the caller passed them, shows that. */
     const int all_known =
@@ -182,5 +183,51 @@ EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *n
     if (l) memcpy(p->last_raw, next_obs, (size_t)tick_bytes);
     p->last_layout = l;
     p->steps += p->lanes;
+}
+
+/* Write one tick of one field, an observation and a next observation per lane, and the cursors to it.
+ * `l` is NULL if the lanes lie one after another as they are stored; else both arrays fill their
+ * memory in the order that `l` says. Returns 0, or -1 if it might not fit; then nothing was written. */
+EXPORT int64_t holdall_append(open_part *p, const uint8_t *obs, const uint8_t *next_obs, const layout *l,
+                              uint32_t *cursor) {
+    if (!has_room(p, l)) return -1;
+    append(p, obs, next_obs, l, cursor);
     return 0;
+}
+
+enum { NOT_CONTINUED = 0, NO_ROOM = -1, ANOTHER_SIZE = -2 };
+
+/* Whether a packed tick's observations are the next observations of the tick before, wherever these have no other
+ * place. */
+static int is_continued(const tick_writer *t, int64_t slot, const uint8_t *packed) {
+    for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) {
+        if (f->is_observation && !f->next &&
+            memcmp(f->rows + slot * f->tick_bytes, packed, (size_t)f->tick_bytes) != 0)
+            return 0;
+        packed += (f->is_observation ? 2 : 1) * f->tick_bytes;
+    }
+    return 1;
+}
+
+/* Write one tick of all fields, and count it: Python runs no signal handler inside, so a tick is written whole or not
+ * at all. `packed` holds the fields in rings, one after another; the others are named in `t->sliced`.
+ * Returns the number of ticks written in all. If that is not above 0, nothing was written: NOT_CONTINUED, unless
+ * `is_kept`, if next observations of the tick before would be lost; NO_ROOM if the tick might not fit into a part. */
+EXPORT int64_t holdall_write_tick(tick_writer *t, const uint8_t *packed, int64_t packed_bytes, int64_t is_kept) {
+    const int64_t slot = t->next_tick % t->ring_ticks, next_slot = (t->next_tick + 1) % t->ring_ticks;
+    if (packed_bytes != t->packed_bytes) return ANOTHER_SIZE;
+    if (!is_kept && t->next_tick > t->first_tick && !is_continued(t, slot, packed)) return NOT_CONTINUED;
+    for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++)
+        if (!has_room(s->part, s->order)) return NO_ROOM;
+    for (const flat_field *f = t->flat; f < t->flat + t->flat_count; f++) {
+        memcpy(f->rows + slot * f->tick_bytes, packed, (size_t)f->tick_bytes);
+        packed += f->tick_bytes;
+        if (!f->is_observation) continue;
+        uint8_t *const next = f->next ? f->next + slot * f->tick_bytes : f->rows + next_slot * f->tick_bytes;
+        memcpy(next, packed, (size_t)f->tick_bytes);
+        packed += f->tick_bytes;
+    }
+    for (const sliced_field *s = t->sliced; s < t->sliced + t->sliced_count; s++)
+        append(s->part, s->obs, s->next_obs, s->order, s->cursors + slot * s->part->lanes);
+    return ++t->next_tick;
 }

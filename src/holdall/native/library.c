@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 9; }
+EXPORT int64_t holdall_version(void) { return 10; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -126,6 +126,26 @@ static const struct_field FIELDS[] = {
     FIELD(open_part, steps),
     FIELD(open_part, broken_steps),
     FIELD(open_part, pushed),
+    STRUCT(flat_field),
+    FIELD(flat_field, rows),
+    FIELD(flat_field, next),
+    FIELD(flat_field, tick_bytes),
+    FIELD(flat_field, is_observation),
+    STRUCT(sliced_field),
+    FIELD(sliced_field, part),
+    FIELD(sliced_field, cursors),
+    FIELD(sliced_field, obs),
+    FIELD(sliced_field, next_obs),
+    FIELD(sliced_field, order),
+    STRUCT(tick_writer),
+    FIELD(tick_writer, next_tick),
+    FIELD(tick_writer, first_tick),
+    FIELD(tick_writer, ring_ticks),
+    FIELD(tick_writer, packed_bytes),
+    FIELD(tick_writer, flat),
+    FIELD(tick_writer, sliced),
+    FIELD(tick_writer, flat_count),
+    FIELD(tick_writer, sliced_count),
     STRUCT(part),
     FIELD(part, log),
     FIELD(part, log_rows),

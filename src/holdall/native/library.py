@@ -19,7 +19,7 @@ from typing import Any
 from holdall.errors import ArgumentError
 from holdall.storage import RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 9
+_VERSION = 10
 """What holdall_version must return; raised with every change of an exported function."""
 
 _LOG = logging.getLogger("holdall")
@@ -109,6 +109,28 @@ class OpenPartStruct(ctypes.Structure):
     ]
 
 
+class FlatFieldStruct(ctypes.Structure):
+    """A field of a tick that lies in a flat ring."""
+
+    _fields_ = [*_pointers("rows next"), *_numbers("tick_bytes is_observation")]
+
+
+class SlicedFieldStruct(ctypes.Structure):
+    """A field of a tick that is cut into slices."""
+
+    _fields_ = _pointers("part cursors obs next_obs order")
+
+
+class TickWriterStruct(ctypes.Structure):
+    """All fields of a memory, and how many ticks were written."""
+
+    _fields_ = [
+        *_numbers("next_tick first_tick ring_ticks packed_bytes"),
+        *_pointers("flat sliced"),
+        *_numbers("flat_count sliced_count"),
+    ]
+
+
 class PartStruct(ctypes.Structure):
     """A row of a table of records; Python writes such rows as arrays."""
 
@@ -124,7 +146,8 @@ class NamesStruct(ctypes.Structure):
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
-    "open_part": OpenPartStruct, "part": PartStruct, "names": NamesStruct,
+    "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
+    "tick_writer": TickWriterStruct, "part": PartStruct, "names": NamesStruct,
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -157,6 +180,7 @@ def _struct_problem(library: ctypes.CDLL) -> str | None:
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
     "holdall_append": (NUMBER, [POINTER] * 5),
+    "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),
@@ -210,6 +234,12 @@ def open_library(path: Path) -> ctypes.CDLL:
     if problem := _struct_problem(library):
         raise OSError(f"{path.name} was built from other structs: {problem}")
     return library
+
+
+def keeping_the_gil(library: ctypes.CDLL) -> Any:
+    """Return holdall_write_tick as a function that keeps the GIL: giving it up takes longer than a few short rows."""
+    result, arguments = _SIGNATURES["holdall_write_tick"]
+    return ctypes.PYFUNCTYPE(result, *arguments)(ctypes.cast(library.holdall_write_tick, POINTER).value)
 
 
 @functools.cache

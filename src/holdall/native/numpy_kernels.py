@@ -6,7 +6,8 @@ In:  contiguous arrays.  Out: parts and batches, byte for byte those of reading.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import xxhash
@@ -17,13 +18,19 @@ from holdall.native.numpy_codec import PortableCoder
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     NEXT_IS_WHOLE,
+    NO_ROOM,
+    NOT_CONTINUED,
     RECORD_FIELDS,
     Coder,
     Cursors,
+    FlatField,
     OpenPart,
     Places,
+    Repair,
     SealedSlices,
     SliceBlock,
+    SlicedTick,
+    TickWriter,
     Window,
     as_bytes,
     release_tail,
@@ -45,6 +52,12 @@ class PortableKernels:
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
         return PortablePart(window, lanes, block, arena_bytes)
+
+    def new_writer(
+        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair
+    ) -> TickWriter:
+        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
+        return PortableTickWriter(flat, ring_ticks, ticks, repair)
 
     def new_pool(self, threads: int | None = None) -> None:
         """Make none: NumPy's loops use one thread."""
@@ -98,6 +111,7 @@ class PortableBlock(SliceBlock):
 
     def freeze(self) -> None:
         """Drop the index: nothing more will be added."""
+        self.capacity = self._used
         self._number_by_hash = {}
         self._slices = self._slices[:0].copy()  # a view would keep the arena from being freed
         release_tail(self.arena, self.used_bytes)
@@ -111,10 +125,20 @@ class PortableBlock(SliceBlock):
             if number is None or not np.array_equal(self._slices[number], row):
                 number = self._used
                 self._slices[number] = row
+                self._used = number + 1  # before anybody can find it: it stays, even if its tick does not
                 self._number_by_hash.setdefault(key, number)
-                self._used += 1
             numbers[i] = number
         return numbers
+
+
+class _Written(NamedTuple):
+    """How far a part is; what lies behind the lanes' ends does not count."""
+
+    end: NDArray[np.int64]  # log entries of each lane
+    last: Bytes  # the newest observation of each lane
+    steps: int
+    broken_steps: int
+    pushed: int
 
 
 class PortablePart(OpenPart):
@@ -122,48 +146,53 @@ class PortablePart(OpenPart):
 
     def __init__(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> None:
         super().__init__(window, lanes, block, arena_bytes)
-        self._last: Bytes = np.empty((lanes, self.obs_bytes), np.uint8)
-        self._end = np.zeros(lanes, np.int64)
-        self._steps = self._broken_steps = self._pushed = 0
+        self.written = self._nothing()
+
+    def _nothing(self) -> _Written:
+        return _Written(np.zeros(self.lanes, np.int64), np.empty((self.lanes, self.obs_bytes), np.uint8), 0, 0, 0)
 
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
-        self._require_tick(obs, next_obs, cursors)
+        self._require_tick(obs, next_obs, len(cursors))
+        self.lengthen_log()
+        if not self.has_room():
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
         self._append_rows(as_bytes(obs, self.lanes), as_bytes(next_obs, self.lanes), cursors)
 
     def clear(self) -> None:
         """See `OpenPart.clear`."""
         if isinstance(self.block, PortableBlock):
             self.block.clear()
-        self._end.fill(0)
-        self._steps = self._broken_steps = self._pushed = 0
+        self.written = self._nothing()
         self._used_before = 0
 
     def _append_rows(self, obs: Bytes, next_obs: Bytes, cursors: Cursors) -> None:
-        window = self.window
-        self._make_log_room()
-        if not self.has_room():
-            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-        known = (obs == self._last).all(axis=1) & (self._steps > 0)
-        self._push(obs, np.flatnonzero(~known), window.count)
-        cursors[:] = self._end - window.count
+        window, before = self.window, self.written
+        end = before.end.copy()
+        known = (obs == before.last).all(axis=1) & (before.steps > 0)
+        pushed = self._push(obs, np.flatnonzero(~known), window.count, end)
+        cursors[:] = end - window.count
         stretches = (self.lanes, window.outer, window.count * window.run_bytes)
         skipped = window.shift * window.run_bytes
         old = obs.reshape(stretches)[:, :, skipped:]
         new = next_obs.reshape(stretches)[:, :, : stretches[2] - skipped]
         shifts = (old == new).all(axis=(1, 2))
         breaking = np.flatnonzero(~shifts)
-        self._push(next_obs, np.flatnonzero(shifts), window.shift)
-        self._push(next_obs, breaking, window.count)
+        pushed += self._push(next_obs, np.flatnonzero(shifts), window.shift, end)
+        pushed += self._push(next_obs, breaking, window.count, end)
         cursors[breaking] |= NEXT_IS_WHOLE
-        self._last[:] = next_obs
-        self._steps += self.lanes
-        self._broken_steps += breaking.size
+        self.written = _Written(
+            end,
+            next_obs.copy(),
+            before.steps + self.lanes,
+            before.broken_steps + breaking.size,
+            before.pushed + pushed,
+        )
 
     @property
     def longest(self) -> int:
         """See `OpenPart.longest`."""
-        return int(self._end.max())
+        return int(self.written.end.max())
 
     @property
     def shortest(self) -> int:
@@ -173,32 +202,85 @@ class PortablePart(OpenPart):
     @property
     def steps(self) -> int:
         """See `OpenPart.steps`."""
-        return self._steps
+        return self.written.steps
 
     @property
     def broken_steps(self) -> int:
         """See `OpenPart.broken_steps`."""
-        return self._broken_steps
+        return self.written.broken_steps
 
     @property
     def pushed(self) -> int:
         """See `OpenPart.pushed`."""
-        return self._pushed
+        return self.written.pushed
 
-    def _push(self, obs: Bytes, lanes: NDArray[np.int64], count: int) -> None:
-        """Append the newest `count` slices of the given lanes' observations to their logs."""
+    def _push(self, obs: Bytes, lanes: NDArray[np.int64], count: int, end: NDArray[np.int64]) -> int:
+        """Append the newest `count` slices of the given lanes' observations at their ends; count the slices."""
         if lanes.size == 0:
-            return
+            return 0
         cut = self.window.newest(obs[lanes], count)
-        position = self._end[lanes][:, None] + np.arange(count)
+        position = end[lanes][:, None] + np.arange(count)
         if self.log is not None and isinstance(self.block, PortableBlock):
             numbers = self.block.intern(cut.reshape(-1, self.window.slice_bytes))
             self.log[position, lanes[:, None]] = numbers.reshape(position.shape)
         else:
             entries = self.slices.reshape(-1, self.lanes, self.window.slice_bytes)
             entries[position, lanes[:, None]] = cut
-        self._end[lanes] += count
-        self._pushed += count * lanes.size
+        end[lanes] += count
+        return count * lanes.size
+
+
+class PortableTickWriter(TickWriter):
+    """Writes a tick field by field; if it does not get to the end, the next call takes all of it back."""
+
+    def __init__(self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair) -> None:
+        super().__init__(flat, ring_ticks, ticks[0])
+        self.next_tick = ticks[1]
+        self._repair = repair
+
+    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write`."""
+        tick, given = self.next_tick, iter(rows)
+        slot, next_slot = tick % self.ring_ticks, (tick + 1) % self.ring_ticks
+        values: list[tuple[Array, int, Array]] = []  # ring, slot, what is written there
+        for field in self.flat:
+            row = next(given)
+            values.append((field.rows, slot, row))
+            if field.is_observation and field.following is None:
+                stands = tick == self.first_tick or is_kept or field.rows[slot].tobytes() == row.tobytes()
+                if not stands:
+                    return NOT_CONTINUED
+            if field.is_observation:
+                own = field.following is None
+                values.append(
+                    (
+                        field.rows if field.following is None else field.following,
+                        next_slot if own else slot,
+                        next(given),
+                    )
+                )
+        parts: list[Any] = [] if sliced is None else sliced.parts
+        if not all(part.has_room() and part.longest + 2 * part.window.count <= part.log_rows for part in parts):
+            return NO_ROOM
+        old = [(ring, at, ring[at].copy()) for ring, at, _ in values]
+        written = [part.written for part in parts]
+
+        def take_back() -> None:
+            if self.next_tick == tick:
+                for ring, at, row in old:
+                    ring[at] = row
+                for part, before in zip(parts, written, strict=True):
+                    part.written = before
+
+        self._repair.begin(take_back)
+        for ring, at, row in values:
+            ring[at] = row
+        if sliced is not None:
+            for part, cursors, obs, next_obs in zip(parts, sliced.cursors, sliced.obs, sliced.next_obs, strict=True):
+                part.append(obs, next_obs, cursors[slot])
+        self.next_tick = tick + 1
+        self._repair.end()
+        return tick + 1
 
 
 def _numbers(

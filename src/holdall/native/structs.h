@@ -134,6 +134,35 @@ typedef struct {
     int64_t pushed;       /* slices passed in, known or new */
 } open_part;
 
+/* A field of a tick that lies in a flat ring. A packed tick holds its rows, and the next observations behind them. */
+typedef struct {
+    uint8_t *rows; /* (ring ticks, lanes, ...) */
+    uint8_t *next; /* the ring of next observations; NULL: they stand where the next tick's observations will */
+    int64_t tick_bytes;
+    int64_t is_observation;
+} flat_field;
+
+/* A field of a tick that is cut into slices, and the tick to come. */
+typedef struct {
+    open_part *part;
+    uint32_t *cursors; /* (ring ticks, lanes) */
+    const uint8_t *obs;
+    const uint8_t *next_obs;
+    const layout *order; /* of both in memory; NULL: as they are stored */
+} sliced_field;
+
+/* All fields of a memory, and how many ticks were written: this number alone says what is held. */
+typedef struct {
+    int64_t next_tick;
+    int64_t first_tick; /* the first one ever written continues nothing */
+    int64_t ring_ticks;
+    int64_t packed_bytes;
+    flat_field *flat;
+    sliced_field *sliced;
+    int64_t flat_count;
+    int64_t sliced_count;
+} tick_writer;
+
 /* ---- slices that are read ---------------------------------------------------------- */
 
 /* What one segment holds of one field: a row of a table of int64_t, whose columns Python names RECORD_FIELDS. */

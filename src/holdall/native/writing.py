@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import operator
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -19,25 +20,35 @@ from holdall.native.library import (
     MOST_DIMENSIONS,
     CompressionLibraries,
     EncoderStruct,
+    FlatFieldStruct,
     LayoutStruct,
     OpenPartStruct,
     SealedBlockStruct,
     SliceBlockStruct,
+    SlicedFieldStruct,
+    TickWriterStruct,
     TransformStruct,
+    keeping_the_gil,
 )
 from holdall.native.reading import NativeDecoder
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
+    Arguments,
     Codec,
     Coded,
     Coder,
     Cursors,
     Dictionary,
+    FastTick,
+    FlatField,
     Method,
     OpenPart,
+    Repair,
     SealedSlices,
     SliceBlock,
+    SlicedTick,
+    TickWriter,
     Transform,
     Window,
     address,
@@ -69,6 +80,12 @@ class NativeWriting:
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
         return NativePart(self._library, window, lanes, block, arena_bytes)
+
+    def new_writer(
+        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], _repair: Repair
+    ) -> TickWriter:
+        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
+        return NativeTickWriter(self._library, flat, ring_ticks, ticks)
 
 
 class NativeBlock(SliceBlock):
@@ -141,41 +158,48 @@ class NativePart(OpenPart):
             window=window.count,
             shift=window.shift,
         )
-        self._struct_address = ctypes.addressof(self._struct)
+        self._linked = self.log  # what the struct points to
+        self.address = ctypes.addressof(self._struct)
         self._layouts: dict[tuple[int, ...], _DenseLayout] = {}
 
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
-        self._require_tick(obs, next_obs, cursors)
-        if self.log is not None and self._struct.longest + 2 * self.window.count > self.log_rows:
-            self._lengthen_log(1)
+        self.lengthen_log()
+        field = SlicedFieldStruct()
+        kept = self.aim(field, obs, next_obs, len(cursors))
+        written = self._append_tick(self.address, field.obs, field.next_obs, field.order, address(cursors))
+        del kept
+        if written != 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def aim(self, field: SlicedFieldStruct, obs: Array, next_obs: Array, places: int) -> tuple[Array, Array]:
+        """Point C to the tick to come, of so many lanes; return the arrays, which must live until it is written."""
+        self._require_tick(obs, next_obs, places)
+        if self._linked is not self.log and self.log is not None:
+            self._struct.log, self._struct.log_rows = address(self.log), len(self.log)
+            self._linked = self.log
         layout = 0
         if not (obs.flags.c_contiguous and next_obs.flags.c_contiguous):
             obs, next_obs, layout = self._as_they_lie(obs, next_obs)
-        written = self._append_tick(self._struct_address, address(obs), address(next_obs), layout, address(cursors))
-        if written != 0:
-            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+        field.obs, field.next_obs, field.order = address(obs), address(next_obs), layout
+        return obs, next_obs
 
     def append_run(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append_run`: nothing is done for every tick but the call itself."""
         first, next_first, ticks = obs[0], next_obs[0], len(obs)
-        self._require_tick(first, next_first, cursors[0])
+        self._require_tick(first, next_first, len(cursors[0]))
         is_plain = first.flags.c_contiguous and next_first.flags.c_contiguous and cursors.flags.c_contiguous
         if not (is_plain and len(next_obs) == len(cursors) == ticks):
             super().append_run(obs, next_obs, cursors)
             return
-        self._lengthen_log(ticks)
+        self.lengthen_log(ticks)
+        self.aim(SlicedFieldStruct(), first, next_first, self.lanes)
         now, after, places = address(first), address(next_first), address(cursors)
         step, next_step, width = obs.strides[0], next_obs.strides[0], cursors.strides[0]
-        write, part = self._append_tick, self._struct_address
+        write, part = self._append_tick, self.address
         for t in range(ticks):
             if write(part, now + t * step, after + t * next_step, 0, places + t * width) != 0:
                 raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-
-    def _lengthen_log(self, ticks: int) -> None:
-        self._make_log_room(ticks)
-        if self.log is not None:
-            self._struct.log, self._struct.log_rows = address(self.log), self.log_rows
 
     def clear(self) -> None:
         """See `OpenPart.clear`."""
@@ -235,6 +259,74 @@ class NativePart(OpenPart):
     def pushed(self) -> int:
         """See `OpenPart.pushed`."""
         return int(self._struct.pushed)
+
+
+class NativeTickWriter(TickWriter):
+    """Writes a tick by one call of append.c."""
+
+    def __init__(
+        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
+    ) -> None:
+        super().__init__(flat, ring_ticks, ticks[0])
+        self._write = library.holdall_write_tick
+        self._write_little = keeping_the_gil(library)
+        rings = [
+            FlatFieldStruct(
+                address(field.rows),
+                None if field.following is None else address(field.following),
+                field.tick_bytes,
+                field.is_observation,
+            )
+            for field in flat
+        ]
+        self._flat = (FlatFieldStruct * len(rings))(*rings)
+        self._sliced = (SlicedFieldStruct * 0)()
+        self._parts: list[OpenPart] = []
+        self._struct = TickWriterStruct(
+            next_tick=ticks[1],
+            first_tick=ticks[0],
+            ring_ticks=ring_ticks,
+            packed_bytes=sum((1 + field.is_observation) * field.tick_bytes for field in flat),
+            flat=ctypes.addressof(self._flat),
+            flat_count=len(rings),
+        )
+
+    @property
+    def next_tick(self) -> int:  # type: ignore[override]  # a plain attribute where Python counts
+        """See `TickWriter`."""
+        return int(self._struct.next_tick)
+
+    @next_tick.setter
+    def next_tick(self, tick: int) -> None:
+        self._struct.next_tick = tick
+
+    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write`."""
+        packed = b"".join([row.tobytes() for row in rows])
+        kept = None if sliced is None else self._aim(sliced)
+        ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
+        del kept
+        return int(ticks)
+
+    def fast_tick(self, arguments: Arguments) -> FastTick | None:
+        """See `TickWriter.fast_tick`: the call gives up the GIL only if it has more to do than that takes."""
+        call = self._write if arguments.large else self._write_little
+        return FastTick(arguments, self._struct.packed_bytes, ctypes.addressof(self._struct), call, self._aim)
+
+    def _aim(self, sliced: SlicedTick) -> list[tuple[Array, Array]]:
+        """Point C to the slices of the tick to come."""
+        parts: Any = sliced.parts
+        if self._parts is not parts:
+            rings = [
+                SlicedFieldStruct(part.address, address(ring)) for part, ring in zip(parts, sliced.cursors, strict=True)
+            ]
+            fields = (SlicedFieldStruct * len(rings))(*rings)
+            self._struct.sliced_count = 0
+            self._sliced = fields
+            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
+            self._parts = parts
+        arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
+        return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 class _DenseLayout:

@@ -103,7 +103,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
             if True in timeouts:
                 cut = np.array(timeouts, np.bool_)
                 done = np.asarray(done, np.bool_) ^ cut
-        if not self.memory.add_as_is(obs, action, reward, next_obs, done, cut):
+        ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
+        if not ticks:
             self.memory.add(
                 self._cast_observation(obs),
                 _cast(action, self._action_shape, self._action_dtype),
@@ -112,10 +113,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
                 _cast(done, self._lane_shape, _BOOL),
                 cut,
             )
-        self.pos += 1
-        if self.pos == self.buffer_size:
-            self.full = True
-            self.pos = 0
+            ticks = self.memory.next_id // self.n_envs
+        self.pos = ticks % self.buffer_size
+        self.full = ticks >= self.buffer_size
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""

@@ -17,18 +17,10 @@ from numpy.typing import NDArray
 from holdall.report import FieldReport
 from holdall.schema import Array, Leaf, Schema
 from holdall.storage.blocks import reserve
-from holdall.storage.layout import (
-    FastDictTick,
-    FastRows,
-    FastTick,
-    Window,
-    WindowScout,
-    WriteObservation,
-    WriteObservations,
-    as_bytes,
-)
+from holdall.storage.layout import Window, WindowScout, as_bytes
 from holdall.storage.slices import Places
-from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
+from holdall.storage.snapshot import Apart, RowsById, put_rows, rows_of
+from holdall.storage.ticks import Arguments, FlatField, Tick
 
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
@@ -58,21 +50,28 @@ class ObservationRing:
         self._paired: Array | None = None
         self._apart = RowsById(leaf)
         self._has_apart = False  # or had
-        self._expected: bytes | None = None
 
-    def write(self, tick: int, obs: Array, next_obs: Array) -> None:
-        """Write one tick; both arrays have a leading lane axis."""
-        slot = tick % self._ring_ticks
-        if self._paired is None and self._expected != obs.tobytes():
-            if self._expected is not None:
-                self._keep_apart(tick - 1, slot, obs)
-            self._rows[slot] = obs
-        if self._paired is None:
-            self._rows[slot + 1 if slot + 1 < self._ring_ticks else 0] = next_obs
-            self._expected = next_obs.tobytes()
-        else:
-            self._rows[slot] = obs
-            self._paired[slot] = next_obs
+    def flat(self) -> FlatField:
+        """Return where ticks are written."""
+        return FlatField(self._rows, self._paired, is_observation=True)
+
+    def keep_apart(self, tick: int, obs: Array) -> None:
+        """Save the next observations of `tick` that `obs`, about to take their place, is not.
+
+        They still stand in their place until it is written to, so it may be done again, for other observations.
+        """
+        if self._paired is not None:
+            return
+        standing = self._rows[(tick + 1) % self._ring_ticks]
+        differs = np.flatnonzero((as_bytes(standing, self._lanes) != as_bytes(obs, self._lanes)).any(axis=1))
+        if not differs.size:
+            return
+        self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
+        self._has_apart = True
+        self._apart.append(tick * self._lanes + differs, standing[differs])
+        kept_ticks = min(tick + 1, self._ring_ticks - 1)
+        if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
+            self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
     def read(
         self, ids: NDArray[np.int64], slot: NDArray[np.int64], next_slot: NDArray[np.int64]
@@ -128,7 +127,6 @@ class ObservationRing:
             self._paired = new_ring(self._ring_ticks, self._lanes, self.leaf)
         elif newest is not None:
             self._rows[next_tick % self._ring_ticks] = newest
-            self._expected = newest.tobytes()
 
     def pair(self, first_tick: int, next_tick: int) -> None:
         """Give next observations a ring of their own, with those of the ticks held in it."""
@@ -150,17 +148,6 @@ class ObservationRing:
         if self._paired is None and apart is not None:
             self._apart.append(*apart)
             self._has_apart = True
-
-    def _keep_apart(self, tick: int, slot: int, obs: Array) -> None:
-        """Save the next observations of `tick` that `obs`, about to take their place, is not."""
-        standing = as_bytes(self._rows[slot], self._lanes)
-        differs = np.flatnonzero((standing != as_bytes(obs, self._lanes)).any(axis=1))
-        self._apart.drop_before((tick + 2 - self._ring_ticks) * self._lanes)
-        self._apart.append(tick * self._lanes + differs, self._rows[slot][differs])
-        self._has_apart = True
-        kept_ticks = min(tick + 1, self._ring_ticks - 1)
-        if len(self._apart) > max(_UNSHARED_BEFORE_PAIRING, kept_ticks * self._lanes // 2):
-            self._pair(max(0, tick + 2 - self._ring_ticks), tick + 1)
 
     def _pair(self, first_tick: int, next_tick: int) -> None:
         """Go over to two full rings, the second for next observations, here of the ticks [first_tick, next_tick)."""
@@ -211,27 +198,28 @@ class Rings:
         self.truncated = self._ring(_FLAG)
         self.invalid: Array | None = None
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
-        self._invalid_count = 0  # lanes that made no transition in the ticks from _counted_from on
-        self._counted_from = first_tick
+        self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
-    def write(self, now: int, tick: Tick) -> None:
-        """Write one tick; `count_invalid` comes first if lanes of it, or of others, made no transition."""
-        slot = now % self.ring_ticks
+    def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
+        """Return the rows of a tick in the order of `flat`; make the rings that it is the first to need."""
+        self.begin(tick.reward.dtype, has_invalid=tick.valid is not None)
+        rows = [row for i in self.small for row in (tick.obs[i], tick.next_obs[i])]
+        rows += [*tick.action, *tick.extras, tick.reward, tick.terminated, tick.truncated]
+        if self.invalid is not None:
+            self.count_invalid(first_tick, next_tick)  # while the ticks that left are still to be seen
+            rows.append(np.zeros(self.lanes, np.bool_) if tick.valid is None else ~tick.valid)
+        return rows
+
+    def flat(self) -> list[FlatField]:
+        """Return where ticks are written, field by field."""
+        rest = [*self.action, *self.extras, self.reward, self.terminated, self.truncated, self.invalid]
+        rings = [FlatField(ring, None, is_observation=False) for ring in rest if ring is not None]
+        return [ring.flat() for ring in self.small.values()] + rings
+
+    def keep_apart(self, next_tick: int, obs: list[Array]) -> None:
+        """Save the next observations of the newest tick that these observations would be written over."""
         for i, ring in self.small.items():
-            ring.write(now, tick.obs[i], tick.next_obs[i])
-        for row, value in zip(self.action, tick.action, strict=True):
-            row[slot] = value
-        for row, value in zip(self.extras, tick.extras, strict=True):
-            row[slot] = value
-        reward = self.begin(tick.reward.dtype) if self.reward is None else self.reward
-        reward[slot] = tick.reward
-        self.terminated[slot] = tick.terminated
-        self.truncated[slot] = tick.truncated
-        if tick.valid is not None or self.invalid is not None:
-            if self.invalid is None:
-                self.invalid = self._ring(_FLAG)
-            self.invalid[slot] = False if tick.valid is None else ~tick.valid
-            self._invalid_count += int(np.count_nonzero(self.invalid[slot]))
+            ring.keep_apart(next_tick - 1, obs[i])
 
     def look_for_windows(self, tick: Tick, *, may_move: bool) -> dict[int, Window]:
         """Show a tick to all searches; return the windows that were found, by leaf. Without `may_move` all end."""
@@ -244,31 +232,26 @@ class Rings:
                     found[i] = scout.finding
         return found
 
-    def fast_tick(
-        self, large: list[int], write_large: WriteObservations, write_one_large: WriteObservation
-    ) -> FastTick | FastDictTick | None:
-        """Return a short way to write a tick; None if there are fields that it does not know.
+    def fast_arguments(self, large: list[int]) -> Arguments | None:
+        """Return what the arguments of an `add` must be for a short way; None if there are fields that it cannot write.
 
         Args:
-            large: Leaves that are not here, and how all of them, or the only one, are written.
+            large: Leaves that are not here.
         """
+        tree = self.schema.observation
+        is_dict = not isinstance(tree.structure, int)
+        keys = tree.keys if is_dict else ("",)
         if self.invalid is not None or len(self.action) != 1 or self.extras or self.scouts or self.reward is None:
             return None
-        rows = FastRows(self.action[0], self.reward, self.terminated, self.truncated)
-        tree = self.schema.observation
-        fields = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
-        if isinstance(tree.structure, int):
-            write = self.small[0].write if self.small else write_one_large
-            return FastTick(rows, *fields[0], write, fills_blocks=not self.small)
-        keys = tree.keys
         if keys is None:
             return None
-        return FastDictTick(
-            rows,
-            [(keys[i], *field) for i, field in fields.items()],
-            [(keys[i], ring.write) for i, ring in self.small.items()],
-            [keys[i] for i in large],
-            write_large,
+        forms = {i: ((self.lanes, *leaf.shape), leaf.dtype) for i, leaf in enumerate(tree.leaves)}
+        return Arguments(
+            action=(self.action[0].shape[1:], self.action[0].dtype),
+            reward=(self.reward.shape[1:], self.reward.dtype),
+            small={keys[i]: forms[i] for i in self.small},
+            large={keys[i]: forms[i] for i in large},
+            is_dict=is_dict,
         )
 
     def begin(self, reward_dtype: np.dtype[Any], *, has_invalid: bool = False) -> Array:
@@ -315,12 +298,16 @@ class Rings:
         self.truncated.reshape(-1)[slot] = truncated
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
-        """Count the lanes that made no transition in all ticks from one on; those up to `next_tick` were written."""
-        if self.invalid is not None and first_tick > self._counted_from:
-            left = np.arange(self._counted_from, min(first_tick, next_tick)) % self.ring_ticks
-            self._invalid_count -= int(np.count_nonzero(self.invalid[left]))
-        self._counted_from = max(first_tick, self._counted_from)
-        return self._invalid_count
+        """Count the lanes that made no transition in the ticks from one on; those up to `next_tick` were written."""
+        if self.invalid is None:
+            return 0
+        count, first, end = self._counted
+        if first_tick > first or next_tick > end:
+            came = np.arange(max(end, first_tick), next_tick) % self.ring_ticks
+            left = np.arange(first, min(first_tick, end)) % self.ring_ticks
+            count += int(np.count_nonzero(self.invalid[came])) - int(np.count_nonzero(self.invalid[left]))
+            self._counted = (count, max(first_tick, first), max(next_tick, end))
+        return count
 
     def columns(self) -> dict[str, Array]:
         """Return all rings by name."""
@@ -364,7 +351,7 @@ class Rings:
             scout.restore(scouts[str(i)])
         for i, ring in self.small.items():
             ring.refill(next_tick, newest.get(i), is_paired=i in paired)
-        self._counted_from = first_tick
+        self._counted = (0, first_tick, next_tick)
 
     def put(
         self, first: int, columns: Mapping[str, Array], apart: Mapping[str, tuple[NDArray[np.int64], Array]]
@@ -377,8 +364,8 @@ class Rings:
                 put_rows(rows, first, np.zeros((len(columns["terminated.0"]), self.lanes), np.bool_))
             elif not name.startswith(("obs.", "next.")):
                 put_rows(rows, first, columns[name])
-        if "invalid.0" in columns:
-            self._invalid_count += int(np.count_nonzero(columns["invalid.0"]))
+        if "invalid.0" in columns and first < (counted := self._counted)[2]:  # later ones are counted in their turn
+            self._counted = (counted[0] + int(np.count_nonzero(columns["invalid.0"])), *counted[1:])
 
     def report(self, held: int, touched: int) -> list[FieldReport]:
         """Account for all fields but observations."""

@@ -8,13 +8,14 @@ changes no block: it lists what became of each, and who owns the sealer collects
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from dataclasses import field as attribute
 from typing import NamedTuple
 
 from holdall.schema import Bytes
@@ -63,16 +64,46 @@ class _ChosenCodec:
     age: int = 0  # blocks since
 
 
-@dataclass(slots=True)
 class _Queue:
-    """What the worker and the memory share."""
+    """What the worker and the memory share.
 
-    jobs: deque[_SealJob] = attribute(default_factory=deque)
-    results: list[SealResult] = attribute(default_factory=list)
-    changed: threading.Condition = attribute(default_factory=threading.Condition)
-    at_work: int = 0
-    stopped: bool = False
-    failure: str = ""
+    An interrupt may hit the memory's thread anywhere: what is asked for and what came of it lie in queues that change
+    in one step, and bells are locks that somebody waits for and others release. Whoever waits looks again after a
+    while, so that a bell which was not rung costs time only.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # of jobs and the current one
+        self.jobs: deque[_SealJob] = deque()
+        self.current: _SealJob | None = None
+        self.results: deque[SealResult] = deque()
+        self.wakes_worker = _new_bell()
+        self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
+        self.stopped = False
+        self.failure = ""
+
+    def tell(self) -> None:
+        """Wake everybody who waits for the worker."""
+        while self.waiting:
+            with contextlib.suppress(IndexError):  # another thread was quicker
+                _ring(self.waiting.popleft())
+
+    def stop(self) -> None:
+        """Let the worker end, and nobody wait for it any more."""
+        self.stopped = True
+        _ring(self.wakes_worker)
+        self.tell()
+
+
+def _new_bell() -> threading.Lock:
+    bell = threading.Lock()
+    bell.acquire()
+    return bell
+
+
+def _ring(bell: threading.Lock) -> None:
+    with contextlib.suppress(RuntimeError):  # it rang already
+        bell.release()
 
 
 class Sealer:
@@ -93,33 +124,43 @@ class Sealer:
         self._work = _Work(coder, cap, threads, write)
         self._wake = None if wake is None else weakref.WeakMethod(wake)
         self._thread: threading.Thread | None = None
-        weakref.finalize(self, _stop, self._queue)
+        self._busy = threading.Lock()  # held by the worker: there is never more than one
+        self._process = os.getpid()
+        weakref.finalize(self, self._queue.stop)
 
     def submit(self, frozen: FrozenBlock) -> None:
-        """Have a block sealed."""
+        """Have a block sealed, unless it is about to be."""
         self._enqueue(_SealJob(frozen, spill=False))
 
     def spill(self, frozen: FrozenBlock) -> None:
-        """Have a block moved to a file."""
+        """Have a block moved to a file, unless it is about to be."""
         self._enqueue(_SealJob(frozen, spill=True))
 
     def withdraw(self, evicted: set[int]) -> None:
         """Forget the blocks with these identities, unless their turn has come."""
-        with self._queue.changed:
-            left = [job for job in self._queue.jobs if id(job.frozen.block) not in evicted]
-            self._queue.jobs = deque(left)
-            self._queue.changed.notify_all()
+        if not evicted:
+            return
+        with self._queue.lock:
+            self._queue.jobs = deque(job for job in self._queue.jobs if id(job.frozen.block) not in evicted)
+        self._queue.tell()
 
-    def collect(self) -> list[SealResult]:
-        """Return what became of blocks since the last time."""
-        with self._queue.changed:
-            results, self._queue.results = self._queue.results, []
-        return results
+    @property
+    def waiting(self) -> set[int]:
+        """Identities of the blocks whose turn has not come."""
+        with self._queue.lock:
+            return {id(job.frozen.block) for job in self._queue.jobs}
+
+    def collect(self) -> Iterator[SealResult]:
+        """Return what became of blocks; one is forgotten when the next is asked for, so that none is lost."""
+        results = self._queue.results
+        while results:
+            yield results[0]
+            results.popleft()
 
     @property
     def backlog(self) -> int:
         """Blocks that wait, are being worked at or about to be collected."""
-        return len(self._queue.jobs) + self._queue.at_work
+        return len(self._queue.jobs) + (self._queue.current is not None)
 
     @property
     def failure(self) -> str:
@@ -143,31 +184,42 @@ class Sealer:
 
     def stop(self) -> None:
         """End the worker after the block that it is at."""
-        _stop(self._queue)
+        self._queue.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join()
         self._thread = None
 
     def _enqueue(self, job: _SealJob) -> None:
-        with self._queue.changed:
-            self._queue.jobs.append(job)
-            self._queue.changed.notify_all()
+        queue, block = self._queue, job.frozen.block
+        with queue.lock:
+            known = [*queue.jobs, *([] if queue.current is None else [queue.current])]
+            if all(other.frozen.block is not block for other in known) and all(
+                result.block is not block for result in tuple(queue.results)
+            ):
+                queue.jobs.append(job)
+        _ring(queue.wakes_worker)
         self._see_to_worker()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
         while not condition() and not self._queue.stopped:
             self._see_to_worker()
-            with self._queue.changed:
-                self._queue.changed.wait_for(lambda: condition() or self._queue.stopped, timeout=_LOOK_AGAIN_S)
+            bell = _new_bell()
+            self._queue.waiting.append(bell)
+            if not condition() and not self._queue.stopped:
+                bell.acquire(timeout=_LOOK_AGAIN_S)
 
     def _see_to_worker(self) -> None:
         """Start the worker if there is none: at first, after a fork, and should it have died."""
         if self._queue.stopped or (self._thread is not None and self._thread.is_alive()):
             return
-        with self._queue.changed:
-            self._queue.at_work = 0
+        if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
+            self._busy, self._queue.lock, self._queue.current = threading.Lock(), threading.Lock(), None
+            self._process = os.getpid()
         self._thread = threading.Thread(
-            target=_run_worker, args=(self._queue, self._work, self._wake), name="holdall-sealer", daemon=True
+            target=_run_worker,
+            args=(self._queue, self._work, self._wake, self._busy),
+            name="holdall-sealer",
+            daemon=True,
         )
         self._thread.start()
 
@@ -228,31 +280,36 @@ class _Work:
             self.is_choosing = False
 
 
-def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None) -> None:
-    hurry = False
-    while True:
-        with queue.changed:
-            queue.changed.wait_for(lambda: queue.jobs or queue.stopped)
-            if queue.stopped:
-                return
-            job = queue.jobs.popleft()
-            queue.at_work = 1
-            queue.changed.notify_all()
-        try:
-            _do(job, hurry, work, queue, wake)
-            queue.failure = "" if job.spill else queue.failure
-        except Exception as error:  # the block stays as it is, and training goes on
-            failure = f"{type(error).__name__}: {error}"
-            if failure != queue.failure:
-                _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
-                _LOG.debug("the reason", exc_info=error)
-            queue.failure = failure
-        finally:
+def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | None, busy: threading.Lock) -> None:
+    """Work until the queue is stopped; one that was started beside another waits for it to end."""
+    with busy:
+        hurry = False
+        while not queue.stopped:
+            with queue.lock:
+                job = queue.current = queue.jobs.popleft() if queue.jobs else None
+            queue.tell()
+            if job is None:
+                hurry = False
+                queue.wakes_worker.acquire(timeout=_LOOK_AGAIN_S)
+                continue
+            _try(job, hurry, work, queue, wake)
+            hurry = bool(queue.jobs)  # one that is there already: the worker falls behind
             del job
-            with queue.changed:
-                queue.at_work = 0
-                hurry = bool(queue.jobs)  # one that is there already: the worker falls behind
-                queue.changed.notify_all()
+            queue.current = None
+            queue.tell()
+
+
+def _try(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
+    """Have a job done; if that fails, the block stays as it is, and training goes on."""
+    try:
+        _do(job, hurry, work, queue, wake)
+        queue.failure = "" if job.spill else queue.failure
+    except Exception as error:
+        failure = f"{type(error).__name__}: {error}"
+        if failure != queue.failure:
+            _LOG.warning("a block could not be %s (%s)", "spilled" if job.spill else "compressed", failure)
+            _LOG.debug("the reason", exc_info=error)
+        queue.failure = failure
 
 
 def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.WeakMethod[Wake] | None) -> None:
@@ -261,14 +318,10 @@ def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.We
     try:
         sealed = work.do(job, hurry)
     finally:
-        with queue.changed:
-            queue.results.append(SealResult(job.frozen.block, sealed))
+        queue.results.append(SealResult(job.frozen.block, sealed))
         collect = None if wake is None else wake()
         if collect is not None:
-            collect()
-
-
-def _stop(queue: _Queue) -> None:
-    with queue.changed:
-        queue.stopped = True
-        queue.changed.notify_all()
+            try:
+                collect()
+            finally:
+                queue.results.clear()  # one that could not be taken is not offered again

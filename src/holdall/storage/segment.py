@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,7 @@ from holdall.storage.slices import (
     read_tick,
 )
 from holdall.storage.snapshot import FrozenSegments, FullBlock, OpenSlices, put_rows
+from holdall.storage.ticks import Repair, SlicedTick, restoring
 
 SEGMENT_BYTES = 16 * 2**20
 """Unique slices after which a segment closes."""
@@ -74,8 +76,10 @@ class Segments:
         capacity_ticks: int,
         most_bytes: int = 1 << 62,
         first_tick: int = 0,
+        repair: Repair | None = None,
     ) -> None:
         self._kernels = kernels
+        self._repair = repair or Repair()
         self._lanes = lanes
         self.arenas = ArenaPool()
         self._ring_ticks = capacity_ticks + 1
@@ -91,7 +95,7 @@ class Segments:
         self.cursors: list[Cursors] = []  # per field: (ring_ticks, lanes)
         self._searches = WindowSearches(lanes)
         self._limit_bytes = SEGMENT_BYTES
-        self._sure_ticks = 0  # ticks that fit into the open segment whatever they bring
+        self._sure_until = 0  # ticks before this one fit into the open segment whatever they bring
         self._closed: list[Segment[ClosedPart]] = []
         self._naming: dict[int, list[Segment[ClosedPart]]] = {}  # closed segments that name a block, by its identity
         self._open: Segment[OpenPart] = Segment(first_tick, 0, [])
@@ -100,31 +104,40 @@ class Segments:
             self._searches.begin(field, leaf)
         self._rebuild_index()
 
-    def append(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
-        """Write one tick of every field; close the open segment first if it is full."""
-        if self._sure_ticks == 0:
-            if self._is_full():
+    def sliced(self, tick: int, obs: list[Array], next_obs: list[Array]) -> SlicedTick:
+        """Say where the tick to come goes; close the open segment first if it is full."""
+        if tick >= self._sure_until:
+            if self._is_full(tick):
+                self._repair.begin(restoring(*self.changing()))
                 self._roll(tick)
-            self._sure_ticks = self._ticks_that_fit()
-        self._sure_ticks -= 1
-        for field in range(len(self._leaves)):
-            self.write_field(field, tick, obs[field], next_obs[field])
-        self._open.ticks += 1
+                self._repair.end()
+            self._sure_until = tick + self._ticks_that_fit(tick)
+        return SlicedTick(self._open.parts, self.cursors, obs, next_obs)
+
+    def lengthen_logs(self) -> None:
+        """Make room for one more tick in the logs of the open segment."""
+        self._repair.do(self._lengthen_logs)
+
+    def _lengthen_logs(self) -> None:
+        for field, part in enumerate(self._open.parts):
+            part.lengthen_log()
+            if self._index.held[field][-1][0] is not part.log:
+                self._index.update(field, -1, part)
+
+    def look(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
+        """Look for windows in a tick that was written."""
         if not self._searches.under_way:
             return
         for field in self._searches.look(obs, next_obs):
+            self._repair.begin(restoring(*self.changing()))
             window = self._searches.end(field) or Window.whole(self._leaves[field])
             if window != self._windows[field]:
                 self._apply(field, window, tick)
+            self._repair.end()
 
-    def append_one(self, tick: int, obs: Array, next_obs: Array) -> None:
-        """Write one tick where there is one field only."""
-        if self._sure_ticks == 0 or self._searches.under_way:
-            self.append(tick, [obs], [next_obs])
-            return
-        self._sure_ticks -= 1
-        self.write_field(0, tick, obs, next_obs)
-        self._open.ticks += 1
+    def changing(self) -> tuple[object, ...]:
+        """Return the objects whose attributes change with anything but a tick that is written."""
+        return self, self._index, self.arenas, self._searches
 
     @property
     def first_tick(self) -> int:
@@ -135,6 +148,10 @@ class Segments:
         """Return the blocks that are full, each once."""
         frozen, self.frozen = self.frozen, []
         return frozen
+
+    def has_before(self, tick: int) -> bool:
+        """Whether the last tick of the oldest segment is older than `tick`."""
+        return bool(self._closed) and self._closed[0].first_tick + self._closed[0].ticks <= tick
 
     def evict_before(self, tick: int) -> list[SliceBlock]:
         """Drop the segments whose last tick is older than `tick`; return the blocks that went with them."""
@@ -155,8 +172,8 @@ class Segments:
         self._index.drop(stale)
         gone: dict[int, SliceBlock] = {}
         for part in leaving:
-            naming = self._naming[id(part.block)]
-            del naming[0]
+            naming = self._naming[id(part.block)][1:]
+            self._naming[id(part.block)] = naming
             if not naming:
                 del self._naming[id(part.block)]
                 gone[id(part.block)] = part.block
@@ -197,7 +214,7 @@ class Segments:
         Args:
             cursors: Of its last ticks, field by field: as many as are still needed.
         """
-        if self._open.ticks:
+        if tick > self._open.first_tick:
             self._roll(tick)
         coder, end = self._kernels.coder, tick + ticks
         adopted = []
@@ -207,28 +224,29 @@ class Segments:
             block = KeptBlock(part.block.slice_bytes, part.block.used, coder.adopt(part.block.sealed.coded))
             adopted.append(replace(part, block=block))
             put_rows(self.cursors[field], end - len(rows), rows)
-        self._open.first_tick = end
+        self._open = Segment(end, 0, self._open.parts)
         self._close(Segment(tick, ticks, adopted), self._open.parts, end)
         for field, part in enumerate(adopted):
             self.frozen.append(FrozenBlock(field, self._leaves[field], part.window, part.block, self._lanes))
 
-    def segment_at(self, tick: int) -> Segment[ClosedPart]:
+    def segment_at(self, tick: int, next_tick: int) -> Segment[ClosedPart]:
         """Return the segment that holds a tick, as it stands."""
         number = int(np.searchsorted(self._index.first_ticks, tick, side="right")) - 1
         if number < len(self._closed):
             return self._closed[number]
-        return Segment(self._open.first_tick, self._open.ticks, [part.closed() for part in self._open.parts])
+        first = self._open.first_tick
+        return Segment(first, next_tick - first, [part.closed() for part in self._open.parts])
 
     def can_admit(self, ticks: int) -> bool:
         """Whether the open segment still reaches back to the first of `ticks` ticks."""
         return not self._closed and ticks <= _REPLAYED_TICKS
 
-    def admit(self, leaf: Leaf, window: Window, ticks: int) -> int:
-        """Take a field on that was kept elsewhere so far; the caller then replays its ticks."""
-        self._open.ticks = ticks
-        self._admit(leaf, window)
+    def admit(self, leaf: Leaf, window: Window, ticks: list[tuple[Array, Array]]) -> None:
+        """Take a field on that was kept elsewhere so far, with the ticks of the open segment."""
+        self._admit(leaf, window, len(ticks))
+        for tick, (obs, next_obs) in enumerate(ticks):
+            self._open.parts[-1].append(obs, next_obs, self.cursors[-1][tick % self._ring_ticks])
         self._rebuild_index()
-        return len(self._leaves) - 1
 
     @property
     def count(self) -> int:
@@ -262,8 +280,8 @@ class Segments:
         raw = part.used_bytes + sum(block.used_bytes for block in blocks if block.sealed is None)
         sealed = sum(block.used_bytes for block in blocks if block.sealed is not None)
         log = sum(part.log_bytes for part in self.parts(field)) + cursors * self.cursor_bytes
-        newest = [self._open] if self._open.ticks or not self._closed else self._closed[-1:]
-        finding = describe_parts(self.parts(field), newest[0].parts[field].window)
+        newest = part.window if part.steps or not self._closed else self._closed[-1].parts[field].window
+        finding = describe_parts(self.parts(field), newest)
         return FieldReport(name, raw + sealed, log, 0, plain_bytes, finding, sealed, self.disk_bytes(field))
 
     def arrays(self, field: int) -> list[Array]:
@@ -275,13 +293,14 @@ class Segments:
         direct = self._open.parts[field]
         return [*slices, *logs, self.cursors[field], *([direct.slices] if direct.block is None else [])]
 
-    def freeze(self) -> FrozenSegments:
+    def freeze(self, next_tick: int) -> FrozenSegments:
         """Return what is held now; closed segments by reference, since they never change."""
+        first = self._open.first_tick
         parts = [part.closed() for part in self._open.parts]
         return FrozenSegments(
             windows=list(self._windows),
             closed=list(self._closed),
-            open=Segment(self._open.first_tick, self._open.ticks, parts),
+            open=Segment(first, next_tick - first, parts),
             filling=[OpenSlices.of(part, closed) for part, closed in zip(self._open.parts, parts, strict=True)],
             searches=self._searches.state(),
         )
@@ -336,48 +355,42 @@ class Segments:
         self._rebuild_index()
         self.frozen = list(frozen.values())
 
-    def write_field(self, field: int, tick: int, obs: Array, next_obs: Array) -> None:
-        """Write one tick of one field into the open segment; ticks come in order, past ones too."""
-        part = self._open.parts[field]
-        log = part.log
-        part.append(obs, next_obs, self.cursors[field][tick % self._ring_ticks])
-        if part.log is not log:
-            self._index.update(field, -1, part)
-
-    def _admit(self, leaf: Leaf, window: Window) -> None:
-        self._sure_ticks = 0
-        self._leaves.append(leaf)
-        self._windows.append(window)
+    def _admit(self, leaf: Leaf, window: Window, replayed_ticks: int = 0) -> None:
+        self._sure_until = 0
+        self._leaves = [*self._leaves, leaf]
+        self._windows = [*self._windows, window]
         context = self._lanes * sum(leaf.nbytes for leaf in self._leaves)
         self._limit_bytes = min(max(SEGMENT_BYTES, _CONTEXT_FACTOR * context), self._most_bytes)
         ring = reserve(self._ring_ticks * self._lanes * self.cursor_bytes)
-        self.cursors.append(ring.view(np.uint32).reshape(-1, self._lanes))
-        self._open.parts.append(self._new_part(len(self._leaves) - 1, replayed_ticks=self._open.ticks))
+        self.cursors = [*self.cursors, ring.view(np.uint32).reshape(-1, self._lanes)]
+        part = self._new_part(len(self._leaves) - 1, window, replayed_ticks=replayed_ticks)
+        self._open = Segment(self._open.first_tick, 0, [*self._open.parts, part])
 
-    def _new_part(self, field: int, block: SliceBlock | None = None, replayed_ticks: int = 0) -> OpenPart:
-        window = self._windows[field]
+    def _new_part(
+        self, field: int, window: Window, block: SliceBlock | None = None, replayed_ticks: int = 0
+    ) -> OpenPart:
         most_in_a_tick = 2 * self._lanes * self._leaves[field].nbytes
         arena_bytes = self._limit_bytes + (2 + replayed_ticks) * most_in_a_tick
         if block is None and not lies_direct(window):
             block = self._kernels.new_block(window.slice_bytes, self.arenas.take(arena_bytes))
         return self._kernels.new_part(window, self._lanes, block, arena_bytes)
 
-    def _is_full(self) -> bool:
+    def _is_full(self, tick: int) -> bool:
         parts = self._open.parts
         return (
-            self._open.ticks >= self._most_ticks
+            tick - self._open.first_tick >= self._most_ticks
             or sum(part.added_bytes for part in parts) >= self._limit_bytes
             or not all(part.has_room() for part in parts)
         )
 
-    def _ticks_that_fit(self) -> int:
-        """Count the ticks that fit whatever they bring, so that nobody has to look at each."""
+    def _ticks_that_fit(self, tick: int) -> int:
+        """Count the ticks from one on that fit whatever they bring, so that nobody has to look at each."""
         parts = self._open.parts
         bytes_left = self._limit_bytes - sum(part.added_bytes for part in parts)
         most_in_a_tick = 2 * sum(part.lanes * part.obs_bytes for part in parts)
         by_bytes = bytes_left // max(most_in_a_tick, 1)
         by_room = min((part.ticks_that_fit() for part in parts), default=0)
-        return max(1, min(self._most_ticks - self._open.ticks, by_bytes, by_room))
+        return max(1, min(self._most_ticks - (tick - self._open.first_tick), by_bytes, by_room))
 
     def _roll(self, tick: int) -> None:
         """Close the open segment and open the next one at `tick`."""
@@ -389,11 +402,12 @@ class Segments:
                 self._searches.consider(field, self._leaves[field])
             following.append(self._next_part(field, part))
         self._open = Segment(tick, 0, following)
-        self._close(Segment(full.first_tick, full.ticks, [part.closed() for part in full.parts]), following, tick)
+        closed = [part.closed() for part in full.parts]
+        self._close(Segment(full.first_tick, tick - full.first_tick, closed), following, tick)
 
     def _close(self, closed: Segment[ClosedPart], following: list[OpenPart], tick: int) -> None:
         """Append a closed segment; the open one, which consists of `following`, begins at `tick`."""
-        self._sure_ticks = 0
+        self._sure_until = 0
         self._closed.append(closed)
         self._name(closed)
         self.overhead_bytes += sum(part.overhead_bytes for part in closed.parts)
@@ -401,25 +415,28 @@ class Segments:
 
     def _name(self, closed: Segment[ClosedPart]) -> None:
         for part in closed.parts:
-            self._naming.setdefault(id(part.block), []).append(closed)
+            self._naming[id(part.block)] = [*self._naming.get(id(part.block), []), closed]
 
     def _next_part(self, field: int, part: OpenPart) -> OpenPart:
         """Open a part after `part`, in its block where that spares repeating slices."""
-        block = part.block_to_go_on_in() if part.window == self._windows[field] else None
-        if block is not None:
-            # A block goes with its last part: one that went on for ever would keep what was evicted.
-            block.steps_before += part.steps
-            evicting = block.steps_before >= (self._ring_ticks - 1) * self._lanes
-            if evicting or block.used_bytes >= self._limit_bytes:
-                block = None
+        window = self._windows[field]
+        block = part.block_to_go_on_in() if part.window == window else None
+        steps = part.steps_before + part.steps
+        # A block goes with its last part: one that went on for ever would keep what was evicted.
+        evicting = steps >= (self._ring_ticks - 1) * self._lanes
+        if block is not None and (evicting or block.used_bytes >= self._limit_bytes):
+            block = None
         if block is None and part.block is not None:
             self._freeze(field, part.window, part.block)
-        return self._new_part(field, block)
+        following = self._new_part(field, window, block)
+        following.steps_before = 0 if block is None else steps
+        return following
 
     def _freeze(self, field: int, window: Window, block: SliceBlock) -> None:
         """Close a block: it may be sealed from now on."""
         block.freeze()
-        self.frozen.append(FrozenBlock(field, self._leaves[field], window, block, self._lanes))
+        if all(frozen.block is not block for frozen in self.frozen):
+            self.frozen.append(FrozenBlock(field, self._leaves[field], window, block, self._lanes))
 
     def seal(self, block: SliceBlock, sealed: SealedSlices) -> None:
         """Change over to a block's next form; places that were handed out keep the one before."""
@@ -436,21 +453,29 @@ class Segments:
 
     def _apply(self, field: int, window: Window, tick: int) -> None:
         """Cut a field in a new way: from now on, or from the open segment's first tick on."""
-        self._windows[field] = window
-        if self._open.ticks > _REPLAYED_TICKS:
+        first, ticks = self._open.first_tick, tick + 1 - self._open.first_tick
+        if ticks > _REPLAYED_TICKS:
+            self._windows[field] = window
             self._roll(tick + 1)
             return
-        self._sure_ticks = 0
+        old, part = self._open.parts[field], self._new_part(field, window, replayed_ticks=ticks)
+        first = max(first, tick + 2 - self._ring_ticks)  # cursors of older ticks were overwritten
+        cursors = np.zeros((tick + 1 - first, self._lanes), np.uint32)
+        for past, places in enumerate(cursors, first):
+            part.append(*read_tick(self._kernels, old, self.cursors[field][past % self._ring_ticks]), places)
+        self._repair.do(partial(self._replace_part, field, part, first, cursors))
+
+    def _replace_part(self, field: int, part: OpenPart, first: int, cursors: Cursors) -> None:
+        """Go on in a part to which the ticks of the open segment were written again."""
         old = self._open.parts[field]
-        self._open.parts[field] = self._new_part(field, replayed_ticks=self._open.ticks)
-        held_from = tick + 2 - self._ring_ticks  # cursors of older ticks were overwritten
-        for past in range(max(self._open.first_tick, held_from), tick + 1):
-            cursors = self.cursors[field][past % self._ring_ticks]
-            self.write_field(field, past, *read_tick(self._kernels, old, cursors))
-        self._index.update(field, -1, self._open.parts[field])
+        parts = [*self._open.parts[:field], part, *self._open.parts[field + 1 :]]
+        self._windows[field], self._sure_until = part.window, 0
+        put_rows(self.cursors[field], first, cursors)
         # The segments before may have begun the block that is left here.
         if old.block is not None and any(segment.parts[field].block is old.block for segment in self._closed):
             self._freeze(field, old.window, old.block)
+        self._index.update(field, -1, part)
+        self._open = Segment(self._open.first_tick, 0, parts)
 
     def parts(self, field: int) -> list[OpenPart | ClosedPart]:
         """Return what all segments hold of one field, oldest first."""

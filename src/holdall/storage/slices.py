@@ -21,6 +21,7 @@ from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
 from holdall.storage.layout import Window
+from holdall.storage.ticks import FlatField, Repair, TickWriter
 
 if TYPE_CHECKING:
     from holdall.native import SliceNamer
@@ -77,7 +78,8 @@ class OpenPart(ABC):
             self.slices = block.arena
             self.log = np.zeros((rows, lanes), np.uint32)
             self._used_before = block.used
-        self.log_rows = rows
+        self._direct_rows = rows
+        self.steps_before = 0  # transitions of the closed parts before this one that name slices of the block
 
     @abstractmethod
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
@@ -180,24 +182,29 @@ class OpenPart(ABC):
         """Bytes of the log entries in use."""
         return 0 if self.log is None else self.longest * self.lanes * self.log.itemsize
 
-    def _require_tick(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
+    def _require_tick(self, obs: Array, next_obs: Array, places: int) -> None:
         """Refuse a tick of other lanes or bytes: the loops go by the part's own."""
         lanes, tick_bytes = self.lanes, self.lanes * self.obs_bytes
-        if not (obs.nbytes == next_obs.nbytes == tick_bytes and len(obs) == len(next_obs) == len(cursors) == lanes):
+        if not (obs.nbytes == next_obs.nbytes == tick_bytes and len(obs) == len(next_obs) == places == lanes):
             raise DamageError(
                 f"a tick of {obs.nbytes} and {next_obs.nbytes} bytes in {len(obs)} lanes came to a part of "
                 f"{tick_bytes} in {lanes}; report this"
             )
 
-    def _make_log_room(self, ticks: int = 1) -> None:
-        """Grow the log into a new array: readers go on with the old one, which stays right."""
+    def lengthen_log(self, ticks: int = 1) -> bool:
+        """Make room for ticks in a new log, and say whether that had to be; readers go on with the old one."""
         needed = self.longest + 2 * ticks * self.window.count
         if self.log is None or needed <= self.log_rows:
-            return
+            return False
         longer = np.zeros((max(2 * self.log_rows + 2 * self.window.count, needed), self.lanes), np.uint32)
         longer[: self.log_rows] = self.log
-        self.log = longer
-        self.log_rows = len(longer)
+        self.log = longer  # from now on: C follows when it writes next
+        return True
+
+    @property
+    def log_rows(self) -> int:
+        """Entries per lane that there is room for."""
+        return self._direct_rows if self.log is None else len(self.log)
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,6 +304,11 @@ class Kernels(Protocol):
 
     def new_part(self, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int) -> OpenPart:
         """Make an empty part that writes to `block`."""
+
+    def new_writer(
+        self, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int], repair: Repair, /
+    ) -> TickWriter:
+        """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
 
     def gather(
         self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: Any = None, /

@@ -1,86 +1,24 @@
-"""Rows on their way in and out: a tick as one `add` was given it, and the rows of many ticks at one moment.
+"""Snapshots: all that a store holds, at one moment.
 
-In:  a user's arguments; rings that go on being written to.  Out: checked ticks; chunks of rows.
-Invariant: what does not fit is refused here, before anything is written. A chunk holds the rows of its moment, whatever
-is written over them before it is taken.
+In:  rings that go on being written to, and segments.  Out: chunks of rows, and what checkpoints and pickles hold.
+Invariant: a chunk holds the rows of its moment, whatever is written over them before it is taken.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import ArgumentError, HoldallError
-from holdall.schema import Array, Bytes, Leaf, Schema, as_array, fit_flags, fit_reward
+from holdall.errors import HoldallError
+from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window
 from holdall.storage.slices import ClosedPart, OpenPart, Segment
-
-
-class Tick(NamedTuple):
-    """One vectorised step, leaf by leaf; every array has a leading lane axis. Several have a time axis before it."""
-
-    obs: list[Array]
-    action: list[Array]
-    reward: Array
-    next_obs: list[Array]
-    terminated: Array
-    truncated: Array
-    extras: list[Array]
-    valid: Array | None
-
-    @classmethod
-    def fitted(
-        cls,
-        schema: Schema,
-        leading: tuple[int, ...],
-        reward_dtype: np.dtype[Any] | None,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None,
-        valid: Any,
-    ) -> Tick:
-        """Check every argument of an `add`, or of an `extend` with one more leading axis."""
-        return cls(
-            reward=fit_reward(reward, leading, reward_dtype),
-            obs=schema.observation.flatten(obs, leading, "obs"),
-            action=schema.action.flatten(action, leading, "action"),
-            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
-            terminated=fit_flags(terminated, leading, "terminated"),
-            truncated=fit_flags(truncated, leading, "truncated"),
-            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
-            valid=None if valid is None else fit_flags(valid, leading, "valid"),
-        )
-
-    def cut(self, where: int | slice) -> Tick:
-        """Return one tick of several, or some of them; nothing is copied."""
-        return Tick(
-            obs=[array[where] for array in self.obs],
-            action=[array[where] for array in self.action],
-            reward=self.reward[where],
-            next_obs=[array[where] for array in self.next_obs],
-            terminated=self.terminated[where],
-            truncated=self.truncated[where],
-            extras=[array[where] for array in self.extras],
-            valid=None if self.valid is None else self.valid[where],
-        )
-
-
-def steps_in(reward: Any) -> int:
-    """Count the steps of trajectories, by their rewards."""
-    shape = as_array(reward, "reward").shape
-    if not shape:
-        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
-    return int(shape[0])
-
 
 _CHUNK_BYTES = 2**19
 _MOST_CHUNK_TICKS = 2**16
@@ -134,61 +72,64 @@ class Apart:
 
 
 class RowsById:
-    """Rows under ascending transition ids: appended at the end, dropped at the front."""
+    """Rows under ascending transition ids: appended at the end, dropped at the front.
+
+    What is held is one object, replaced in one step: an interrupt leaves what was there before or all of the new.
+    """
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._ids = np.empty(0, np.int64)
-        self._rows = np.empty((0, *leaf.shape), leaf.dtype)
-        self._first = 0
-        self._end = 0
+        self._held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
 
     def __len__(self) -> int:
-        return self._end - self._first
+        return self._held.end - self._held.first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
-        return self._ids.nbytes + self._rows.nbytes
+        return self._held.ids.nbytes + self._held.rows.nbytes
 
     def arrays(self) -> list[Array]:
         """Return the arrays of ids and rows."""
-        return [self._ids, self._rows]
+        return [self._held.ids, self._held.rows]
 
     def append(self, ids: NDArray[np.int64], rows: Array) -> None:
-        """Add rows whose ids are higher than all before."""
-        count = len(ids)
-        if self._end + count > len(self._ids):
-            self._move(len(self) + count)
-        self._ids[self._end : self._end + count] = ids
-        self._rows[self._end : self._end + count] = rows
-        self._end += count
+        """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
+        held, count = self._held, len(ids)
+        first, end = held.first, held.end
+        if count and end > first and held.ids[end - 1] >= ids[0]:
+            end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
+        all_ids, all_rows = held.ids, held.rows
+        if end + count > len(all_ids) or end < held.end:  # what is replaced stays as it is for whoever holds it
+            needed = end - first + count
+            room = needed + needed // 4 + 16
+            all_ids, all_rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
+            all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
+            first, end = 0, end - first
+        all_ids[end : end + count], all_rows[end : end + count] = ids, rows
+        self._held = Apart(all_ids, all_rows, first, end + count)
 
     def drop_before(self, first_id: int) -> None:
         """Forget rows of ids below `first_id`."""
-        self._first += int(np.searchsorted(self._ids[self._first : self._end], first_id))
+        held = self._held
+        gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
+        if gone:
+            self._held = replace(held, first=held.first + gone)
 
     def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""
-        if self._first == self._end:
+        first, end = self._held.first, self._held.end
+        if first == end:
             return
-        held = self._ids[self._first : self._end]
+        held = self._held.ids[first:end]
         place = held.searchsorted(ids)
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
-            rows[found] = self._rows[self._first + place[found]]
+            rows[found] = self._held.rows[first + place[found]]
 
     def freeze(self) -> Apart:
         """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return Apart(self._ids, self._rows, self._first, self._end)
-
-    def _move(self, needed: int) -> None:
-        """Move what is held into new arrays with a quarter of room to spare."""
-        room = needed + needed // 4 + 16
-        ids, rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)
-        ids[: len(self)] = self._ids[self._first : self._end]
-        rows[: len(self)] = self._rows[self._first : self._end]
-        self._ids, self._rows, self._first, self._end = ids, rows, 0, len(self)
+        return self._held
 
 
 class FrozenRows:
@@ -252,7 +193,6 @@ class FrozenRows:
     def _rescue(self, number: int) -> None:
         if number not in self._pending:
             return
-        self._pending.discard(number)
         first = max(number * self.chunk_ticks, self.first_tick)
         end = min((number + 1) * self.chunk_ticks, self.next_tick)
         self._copies[number] = RowChunk(
@@ -261,6 +201,7 @@ class FrozenRows:
             {name: rows_of(ring, first, end) for name, ring in self._columns.items()},
             {name: apart.between(first * self._lanes, end * self._lanes) for name, apart in self._apart.items()},
         )
+        self._pending.discard(number)
 
 
 class RowSnapshots:
@@ -268,8 +209,17 @@ class RowSnapshots:
 
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
-        self.pending: list[FrozenRows] = []
+        self._pending: list[weakref.ref[FrozenRows]] = []  # nobody wants one that its save was interrupted before
         self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were overwritten
+
+    @property
+    def pending(self) -> list[FrozenRows]:
+        """Snapshots that somebody is about to read."""
+        if not self._pending:
+            return []
+        found = [(ref, rows) for ref in self._pending if (rows := ref()) is not None]
+        self._pending = [ref for ref, _ in found]
+        return [rows for _, rows in found]
 
     def before_flags(self, ids: NDArray[np.int64], chunk_ticks: int) -> None:
         """Copy what new flags are about to be written over, and count their chunks as changed."""
@@ -299,13 +249,13 @@ class RowSnapshots:
         ]
         rows = FrozenRows(columns, apart, first_tick, next_tick, self._lanes, chunk_ticks, known)
         if rows.is_pending:
-            self.pending.append(rows)
+            self._pending = [*self._pending, weakref.ref(rows)]
         return rows, dict(self._versions)
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""
         rows.drop()
-        self.pending = [frozen for frozen in self.pending if frozen is not rows]
+        self._pending = [ref for ref in self._pending if ref() is not rows]
 
 
 def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:

@@ -13,15 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
+from holdall.storage.layout import Window, WindowScout
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
@@ -34,12 +36,12 @@ from holdall.storage.snapshot import (
     RowChunk,
     RowSnapshots,
     StoreContent,
-    Tick,
     chunk_ticks_of,
     chunks_of,
     put_rows,
     rows_of,
 )
+from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
 from holdall.storage.tiers import Budget, SpillFolder, Tiers, warn_of_early_eviction
 
 _TINY_BYTES = 256
@@ -73,14 +75,15 @@ class Store:
         first_tick: int = 0,
         large: Collection[int] | None = None,
     ) -> None:
-        self.next_tick = self._begun_at = self._not_before = first_tick
+        self._begun_at = self._not_before = first_tick
         self.flags_changed = 0
-        self.fast_tick: FastTick | FastDictTick | None = None
+        self.fast_tick: FastTick | None = None
+        self.repair = Repair()
         self._schema = schema
         self._lanes = schema.num_envs
         self._capacity_ticks = capacity_ticks
         self._ring_ticks = capacity_ticks + 1
-        self._coder, self._lock, self._folder = kernels.coder, lock, folder
+        self._kernels, self._coder, self._lock, self._folder = kernels, kernels.coder, lock, folder
         leaves = schema.observation.leaves
         rows = self._ring_ticks * self._lanes
         most = [_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES for leaf in leaves]
@@ -91,7 +94,10 @@ class Store:
         self._rings = Rings(schema, self._ring_ticks, small, first_tick)
         self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
-        self.large_segments = Segments(kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick)
+        self.large_segments = Segments(
+            kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
+        )
+        self._writer = self._new_writer(first_tick, first_tick)
         budget.require(self._fixed_bytes, _FEWEST_TICKS * 2 * self._lanes * sum(leaf.nbytes for leaf in sliced))
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
@@ -99,26 +105,59 @@ class Store:
         self.sealer = Sealer(kernels.coder, budget.cost_cap, budget.threads, self._on_sealed, write)
         self._snapshots = RowSnapshots(self._lanes)
 
+    @property
+    def next_tick(self) -> int:
+        """Number of the tick that is written next: what was written before it is held."""
+        return self._writer.next_tick
+
     def write(self, tick: Tick) -> None:
         """Write one tick whose arrays were checked; the oldest leaves if the store is full."""
-        now = self.next_tick
+        now, self.fast_tick = self.next_tick, None  # the short way does not see what changes here
         for frozen in self._snapshots.pending:
             frozen.before_ticks(now, now + 1)
-        if tick.valid is not None or self._rings.invalid is not None:
-            self._rings.count_invalid(self.first_tick, now)  # while the ticks that left are still to be seen
-        self._rings.write(now, tick)
-        if self._large:
-            large = self._large
-            self._write_large(now, [tick.obs[i] for i in large], [tick.next_obs[i] for i in large])
-        self.next_tick = now + 1
+        rows = self._rings.prepare(tick, self.first_tick, now)
+        obs, next_obs = [tick.obs[i] for i in self._large], [tick.next_obs[i] for i in self._large]
+        sliced = self.large_segments.sliced(now, obs, next_obs) if self._large else None
+        self._write(tick.obs, rows, sliced)
+        if sliced is not None:
+            self.after_write(sliced)
         if self._rings.scouts:
-            may_move = self.large_segments.can_admit(self.next_tick)
-            for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
-                self._move_to_segments(i, window)
-        if self._snapshots.pending:  # the short way does not save what it writes over
-            self.fast_tick = None
-        elif self.fast_tick is None or self._rings.invalid is not None:
-            self.fast_tick = self._rings.fast_tick(self._large, self._write_large, self._write_one_large)
+            self._look_for_windows(tick)
+        arguments = None if self._snapshots.pending else self._rings.fast_arguments(self._large)
+        if arguments is not None and self._writer.writes(self._rings.flat()):
+            self.fast_tick = self._writer.fast_tick(arguments)
+
+    def _write(self, obs: list[Array], rows: list[Array], sliced: SlicedTick | None) -> None:
+        """Write a tick in one step, after what it would be written over is kept, and there is room for it."""
+        is_kept = False
+        for _ in range(3):
+            flat = self._rings.flat()
+            if not self._writer.writes(flat):
+                self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
+            ticks = self._writer.write(rows, sliced, is_kept=is_kept)
+            if ticks == NOT_CONTINUED:
+                self._rings.keep_apart(self.next_tick, obs)
+                is_kept = True
+            elif ticks == NO_ROOM:
+                self.large_segments.lengthen_logs()
+            else:
+                break
+        if ticks <= 0:
+            raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
+        return self._kernels.new_writer(self._rings.flat(), self._ring_ticks, (first_tick, next_tick), self.repair)
+
+    def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
+        """Write a tick the short way; return how many were written in all, or 0 if it has to take the long one."""
+        self.repair.run()
+        if not fast.fills_blocks:
+            return max(fast.write(packed, None), 0)
+        sliced = self.large_segments.sliced(self.next_tick, *fast.sliced(obs, next_obs))
+        ticks = fast.write(packed, sliced)
+        if ticks > 0:
+            self.after_write(sliced)
+        return max(ticks, 0)
 
     def write_steps(self, steps: Tick, first: int) -> int:
         """Write steps from `first` on until blocks pile up; return the first that is left."""
@@ -128,70 +167,92 @@ class Store:
                 return t + 1
         return len(steps.reward)
 
-    def _write_large(self, tick: int, obs: list[Array], next_obs: list[Array]) -> None:
-        """Write the large fields, and drop the segments that leave with the oldest tick."""
-        self.large_segments.append(tick, obs, next_obs)
-        if self.large_segments.frozen or tick >= self._capacity_ticks:
-            self._after_append(tick)
-
-    def _write_one_large(self, tick: int, obs: Array, next_obs: Array) -> None:
-        """Do the same where there is one large field only."""
-        self.large_segments.append_one(tick, obs, next_obs)
-        if self.large_segments.frozen or tick >= self._capacity_ticks:
-            self._after_append(tick)
-
-    def _after_append(self, tick: int) -> None:
-        if self.large_segments.frozen:
+    def after_write(self, sliced: SlicedTick) -> None:
+        """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
+        segments, now = self.large_segments, self.next_tick
+        segments.look(now - 1, sliced.obs, sliced.next_obs)
+        if segments.frozen:
             self._settle(may_evict=True)
-        if gone := self.large_segments.evict_before(tick + 1 - self._capacity_ticks):
-            self._let_go(gone)
+        self._evict_before(now - self._capacity_ticks)
+
+    def _look_for_windows(self, tick: Tick) -> None:
+        """Show a tick to the searches in rings, and move fields in which a window was found."""
+        may_move = self.large_segments.can_admit(self.next_tick)
+        self._change(
+            lambda: [
+                self._move_to_segments(i, window)
+                for i, window in self._rings.look_for_windows(tick, may_move=may_move).items()
+            ]
+        )
 
     def _move_to_segments(self, i: int, window: Window) -> None:
         """Move a field in which a window was found."""
         rings = self._rings
         ring = rings.small.pop(i)
-        field = self.large_segments.admit(ring.leaf, window, self.next_tick)
+        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(self.next_tick)]
+        self.large_segments.admit(
+            ring.leaf, window, [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
+        )
         self._large.append(i)
-        for tick in range(self.next_tick):
-            ids = np.arange(tick * self._lanes, (tick + 1) * self._lanes)
-            obs, next_obs = ring.read(ids, rings.slots(ids), rings.slots(ids, 1))
-            self.large_segments.write_field(field, tick, obs, next_obs)
+
+    def _change(self, action: Callable[[], object]) -> None:
+        """Change where things lie; an interrupt leaves them where they were."""
+        self.repair.begin(self._restoring())
+        action()
+        self.repair.end()
+
+    def _restoring(self) -> Callable[[], None]:
+        return restoring(self, self._rings, *self.large_segments.changing(), *self._tiers.changing())
 
     def _settle(self, *, may_evict: bool) -> None:
         """Have blocks sealed, spilled and evicted as the budget says."""
-        tiers, segments, sealer = self._tiers, self.large_segments, self.sealer
+        self._change(lambda: self._decide(may_evict))
+        self.repair.do(self._send_orders)
+
+    def _decide(self, may_evict: bool) -> None:
+        """Decide what is sealed, spilled and evicted."""
+        tiers, segments = self._tiers, self.large_segments
         for frozen in segments.take_frozen():
             tiers.keep(frozen)
         allowance = tiers.allowance(self._fixed_bytes, segments.overhead_bytes, segments.segment_bytes)
-        orders = tiers.settle(allowance)
-        for frozen in orders.seal:
-            sealer.submit(frozen)
-        for frozen in orders.spill:
-            sealer.spill(frozen)
+        tiers.settle(allowance)
         freed = 0
         while may_evict and tiers.is_over(allowance, freed):
             gone = segments.evict_oldest()
             if gone is None:
                 break
             freed += self._let_go(gone)
-        again = tiers.try_again()
-        if again is not None:
-            sealer.spill(again)
+        tiers.try_again()
+
+    def _send_orders(self) -> None:
+        """Tell the worker what was decided: what is new to it, and what is not wanted any more."""
+        sealing, spilling = self._tiers.under_way()
+        self.sealer.withdraw(self.sealer.waiting - {id(frozen.block) for frozen in (*sealing, *spilling)})
+        for frozen in sealing:
+            self.sealer.submit(frozen)
+        for frozen in spilling:
+            self.sealer.spill(frozen)
 
     def _let_go(self, gone: list[SliceBlock]) -> int:
         """Forget blocks that were dropped; return the bytes that they had on disk."""
-        unwanted = self._tiers.forget(gone)
-        if unwanted:
-            self.sealer.withdraw(unwanted)
+        self._tiers.forget(gone)
         return sum(block.sealed.disk_bytes for block in gone if block.sealed is not None)
+
+    def _evict_before(self, tick: int) -> None:
+        """Drop the segments whose last tick is older than `tick`."""
+        segments = self.large_segments
+        if segments.has_before(tick):
+            self._change(lambda: self._let_go(segments.evict_before(tick)))
+            self.repair.do(self._send_orders)
 
     def _on_sealed(self) -> None:
         """Collect what the worker did; called by its thread."""
         with self._lock:
+            self.repair.run()
             for block, sealed in self.sealer.collect():
                 if sealed is not None:
                     self.large_segments.seal(block, sealed)
-                self.sealer.withdraw(self._tiers.take_back(block))
+                self._tiers.take_back(block)
             # Nothing leaves here: ids that the caller was just given must stay good until it adds more.
             self._settle(may_evict=False)
             if self._is_fit_known or self._ticks_that_fit is None:
@@ -206,7 +267,7 @@ class Store:
 
         Nothing is evicted for it. It takes effect as the worker gets to it.
         """
-        self._tiers.relieve(nbytes)
+        self._change(lambda: self._tiers.relieve(nbytes))
         self._settle(may_evict=False)
 
     @property
@@ -273,6 +334,9 @@ class Store:
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
+        self.repair.do(partial(self._set_flags, ids, terminated, truncated))
+
+    def _set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         self.flags_changed += 1
         self._snapshots.before_flags(ids, self.chunk_ticks)
         self._rings.set_flags(ids, terminated, truncated)
@@ -291,6 +355,8 @@ class Store:
         if segment.lanes != self._lanes:
             segment = segment.in_one_lane()
         rings, first, ticks = self._rings, self.next_tick, segment.rows.ticks
+        self.fast_tick = None
+        self.forget_before(min(first, first + ticks - self._capacity_ticks))  # before anything is written over it
         for frozen in self._snapshots.pending:
             frozen.before_ticks(first, first + ticks)
         for ring in rings.small.values():
@@ -301,11 +367,14 @@ class Store:
         columns = {name: column[ticks - held :] for name, column in segment.rows.columns.items()}
         rings.begin(columns["reward.0"].dtype, has_invalid="invalid.0" in columns)
         rings.put(first + ticks - held, columns, {})
+        restore = self._restoring()
+        self.repair.begin(lambda: restore() if self.next_tick == first else None)
         if self._large:
             self.large_segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
-        self.next_tick = first + ticks
+        self._writer.next_tick = first + ticks
+        self.repair.end()
         self._settle(may_evict=True)
-        self._let_go(self.large_segments.evict_before(self.next_tick - self._capacity_ticks))
+        self._evict_before(self.next_tick - self._capacity_ticks)
         return first
 
     def segment_at(self, tick: int) -> SealedSegment:
@@ -316,7 +385,7 @@ class Store:
         first, end = tick, min(self.next_tick, tick + self.chunk_ticks)
         parts: list[ClosedPart] = []
         if self._large:
-            found = self.large_segments.segment_at(tick)
+            found = self.large_segments.segment_at(tick, self.next_tick)
             first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
             fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
             parts = [travelling(found.parts[field], self._coder) for field in fields]
@@ -328,11 +397,11 @@ class Store:
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""
         self._not_before = max(self._not_before, min(tick, self.next_tick))
-        self._let_go(self.large_segments.evict_before(self._not_before))
+        self._evict_before(self._not_before)
 
     def content(self) -> StoreContent:
         """Return all but the rows, sharing memory with the store; what is added later does not change it."""
-        segments = self.large_segments.freeze()
+        segments = self.large_segments.freeze(self.next_tick)
         held = [segment for segment in (*segments.closed, segments.open) if segment.ticks and self._large]
         return StoreContent(**self._described(), windows=segments.windows, segments=held, searches=segments.searches)
 
@@ -369,7 +438,7 @@ class Store:
             **self._described(),
             rows=rows,
             versions=versions,
-            segments=self.large_segments.freeze() if self._large else None,
+            segments=self.large_segments.freeze(self.next_tick) if self._large else None,
             transitions=self.transitions,
         )
 
@@ -385,8 +454,9 @@ class Store:
     def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
         """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
-        self._not_before, self.next_tick, self._large = content.first_tick, content.next_tick, list(content.large)
+        self._not_before, self._large = content.first_tick, list(content.large)
         self._begun_at = content.first_tick
+        self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
         rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
         sliced = [leaves[i] for i in self._large]

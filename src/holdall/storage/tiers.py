@@ -250,6 +250,14 @@ class Tiers:
             self._spilling.pop(key, None)
         return on_their_way
 
+    def under_way(self) -> tuple[list[FrozenBlock], list[FrozenBlock]]:
+        """Return the blocks that are to be sealed, and those that are to be spilled."""
+        return list(self._sealing.values()), list(self._spilling.values())
+
+    def changing(self) -> tuple[object, ...]:
+        """Return the objects whose attributes change with every decision."""
+        return self, self._raw, self._sealed
+
     def is_changing(self, block: SliceBlock) -> bool:
         """Whether a block waits to be sealed or spilled, or is being."""
         return id(block) in self._sealing or id(block) in self._spilling

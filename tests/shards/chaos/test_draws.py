@@ -23,7 +23,7 @@ from holdall.native import chosen_kernels
 from holdall.sampling.draw import Held, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.schema import Schema
-from holdall.storage.snapshot import Tick
+from holdall.storage.ticks import Tick
 
 from .chi_square import chi_square_p
 

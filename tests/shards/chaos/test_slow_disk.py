@@ -22,7 +22,7 @@ from holdall.native import chosen_kernels
 from holdall.sampling.draw import Uniform
 from holdall.schema import Schema
 from holdall.storage.sealed_segment import pack_segment
-from holdall.storage.snapshot import Tick
+from holdall.storage.ticks import Tick
 
 from .ledger import ACTION, EXTRAS, OBSERVATION, step
 

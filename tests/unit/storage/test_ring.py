@@ -10,10 +10,12 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall import ReplayMemory
+from holdall.native import chosen_kernels
 from holdall.schema import Leaf
 from holdall.storage import rings as ring
 from holdall.storage.rings import ObservationRing
 from holdall.storage.snapshot import RowsById
+from holdall.storage.ticks import NOT_CONTINUED, Repair
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import box
 
@@ -119,9 +121,14 @@ def test_a_ring_lets_go_of_rows_whose_ticks_were_evicted() -> None:
     leaf = Leaf("", (8,), np.dtype("f8"))
     observed = ObservationRing(leaf, lanes=1, ring_ticks=2001)
     rows = np.random.default_rng(0).random((2, 1, 8))
+    writer = chosen_kernels().new_writer([observed.flat()], 2001, (0, 0), Repair())
     for tick in range(40_000):
         breaks = tick % 10 == 0
-        observed.write(tick, rows[0] + tick + (0.5 if breaks else 0), rows[0] + tick + 1)
+        tick_rows = [rows[0] + tick + (0.5 if breaks else 0), rows[0] + tick + 1]
+        if writer.write(tick_rows, None, is_kept=False) == NOT_CONTINUED:
+            observed.keep_apart(tick - 1, tick_rows[0])
+            writer.write(tick_rows, None, is_kept=True)
+    assert writer.next_tick == 40_000
     assert observed.is_shared
     assert observed.bytes_of(0) < 2 * 2001 / 10 * (64 + 8) + 64 * 72
 

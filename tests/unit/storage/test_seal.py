@@ -106,7 +106,7 @@ class Bench:
     def rest(self) -> None:
         """Wait until the worker waits for blocks: one that comes then is not late."""
         self.sealer.drain()
-        wait_until(lambda: bool(self.sealer._queue.changed._waiters))  # type: ignore[attr-defined]  # its threads
+        wait_until(lambda: self.sealer._queue.current is None)
 
     def _choose(self, *_: Any) -> Codec:
         self.choices += 1
@@ -119,6 +119,15 @@ def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
     yield bench
     bench.coder.open()
     bench.sealer.stop()
+
+
+def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
+    """Write a tick as a store does, part by part."""
+    sliced = segments.sliced(tick, obs, next_obs)
+    segments.lengthen_logs()
+    for part, cursors, now, after in zip(*sliced, strict=True):
+        part.append(now, after, cursors[tick % len(cursors)])
+    segments.look(tick, obs, next_obs)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:
@@ -532,7 +541,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
 
     def run(first: int, end: int) -> None:
         for tick in range(first, end):
-            segments.append(tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
+            append(segments, tick, [film[None, tick : tick + 4]], [film[None, tick + 1 : tick + 5]])
             oracle.append(film[tick : tick + 4].tobytes())
 
     def read(places: Places) -> bytes:
@@ -573,10 +582,10 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
     segments = Segments(kernels, [leaf], 1, 3_000)
     film = (np.arange(310, dtype=np.uint8)[:, None, None] * np.ones((24, 24), np.uint8))[:, None]
     for tick in range(300):
-        segments.append(tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
+        append(segments, tick, [film[tick : tick + 4, 0][None]], [film[tick + 1 : tick + 5, 0][None]])
     for frozen in segments.take_frozen()[1::2]:
         seal_block(segments, frozen.block)
-    saved = segments.freeze()
+    saved = segments.freeze(300)
     held = pickle.loads(pickle.dumps([*saved.closed, saved.open], protocol=5))
     loaded = Segments(kernels, [], 1, 3_000)
     loaded.thaw(300, [leaf], saved.windows, held, saved.searches)

@@ -42,6 +42,15 @@ class Waiting:
         self.withdrawn |= evicted
 
 
+def append(segments: Segments, tick: int, obs: list[Any], next_obs: list[Any]) -> None:
+    """Write a tick as a store does, part by part."""
+    sliced = segments.sliced(tick, obs, next_obs)
+    segments.lengthen_logs()
+    for part, cursors, now, after in zip(*sliced, strict=True):
+        part.append(now, after, cursors[tick % len(cursors)])
+    segments.look(tick, obs, next_obs)
+
+
 def frozen_block(slices: int, field: int = 0) -> FrozenBlock:
     block = KeptBlock(LEAF.nbytes, slices, np.zeros(slices * LEAF.nbytes, np.uint8))
     return FrozenBlock(field, LEAF, Window.whole(LEAF), block)
@@ -332,7 +341,7 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     segments = Segments(chosen_kernels(), [leaf], 1, 10_000)
     rows = np.random.default_rng(0).integers(0, 256, (900, 1, 50), np.uint8)
     for tick in range(800):
-        segments.append(tick, [rows[tick]], [rows[tick + 1]])
+        append(segments, tick, [rows[tick]], [rows[tick + 1]])
     full = segments.take_frozen()
     assert len(full) > 5
     written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in full[:2]]
@@ -359,7 +368,7 @@ class Known:
         self.blocks: set[int] = set()
 
     def append(self, tick: int, obs: Any, next_obs: Any, oldest: int) -> None:
-        self._segments.append(tick, [obs], [next_obs])
+        append(self._segments, tick, [obs], [next_obs])
         self.blocks |= {id(frozen.block) for frozen in self._segments.take_frozen()}
         self.blocks -= {id(block) for block in self._segments.evict_before(oldest)}
 

@@ -1,0 +1,303 @@
+"""Ticks: one `add` on its way in, checked, and written in one step.
+
+In:  a user's arguments.  Out: ticks whose arrays fit; all fields of a tick written together, and counted.
+Invariant: what does not fit is refused before anything is written. A signal handler may raise between any two
+instructions: a tick is then written whole or not at all, and everything else that a call was in the middle of is undone
+or finished by the next call, see `Repair`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from holdall.errors import ArgumentError
+from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
+
+if TYPE_CHECKING:
+    from holdall.storage.slices import Cursors, OpenPart
+
+
+class Tick(NamedTuple):
+    """One vectorised step, leaf by leaf; every array has a leading lane axis. Several have a time axis before it."""
+
+    obs: list[Array]
+    action: list[Array]
+    reward: Array
+    next_obs: list[Array]
+    terminated: Array
+    truncated: Array
+    extras: list[Array]
+    valid: Array | None
+
+    @classmethod
+    def fitted(
+        cls, schema: Schema, leading: tuple[int, ...], reward_dtype: np.dtype[Any] | None,
+        obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None, valid: Any,
+    ) -> Tick:  # fmt: skip
+        """Check every argument of an `add`, or of an `extend` with one more leading axis."""
+        return cls(
+            reward=fit_reward(reward, leading, reward_dtype),
+            obs=schema.observation.flatten(obs, leading, "obs"),
+            action=schema.action.flatten(action, leading, "action"),
+            next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
+            terminated=fit_flags(terminated, leading, "terminated"),
+            truncated=fit_flags(truncated, leading, "truncated"),
+            extras=schema.extras.flatten({} if extras is None else extras, leading, "extras"),
+            valid=None if valid is None else fit_flags(valid, leading, "valid"),
+        )
+
+    def cut(self, where: int | slice) -> Tick:
+        """Return one tick of several, or some of them; nothing is copied."""
+        return Tick(
+            obs=[array[where] for array in self.obs],
+            action=[array[where] for array in self.action],
+            reward=self.reward[where],
+            next_obs=[array[where] for array in self.next_obs],
+            terminated=self.terminated[where],
+            truncated=self.truncated[where],
+            extras=[array[where] for array in self.extras],
+            valid=None if self.valid is None else self.valid[where],
+        )
+
+
+def steps_in(reward: Any) -> int:
+    """Count the steps of trajectories, by their rewards."""
+    shape = as_array(reward, "reward").shape
+    if not shape:
+        raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
+    return int(shape[0])
+
+
+# ---------------------------------------------------------------- interrupts
+
+
+class Repair:
+    """What the next call has to do first if this one does not get to its end.
+
+    A change of several steps names, before its first one, the action that undoes it, or the one that does all of it
+    again. The action gives the same result however often it is run, and whenever it was interrupted itself.
+    """
+
+    def __init__(self) -> None:
+        self._action: Callable[[], None] | None = None
+
+    def begin(self, action: Callable[[], None]) -> None:
+        """Name what is to be done if the change that follows is interrupted; it replaces what was named before."""
+        self._action = action
+
+    def end(self) -> None:
+        """The change is complete."""
+        self._action = None
+
+    def do(self, action: Callable[[], None]) -> None:
+        """Do something that the next call does again if it is interrupted."""
+        self._action = action
+        action()
+        self._action = None
+
+    def run(self) -> None:
+        """Do what an interrupted call left to do, if there is any."""
+        if self._action is not None:
+            self._action()
+            self._action = None
+
+
+def restoring(*changing: object) -> Callable[[], None]:
+    """Return an action that sets all attributes of some objects to what they are now.
+
+    Lists, dicts and the like are copied; what they hold is not, so a change must replace it, not write to it.
+    """
+    saved = [
+        (vars(each), {name: _copied(value) for name, value in vars(each).items()})
+        for each in changing
+    ]  # fmt: skip
+
+    def restore() -> None:
+        for attributes, values in saved:
+            attributes.update(values)
+
+    return restore
+
+
+def _copied(value: Any) -> Any:
+    return value.copy() if isinstance(value, list | dict | set | deque) else value
+
+
+# ---------------------------------------------------------------- writing
+
+
+class FlatField(NamedTuple):
+    """A field that lies in a flat ring of (ring ticks, lanes, ...)."""
+
+    rows: Array
+    following: Array | None  # the ring of next observations, if they have one of their own
+    is_observation: bool
+
+    @property
+    def tick_bytes(self) -> int:
+        """Bytes of a tick in one ring."""
+        return self.rows[0].nbytes
+
+
+class SlicedTick(NamedTuple):
+    """The fields of a tick that are cut into slices: where they go, and what they are."""
+
+    parts: list[OpenPart]
+    cursors: list[Cursors]  # (ring ticks, lanes)
+    obs: Sequence[Array]
+    next_obs: Sequence[Array]
+
+
+NOT_CONTINUED, NO_ROOM = 0, -1
+
+
+class TickWriter(ABC):
+    """Writes all fields of a tick in one step, and counts the ticks: the count alone says what is held.
+
+    Args:
+        flat: The fields in rings, in the order in which a tick brings them.
+        next_tick: Number of the tick that is written next.
+        first_tick: Number of the first one ever: it continues nothing.
+    """
+
+    def __init__(self, flat: Sequence[FlatField], ring_ticks: int, first_tick: int) -> None:
+        self.flat = tuple(flat)
+        self.ring_ticks = ring_ticks
+        self.first_tick = first_tick
+
+    next_tick: int
+
+    @abstractmethod
+    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """Write a tick and return how many were written in all.
+
+        If that is not above 0, nothing was written: NOT_CONTINUED if next observations of the tick before would be
+        lost, and the caller did not say that they are kept; NO_ROOM if the tick might not fit into a part.
+
+        Args:
+            rows: Of the fields in rings; next observations follow on their observations.
+        """
+
+    def fast_tick(self, _arguments: Arguments) -> FastTick | None:
+        """Return a short way to write ticks whose arguments need no change; None if there is none."""
+        return None
+
+    def writes(self, flat: Sequence[FlatField]) -> bool:
+        """Whether the fields in rings are these."""
+        return len(flat) == len(self.flat) and all(
+            ours.rows is theirs.rows and ours.following is theirs.following
+            for ours, theirs in zip(self.flat, flat, strict=True)
+        )
+
+
+Form = tuple[tuple[int, ...], np.dtype[Any]]
+"""The shape, lanes first, and the dtype that an array must have."""
+
+_BOOL = np.dtype(np.bool_)
+Call = Callable[[int, bytes, int, int], int]
+Aim = Callable[[SlicedTick], Any]
+
+
+class Arguments(NamedTuple):
+    """What the arguments of an `add` must be to be written as they are."""
+
+    action: Form
+    reward: Form
+    small: dict[str, Form]  # observations in rings, by key; "" is the key of one that is no Dict
+    large: dict[str, Form]
+    is_dict: bool
+
+
+class FastTick:
+    """Writes ticks whose arguments are arrays of exactly the right shapes and dtypes.
+
+    Args:
+        call: Writes a packed tick, of a writer at an address.
+        aim: Points the writer to what is cut into slices, and returns what must stay alive until it is written.
+    """
+
+    def __init__(self, arguments: Arguments, packed_bytes: int, address: int, call: Call, aim: Aim) -> None:
+        self.fills_blocks = bool(arguments.large)
+        self._action_shape, self._action_dtype = arguments.action
+        self._lane_shape, self._reward_dtype = arguments.reward
+        self._small = [(key, *like) for key, like in arguments.small.items()]
+        self._large = [(key, *like) for key, like in arguments.large.items()]
+        self._only = None if arguments.is_dict else (arguments.small or arguments.large)[""]
+        self._fields = len(self._small) + len(self._large)
+        self._packed_bytes = packed_bytes
+        self._address = address
+        self._call = call
+        self._aim = aim
+
+    def pack(
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any
+    ) -> bytes | None:  # fmt: skip
+        """Return the fields in rings one after another; None if an argument is not as it must be."""
+        if not (
+            type(action) is type(reward) is type(terminated) is type(truncated) is np.ndarray
+            and action.dtype is self._action_dtype
+            and reward.dtype is self._reward_dtype
+            and terminated.dtype is truncated.dtype is _BOOL
+            and action.shape == self._action_shape
+            and reward.shape == terminated.shape == truncated.shape == self._lane_shape
+        ):
+            return None
+        try:
+            if self._only is None:
+                rows = self._of_dict(obs, next_obs)
+                return None if rows is None else b"".join((*rows, action, reward, terminated, truncated))
+            shape, dtype = self._only
+            if not (
+                type(obs) is type(next_obs) is np.ndarray
+                and obs.dtype is next_obs.dtype is dtype
+                and obs.shape == next_obs.shape == shape
+            ):
+                return None
+            if self._large:
+                return b"".join((action, reward, terminated, truncated))
+            return b"".join((obs, next_obs, action, reward, terminated, truncated))
+        except (BufferError, TypeError, ValueError):  # its elements do not lie one after another
+            return None
+
+    def write(self, packed: bytes, sliced: SlicedTick | None) -> int:
+        """Write a tick that was packed, see `TickWriter.write`."""
+        kept = None if sliced is None else self._aim(sliced)
+        ticks = self._call(self._address, packed, self._packed_bytes, 0)
+        del kept
+        return ticks
+
+    def sliced(self, obs: Any, next_obs: Any) -> tuple[list[Array], list[Array]]:
+        """Return the observations that are cut into slices."""
+        if self._only is not None:
+            return [obs], [next_obs]
+        return [obs[key] for key, *_ in self._large], [next_obs[key] for key, *_ in self._large]
+
+    def _of_dict(self, obs: Any, next_obs: Any) -> list[Array] | None:
+        """Return the observations in rings, each with the next one; None if one of any field is not as it must be."""
+        if type(obs) is not dict or type(next_obs) is not dict or not len(obs) == len(next_obs) == self._fields:
+            return None
+        rows = []
+        for key, shape, dtype in self._small:
+            now, after = obs.get(key), next_obs.get(key)
+            if not (
+                type(now) is type(after) is np.ndarray
+                and now.dtype is after.dtype is dtype
+                and now.shape == after.shape == shape
+            ):
+                return None
+            rows += (now, after)
+        for key, shape, dtype in self._large:
+            now, after = obs.get(key), next_obs.get(key)
+            if not (
+                type(now) is type(after) is np.ndarray
+                and now.dtype is after.dtype is dtype
+                and now.shape == after.shape == shape
+            ):
+                return None
+        return rows
