@@ -340,7 +340,7 @@ def next_number(reader: CheckpointReader, last: int, writer_id: str) -> int:
 
 
 def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Manifest], dict[int, Manifest | None]]:
-    """Return the checkpoints that stay, the last `keep` that can be read, and by number those that go.
+    """Return the checkpoints that stay, the last `keep` that are whole and all since, and by number those that go.
 
     Those of a shard stay for as long as a manifest above names them, whatever `keep` says. Newer ones than the newest
     that is named stay too: a save over shards is about to name them. What is damaged goes, and is None. If one cannot
@@ -358,6 +358,7 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
         keep = None
     kept: list[Manifest] = []
     stale: dict[int, Manifest | None] = {}
+    whole, sizes = 0, reader.file_sizes()
     for number in numbers:
         try:
             found: Manifest | None = reader.manifest(number)
@@ -365,8 +366,9 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
             if isinstance(error, NewerFormatError) or error.errno is not None:
                 raise
             found = None
-        if found is not None and number in stays and (keep is None or len(kept) < keep):
+        if found is not None and number in stays and (keep is None or whole < keep):
             kept.append(found)
+            whole += _is_whole(found, reader, sizes)
         else:
             stale[number] = found
     return kept, stale
@@ -418,6 +420,14 @@ def _require_known(raw: bytes, url: str) -> None:
         raise NewerFormatError(
             f"{url} needs a reader of version {words['min_reader']}, this one has {VERSION}; upgrade it"
         )
+
+
+def _is_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> bool:
+    try:
+        require_whole(manifest, reader, sizes)
+    except (DamageError, CheckpointError):
+        return False
+    return True
 
 
 def require_whole(manifest: Manifest, reader: CheckpointReader, sizes: dict[str, int]) -> None:

@@ -23,7 +23,7 @@ from rich.table import Table
 from holdall.checkpoint import CheckpointReader, Manifest, collect_all, damages, open_reader, open_writer, require_whole
 from holdall.cli.conventions import AsJson, OneLineErrors, OptInt, Verbose, option
 from holdall.errors import ArgumentError, CheckpointError, DamageError
-from holdall.json_state import schema_of
+from holdall.json_state import malformed_refused, schema_of
 from holdall.native import chosen_kernels
 from holdall.replay import ReplayMemory
 from holdall.sampling import Uniform
@@ -72,7 +72,8 @@ def _describe(reader: CheckpointReader, number: int, sizes: dict[str, int]) -> d
 
 
 def _facts(manifest: Manifest) -> dict[str, Any]:
-    lanes = schema_of(manifest.schema).num_envs
+    with malformed_refused("its schema"):
+        lanes = schema_of(manifest.schema).num_envs
     transitions = (manifest.next_tick - manifest.first_tick) * lanes
     saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {

@@ -197,7 +197,7 @@ class PortablePart(OpenPart):
     @property
     def shortest(self) -> int:
         """See `OpenPart.shortest`."""
-        return int(self._end.min())
+        return int(self.written.end.min())
 
     @property
     def steps(self) -> int:
