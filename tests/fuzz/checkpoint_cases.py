@@ -1,18 +1,21 @@
 """Harms checkpoints, and holds everything that reads or writes them to one rule, in a process of its own.
 
-The rule: `load` gives, bit for bit, a state that was acknowledged, and none older than the newest whose files are all as
-they were written; or it raises an error of holdall's. Rows that cannot be read are refused, never made up. `ls`, `verify`
-and `gc` end without a traceback. The next save is refused, or what it acknowledged loads. Nothing hangs, takes much
-memory, or touches a file that is not holdall's. A forged manifest whose sums are right may say anything that makes sense.
+The rule: `load` gives, bit for bit, a state that was acknowledged, and none older than the newest whose files are all
+as they were written; or it raises an error of holdall's. Rows that cannot be read are refused, never made up. `ls`,
+`verify` and `gc` end without a traceback. The next save is refused, or what it acknowledged loads. Nothing hangs, takes
+much memory, or touches a file that is not holdall's. A forged manifest whose sums are right may say anything that makes
+sense.
 
 `python -m tests.fuzz.checkpoint_cases make FOLDER` writes the checkpoints that are harmed;
-`python -m tests.fuzz.checkpoint_cases run FOLDER SEED COUNT` runs cases and ends with 1 if the rule was broken. One case is
-run again by its seed, with COUNT 1.
+`python -m tests.fuzz.checkpoint_cases run FOLDER SEED COUNT` runs cases and ends with 1 if the rule was broken. One
+case is run again by its seed, with COUNT 1.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import io
 import logging
 import os
 import pickle
@@ -30,14 +33,16 @@ from random import Random
 from typing import Any
 
 import numpy as np
-from typer.testing import CliRunner
+from typer.main import get_group
 
 from holdall import HoldallError, ReplayMemory
-from holdall.cli import app
-from tests.fuzz.harm import FORGERIES, HARMS
-from tests.fuzz.templates import KINDS, Content, Template, content_of, make, rows_of
+from holdall.cli.checkpoint import checkpoint
+
+from .harm import FORGERIES, HARMS
+from .templates import KINDS, Content, Template, content_of, make, rows_of
 
 HANG_S = int(os.environ.get("HOLDALL_FUZZ_HANG_S", "60"))
+COMMANDS = get_group(checkpoint)
 MOST_BYTES = 2**30
 """By which a case may let the process grow: the checkpoints themselves have 100 kB."""
 MOST_ADDRESSES = 2**35
@@ -136,7 +141,9 @@ class Case:
             memory = self.load()
         except HoldallError as error:
             if intact is not None and not self.is_forged:
-                raise BrokenRuleError(f"checkpoint {intact} is as it was written, and is not loaded: {error}") from error
+                raise BrokenRuleError(
+                    f"checkpoint {intact} is as it was written, and is not loaded: {error}"
+                ) from error
             return
         with memory:
             self.require_state(memory, intact)
@@ -190,13 +197,17 @@ class Case:
 
     def command(self, name: str, *arguments: str) -> None:
         """Run a command; errors are one line."""
-        done = CliRunner().invoke(app, ["checkpoint", name, str(self.run_dir), *arguments])
-        error = done.exception
-        if error is not None and not isinstance(error, SystemExit):
+        nowhere = io.StringIO()
+        try:
+            with contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere):
+                COMMANDS.main([name, str(self.run_dir), *arguments], prog_name="holdall checkpoint")
+        except SystemExit:
+            return
+        except Exception as error:
             raise BrokenRuleError(f"{name} ended with {_short(error)}") from error
 
     def require_save(self, live: ReplayMemory | None) -> None:
-        """Save once more, from a memory that was there before or from what can be loaded; what is acknowledged loads."""
+        """Save once more, from a memory that was there before or was loaded now; what is acknowledged loads."""
         memory = live
         if memory is None and self.template.name != "shards":
             try:
@@ -231,8 +242,15 @@ class Case:
                 return
             raise BrokenRuleError(f"a save was acknowledged and does not load: {error}") from error
         if found != expected and not self._rots():
-            raise BrokenRuleError(f"a save was acknowledged, and something else is loaded: {_difference(found, {0: expected})}")
+            raise BrokenRuleError(
+                f"a save was acknowledged, and something else is loaded: {_difference(found, {0: expected})}"
+            )
 
+    @staticmethod
+    def require_little_memory(grown: int) -> None:
+        """Refuse what takes much memory."""
+        if grown > MOST_BYTES:
+            raise BrokenRuleError(f"{grown / 2**20:.0f} MiB more memory were taken")
 
     def _rots(self) -> bool:
         """Whether a file has its length and other bytes: a save that names it again does not read it to find out."""
@@ -250,7 +268,7 @@ def _seen(folder: Path) -> dict[str, Any]:
             path = Path(top, name)
             shown = str(path.relative_to(folder))
             if path.is_symlink():
-                seen[shown] = ("link", os.readlink(path))
+                seen[shown] = ("link", str(path.readlink()))
             elif path.is_file():
                 seen[shown] = path.read_bytes()
             else:
@@ -295,9 +313,7 @@ def run_case(template: Template, seed: int, tell: Callable[[str], None]) -> bool
         faulthandler.dump_traceback_later(HANG_S, exit=True)
         try:
             case.run()
-            grown = _peak_bytes() - before
-            if grown > MOST_BYTES:
-                raise BrokenRuleError(f"{grown / 2**20:.0f} MiB more memory were taken")
+            case.require_little_memory(_peak_bytes() - before)
         except BaseException as error:
             tell(f"BROKEN {template.name} seed {seed}: {case.harms}: {_short(error)}\n{traceback.format_exc()}")
             return False

@@ -15,6 +15,7 @@ import socket
 import struct
 import zlib
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -23,9 +24,10 @@ import zstandard
 
 from holdall.checkpoint.manifest import signed, signed_text
 from holdall.storage.records import MAGIC, PREAMBLE
-from tests.crash.test_strangers import mutated, renamed, rewritten
 
 Harm = Callable[[Path, Path, Random], str]
+_STRANGERS = import_module("tests.crash.test_strangers")
+mutated, renamed, rewritten = _STRANGERS.mutated, _STRANGERS.renamed, _STRANGERS.rewritten
 
 
 def files_of(run: Path) -> list[Path]:
@@ -161,7 +163,16 @@ def foreign_files(run: Path, outside: Path, generator: Random) -> str:
     if not folder.is_dir():
         return "nothing"
     name = generator.choice(
-        ["notes.txt", "own.tmp", ".tmp", "a b.json", "run.seg.tmp", "FORMAT.tmp", "0000000000000001.json.tmp", "x" * 200]
+        [
+            "notes.txt",
+            "own.tmp",
+            ".tmp",
+            "a b.json",
+            "run.seg.tmp",
+            "FORMAT.tmp",
+            "0000000000000001.json.tmp",
+            "x" * 200,
+        ]
     )
     path = folder / name
     if path.exists() or path.is_symlink():
@@ -322,7 +333,9 @@ def _bomb(generator: Random) -> bytes:
 
 def forge_format(run: Path, _outside: Path, generator: Random) -> str:
     """FORMAT says something else, with the right sum."""
-    words: Any = generator.choice([{}, [], {"format": "holdall checkpoint", "min_reader": 2, "version": 2}, "x", {"format": 1}])
+    words: Any = generator.choice(
+        [{}, [], {"format": "holdall checkpoint", "min_reader": 2, "version": 2}, "x", {"format": 1}]
+    )
     _write(run / "FORMAT", words)
     return f"FORMAT says {words}"
 

@@ -1,4 +1,4 @@
-"""Checkpoints that are then harmed: three kinds of memories, each saved three times, and what each save acknowledged."""
+"""Checkpoints that are then harmed: memories of three kinds, each saved three times, and what was acknowledged."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pickle
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,6 @@ from gymnasium import spaces
 from holdall import Prioritized, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
 from holdall.storage import segment
-from tests.crash.test_shards import MemoryOfShards
 
 LANES = 2
 IMAGES = spaces.Dict(
@@ -121,7 +121,7 @@ def make(name: str, folder: Path) -> None:
     kind, run, holds = KINDS[name], folder / "run", {}
     segment.SEGMENT_BYTES = 20_000  # several blocks of a few ticks each
     if name == "shards":
-        shards = MemoryOfShards(run, 2)
+        shards = import_module("tests.crash.test_shards").MemoryOfShards(run, 2)
         done = 0
         for number, tick in enumerate(kind.ticks, 1):
             for shard, writer in ((0, 0), (1, 1)):
