@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -220,10 +220,10 @@ class Round:
             ]
             for thread in threads:
                 thread.start()
-            with interrupted_now_and_then(self.seed) if self.interrupts else contextlib.nullcontext():
+            generator = np.random.default_rng([self.seed, len(works)])
+            with Interrupts(self.seed, is_on=self.interrupts) as interrupts:
                 while not self.is_over():
-                    with contextlib.suppress(InterruptedCallError):
-                        self.write()
+                    self.write(interrupts, generator)
             self.stop.set()
             for thread in threads:
                 thread.join(120)
@@ -255,23 +255,24 @@ class Round:
 
     # ------------------------------------------------------------ the thread that adds
 
-    def write(self) -> None:
-        """Add a while; a call that was interrupted left everything as it was, or is done."""
-        first = self.memory.next_id
-        call, ticks = (self.extend, 256) if first // LANES % 3 else (self.add, 1)
-        is_whole = True
-        try:
-            call(ticks)
-        except InterruptedCallError:
-            self.tally.count("interrupts")
-            is_whole = self.memory.next_id in {first, first + ticks * LANES}
-            raise
-        finally:
-            if not is_whole:
-                self.problem(f"{call.__name__} of {ticks} ticks was left at {self.memory.next_id - first} ids")
-        if self.memory.next_id % 8_192 < ticks * LANES:
-            ids = np.arange(max(self.memory.first_id, self.memory.next_id - 1_000), self.memory.next_id)
-            self.tally.compare(self.name, self.tier.look, self.memory.gather(ids))
+    def write(self, interrupts: Interrupts, generator: np.random.Generator) -> None:
+        """Call something, most often to add; a call that was interrupted left everything as it was, or is done."""
+        first, ticks = self.memory.next_id, 1
+        name = str(generator.choice(["add", "extend", "read", "flag", "save"], p=[0.6, 0.3, 0.05, 0.04, 0.01]))
+        calls: dict[str, Callable[[], None]] = {
+            "add": lambda: self.add(ticks),
+            "extend": lambda: self.extend(ticks),
+            "read": lambda: self.read(generator),
+            "flag": lambda: self.flag(generator),
+            "save": lambda: self.save(generator),
+        }
+        if name == "extend":
+            ticks = int(generator.integers(1, 300))
+        if interrupts.cut_off(calls[name]):
+            self.tally.count(f"interrupts of {name}")
+        done = self.memory.next_id - first
+        if done not in {0, ticks * LANES} and (name != "extend" or done % LANES):
+            self.problem(f"{name} of {ticks} ticks was left at {done} ids")
 
     def add(self, ticks: int) -> None:
         """Add tick by tick."""
@@ -381,23 +382,39 @@ def _ends_well(child: int, patience_s: float = 60) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def interrupted_now_and_then(seed: int) -> Iterator[None]:
-    """Have a signal raise in the main thread, a few dozen times a second, wherever it is."""
-    generator = np.random.default_rng(seed)
+class Interrupts:
+    """Signals that raise in the main thread, hundreds of times a second, while it is in a call that may be cut off."""
 
-    def interrupt(_number: int, _frame: object) -> None:
-        signal.setitimer(signal.ITIMER_REAL, 0.002 + 0.05 * float(generator.random()))
-        raise InterruptedCallError
+    def __init__(self, seed: int, *, is_on: bool) -> None:
+        self._generator = np.random.default_rng(seed)
+        self._is_on, self._is_armed = is_on, False
 
-    before = signal.signal(signal.SIGALRM, interrupt)
-    signal.setitimer(signal.ITIMER_REAL, 0.01)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGALRM, signal.SIG_IGN)
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
+    def __enter__(self) -> Interrupts:
+        if self._is_on:
+            self._before = signal.signal(signal.SIGALRM, self._interrupt)
+            signal.setitimer(signal.ITIMER_REAL, 0.01)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._is_on:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            signal.signal(signal.SIGALRM, self._before)
+
+    def cut_off(self, call: Callable[[], None]) -> bool:
+        """Call something; return whether it was interrupted."""
+        try:
+            self._is_armed = True
+            call()
+            self._is_armed = False
+        except InterruptedCallError:
+            return True
+        return False
+
+    def _interrupt(self, _number: int, _frame: object) -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0.0003 + 0.004 * float(self._generator.random()))
+        if self._is_armed:
+            self._is_armed = False
+            raise InterruptedCallError
 
 
 def roll_out(tally: Tally, rows: int, seed: int) -> None:
