@@ -340,7 +340,10 @@ def main(arguments: list[str]) -> int:
         sys.stdout.write(f"{template.name} seed {seed}\n")
         sys.stdout.flush()
         held += run_case(template, seed, lambda text: print(text, flush=True))  # noqa: T201
-    left = [thread.name for thread in threading.enumerate() if thread.name.startswith("holdall-sav")]
+    savers = [thread for thread in threading.enumerate() if thread.name.startswith("holdall-sav")]
+    for saver in savers:
+        saver.join(HANG_S)
+    left = [saver.name for saver in savers if saver.is_alive()]
     print(f"{held} of {count} cases held; threads left: {left}", flush=True)  # noqa: T201
     return int(held < count or bool(left))
 
