@@ -86,7 +86,7 @@ def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int =
 def _array_words(value: NDArray[Any], arrays: list[NDArray[Any]], kind: str, what: str) -> Any:
     if value.dtype.kind not in "biuf":
         raise CheckpointError(f"{what} holds an array of {value.dtype}; only numbers can be saved")
-    arrays.append(value)
+    arrays.append(np.asarray(value, value.dtype.newbyteorder("<")))
     return {kind: len(arrays) - 1, "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
 
 

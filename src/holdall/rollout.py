@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 from gymnasium import spaces
@@ -33,6 +33,16 @@ from holdall.units import require_count, require_share
 _FLOAT32 = np.dtype(np.float32)
 _ESTIMATES = ("value", "log_prob", "advantage", "returns")
 _MASK = Leaf("mask", (), np.dtype(np.bool_))
+
+
+class _Progress(NamedTuple):
+    """How far a rollout is: replaced in one step, so that an interrupt leaves the one before or the next."""
+
+    steps: int = 0
+    is_observed: bool = False  # whether the observations of the step to come are written already
+    is_finished: bool = False
+    rollout: int = 0  # its number: `reset` begins another
+    is_stale: bool = False  # what the one before left has still to be cleared
 
 
 class RolloutMemory:
@@ -81,9 +91,7 @@ class RolloutMemory:
         self._ends = new_ring(num_steps, num_envs, Leaf("", (), _FLOAT32))
         self._reward: Array | None = None
         self._valid: NDArray[np.bool_] | None = None
-        self._steps = 0
-        self._observed = False  # whether the observations of the step to come are written already
-        self._finished = False
+        self._now = _Progress()
         LIVING.add(self)
 
     def observe(self, obs: Any) -> None:
@@ -94,10 +102,10 @@ class RolloutMemory:
         """
         frames = self._open()
         self._require_room()
-        if self._observed:
+        if self._now.is_observed:
             raise ArgumentError("observe was called twice for one step; call add(None, ...) in between")
-        frames.write(self._steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
-        self._observed = True
+        frames.write(self._now.steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
+        self._now = self._now._replace(is_observed=True)
 
     def add(
         self,
@@ -124,8 +132,8 @@ class RolloutMemory:
         """
         frames, lanes = self._open(), (self.num_envs,)
         self._require_room()
-        schema, step = self._schema, self._steps
-        if (obs is None) != self._observed:
+        schema, step = self._schema, self._now.steps
+        if (obs is None) != self._now.is_observed:
             given = "obs is None, but observe was not called" if obs is None else "obs is given, but so was observe's"
             raise ArgumentError(f"{given}; give the observations of a step once, to observe or to add")
         observations = None if obs is None else schema.observation.flatten(obs, lanes, "obs")
@@ -141,6 +149,7 @@ class RolloutMemory:
         if self._reward is None:
             self._delivery.require(Leaf("reward", (), rewards.dtype))
             self._reward = new_ring(self.num_steps, self.num_envs, Leaf("reward", (), rewards.dtype))
+        self._final.drop_from(step * self.num_envs)  # of an `add` that was interrupted
         if observations is not None:
             frames.write(step, observations)
         for rows, new in zip([*self._action, *self._extras], [*actions, *others], strict=True):
@@ -151,7 +160,7 @@ class RolloutMemory:
         if final is not None:
             self._final.append(step * self.num_envs + bootstrapped, final)
         self._mark_valid(step, made)
-        self._steps, self._observed, self._finished = step + 1, False, False
+        self._now = _Progress(step + 1, rollout=self._now.rollout)
 
     def final_obs(self) -> Any:
         """Return the final observations of all truncated episodes, in the order in which they were cut.
@@ -159,6 +168,7 @@ class RolloutMemory:
         Their values are what `finish` wants as `final_values`.
         """
         self._open()
+        self._final.drop_from(self._now.steps * self.num_envs)  # of an `add` that was interrupted
         leaves = self._schema.observation.leaves
         fields = [(leaf, partial(self._final.gather, i)) for i, leaf in enumerate(leaves)]
         return self._schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
@@ -177,9 +187,10 @@ class RolloutMemory:
                 they are not looked at.
             final_values: Values of `final_obs()`, one per truncated episode; None if there is none.
         """
-        frames, steps = self._open(), self._steps
+        frames, steps = self._open(), self._now.steps
         if steps == 0:
             raise ArgumentError("finish was called before add; add steps first")
+        self._final.drop_from(steps * self.num_envs)  # of an `add` that was interrupted
         require_share("gamma", gamma)
         require_share("gae_lambda", gae_lambda)
         last = np.ascontiguousarray(_fit_floats(last_values, (self.num_envs,), "last_values"))
@@ -189,6 +200,7 @@ class RolloutMemory:
                 "value of the true final observation, so pass final_values=value_of(memory.final_obs())"
             )
         final = _fit_floats([] if final_values is None else final_values, (len(self._final),), "final_values")
+        self._now = self._now._replace(is_finished=False)
         advantage, value = self._estimates["advantage"][:steps], self._estimates["value"][:steps]
         returns, ends = self._estimates["returns"][:steps], self._ends[:steps]
         with np.errstate(all="ignore"):  # an infinite reward makes infinite advantages, and that is the caller's affair
@@ -197,7 +209,7 @@ class RolloutMemory:
             advantage.reshape(-1)[self._final.ids] += np.float32(gamma) * final
             estimate_advantages(advantage, value, ends, last, float(gamma), float(gae_lambda), advantage, returns)
         frames.drain()
-        self._finished = True
+        self._now = self._now._replace(is_finished=True)
 
     def minibatches(self, batch_size: int, epochs: int = 1) -> Iterator[RolloutBatch]:
         """Return minibatches of single steps, every step once an epoch, in a new order each time.
@@ -205,7 +217,7 @@ class RolloutMemory:
         The last one of an epoch is smaller if `batch_size` does not divide the steps.
         """
         self._require_finished(batch_size, epochs)
-        return self._minibatches(batch_size, epochs)
+        return self._minibatches(batch_size, epochs, self._now.rollout)
 
     def sequences(self, batch_size: int, epochs: int = 1, length: int | None = None) -> Iterator[RolloutBatch]:
         """Return minibatches of whole sequences, for recurrent networks: (sequences, time, ...) with a mask.
@@ -216,39 +228,45 @@ class RolloutMemory:
         self._require_finished(batch_size, epochs)
         if length is not None:
             require_count("length", length)
-        cut = RolloutSequences.of(self._ends[: self._steps] != 0, self._held(), length or self._steps)
-        return self._sequences(cut, batch_size, epochs)
+        cut = RolloutSequences.of(self._ends[: self._now.steps] != 0, self._held(), length or self._now.steps)
+        return self._sequences(cut, batch_size, epochs, self._now.rollout)
 
     def reset(self) -> None:
         """Forget the rollout; its memory is that of the next one."""
-        self._open().reset()
+        self._open()
+        self._now = _Progress(rollout=self._now.rollout + 1, is_stale=True)
+        self._empty()
+
+    def _empty(self) -> None:
+        """Empty the memory of a rollout that was forgotten; an interrupt leaves the rest of it to the next call."""
+        if self._frames is not None:
+            self._frames.reset()
         self._delivery.release_large()
-        self._final.clear()
-        self._steps, self._observed, self._finished = 0, False, False
         if self._valid is not None:
             self._valid[:] = True
+        self._now = self._now._replace(is_stale=False)
 
     def __len__(self) -> int:
         """Count the steps held, over all lanes, without lanes that made none."""
         self._open()
-        return self._steps * self.num_envs if self._valid is None else int(np.count_nonzero(self._held()))
+        return self._now.steps * self.num_envs if self._valid is None else int(np.count_nonzero(self._held()))
 
     @property
     def is_full(self) -> bool:
         """Whether `num_steps` steps were added."""
-        return self._steps == self.num_steps
+        return self._now.steps == self.num_steps
 
     @property
     def fill(self) -> float:
         """How full the rollout is, of 1."""
-        return self._steps / self.num_steps
+        return self._now.steps / self.num_steps
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field, against plain arrays."""
         frames = self._open()
-        fields = frames.report(self._steps)
+        fields = frames.report(self._now.steps)
         for name, rows in self._flat().items():
-            nbytes = 0 if rows is None else rows[: self._steps].nbytes
+            nbytes = 0 if rows is None else rows[: self._now.steps].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
         fields.append(FieldReport("final_obs", 0, 0, self._final.nbytes, self._final.nbytes, "whole observations"))
         sealer = frames.sealer
@@ -291,18 +309,19 @@ class RolloutMemory:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _minibatches(self, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _minibatches(self, batch_size: int, epochs: int, rollout: int) -> Iterator[RolloutBatch]:
+        self._require_rollout(rollout)
         places = np.flatnonzero(self._held())
         for _ in range(epochs):
             order = self._generator.permutation(places)
             for first in range(0, len(order), batch_size):
-                self._require_finished(batch_size, epochs)
+                self._require_rollout(rollout)
                 yield self._batch(order[first : first + batch_size], None)
 
-    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int) -> Iterator[RolloutBatch]:
+    def _sequences(self, cut: RolloutSequences, batch_size: int, epochs: int, rollout: int) -> Iterator[RolloutBatch]:
         for _ in range(epochs):
             for places in cut.batches(batch_size, self._generator):
-                self._require_finished(batch_size, epochs)
+                self._require_rollout(rollout)
                 yield self._batch(places.reshape(-1), places.shape)
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
@@ -355,12 +374,14 @@ class RolloutMemory:
     def _held(self) -> NDArray[np.bool_]:
         """Return which lanes made a step: (steps, lanes)."""
         if self._valid is None:
-            return np.ones((self._steps, self.num_envs), np.bool_)
-        return self._valid[: self._steps]
+            return np.ones((self._now.steps, self.num_envs), np.bool_)
+        return self._valid[: self._now.steps]
 
     def _open(self) -> RolloutFields:
         if self._frames is None:
             raise ClosedError("the memory was closed; make a new RolloutMemory")
+        if self._now.is_stale:
+            self._empty()
         return self._frames
 
     def _require_room(self) -> None:
@@ -370,11 +391,20 @@ class RolloutMemory:
             )
 
     def _require_finished(self, batch_size: int, epochs: int) -> None:
-        self._open()
         require_count("batch_size", batch_size)
         require_count("epochs", epochs)
-        if not self._finished:
+        self._require_rollout(self._now.rollout)
+
+    def _require_rollout(self, number: int) -> None:
+        """Refuse to read a rollout that was not finished, or was forgotten since it was asked for."""
+        self._open()
+        if not self._now.is_finished:
             raise ArgumentError("the rollout has no advantages yet; call finish before minibatches, and after each add")
+        if number != self._now.rollout:
+            raise ArgumentError(
+                "these minibatches are of a rollout that reset has forgotten; call minibatches or sequences again, "
+                "after finish"
+            )
 
 
 def _fit_floats(value: Any, shape: tuple[int, ...], argument: str) -> NDArray[np.float32]:

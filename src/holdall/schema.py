@@ -179,10 +179,10 @@ def fit_flags(value: Any, leading: tuple[int, ...], argument: str, axes: str = "
 def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None) -> Array:
     """Return `value` as rewards of shape `leading`; the first add sets their dtype."""
     array = value if type(value) is np.ndarray else as_array(value, "reward")
-    if dtype is None and array.dtype.kind not in _STORABLE_KINDS:
+    if dtype is None and (array.dtype.kind not in _STORABLE_KINDS or not array.dtype.isnative):
         raise ArgumentError(
-            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers, "
-            "so pass np.asarray(reward, dtype=np.float32) or another of these"
+            f"reward has dtype {array.dtype}; rewards are bool, integer or floating point numbers in this machine's "
+            "byte order, so pass np.asarray(reward, dtype=np.float32) or another of these"
         )
     if dtype is not None and array.dtype != dtype:
         raise ArgumentError(
@@ -245,6 +245,11 @@ def _dismantle(space: spaces.Space[Any], path: str, argument: str, leaves: list[
             else ("use a bool, integer or floating point dtype")
         )
         raise SpaceError(f"{where} has dtype {dtype}, which holdall does not store; {remedy}")
+    if not dtype.isnative:
+        raise SpaceError(
+            f"{where} has dtype {dtype}, with bytes in the order of other machines; holdall stores this machine's, "
+            f"so use np.{dtype.name}"
+        )
     leaves.append(Leaf(path, tuple(int(n) for n in space.shape), dtype))
     return len(leaves) - 1
 

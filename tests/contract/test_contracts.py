@@ -46,6 +46,11 @@ class TestSequence(SamplerContract):
         return holdall.Sequence(4, burn_in=2, stride=2)
 
 
+class TestPrioritizedStridedSequence(SamplerContract):
+    def make_sampler(self) -> Sampler:
+        return holdall.Sequence(4, burn_in=2, stride=3, by=holdall.Prioritized())
+
+
 class TestPrioritizedCrossingSequence(SamplerContract):
     def make_sampler(self) -> Sampler:
         return holdall.Sequence(4, burn_in=2, crossing=True, by=holdall.Prioritized())

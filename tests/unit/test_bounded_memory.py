@@ -15,6 +15,7 @@ from gymnasium import spaces
 
 from holdall import ArgumentError, ReplayMemory
 from holdall.native import native_kernels
+from holdall.testing import assert_same_bits
 from holdall.testing.strategies import box
 from holdall.units import parse_bytes
 
@@ -144,3 +145,53 @@ def test_one_byte_less_than_the_least_is_refused(spills: bool, tmp_path: Path) -
         flag, frame = np.zeros(1, np.bool_), np.ones((1, *FRAME), np.uint8)
         memory.add(frame, np.zeros(1, np.int64), np.ones(1, np.float32), frame, flag, flag)
         assert len(memory) == 1
+
+
+def is_accepted(sizes: list[int], capacity: int, lanes: int, budget: int) -> tuple[bool, int]:
+    """Whether a memory of fields of so many bytes takes a budget; and the least that the refusal names."""
+    space = spaces.Dict({f"k{i}": box((size,), "u1") for i, size in enumerate(sizes)})
+    try:
+        ReplayMemory(space, spaces.Discrete(2), capacity * lanes, lanes, budget=budget).close()
+    except ArgumentError as refusal:
+        return False, int(str(refusal).split("give it at least ")[1].split(" bytes")[0])
+    return True, 0
+
+
+FIELDS = [
+    [1000] * 8, [8], [4096], [5000], [300, 300, 300], [3000, 300], [20_000, 1000, 1000], [257] * 20, [8] * 5,
+    [4096, 4097], [100_000, 4000, 2000, 260],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("sizes", FIELDS, ids=str)
+@pytest.mark.parametrize(("capacity", "lanes"), [(1, 1), (1000, 1), (300, 7), (20_000, 1)])
+def test_what_a_budget_allows_every_larger_one_allows(sizes: list[int], capacity: int, lanes: int) -> None:
+    """And the least that a refusal names is the least: one byte less is refused."""
+    accepted, least = is_accepted(sizes, capacity, lanes, 1)
+    assert not accepted
+    for budget in (least - 1, *(int(least * share) for share in (0.3, 0.7, 0.99))):
+        assert is_accepted(sizes, capacity, lanes, budget) == (False, least)
+    for budget in (least, *(int(least * 1.17**power) for power in range(1, 30))):
+        assert is_accepted(sizes, capacity, lanes, budget) == (True, 0), budget / least
+
+
+@pytest.mark.parametrize("saved_with", [None, "60MB"])
+def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(saved_with: Any, tmp_path: Path) -> None:
+    """Fields that lay in rings stay there, though a new memory of that budget would keep them in segments."""
+    space = spaces.Dict({f"k{i}": box((1000,), "u1") for i in range(3)})
+    generator = np.random.default_rng(0)
+    with ReplayMemory(space, spaces.Discrete(2), 1000, budget=saved_with) as memory:
+        for _ in range(40):
+            obs, following = ({key: generator.integers(0, 256, (1, 1000), np.uint8) for key in space} for _ in "ab")
+            flag = np.zeros(1, np.bool_)
+            memory.add(obs, np.zeros(1, np.int64), np.ones(1, np.float32), following, flag, flag)
+        expected = memory.gather(np.arange(40))
+        memory.save(tmp_path).result()
+    with pytest.raises(ArgumentError, match=r"^budget .* is too small.*lower capacity") as refusal:
+        ReplayMemory.load(tmp_path, budget="2MB")
+    least = int(str(refusal.value).split("give it at least ")[1].split(" bytes")[0])
+    with pytest.raises(ArgumentError, match=r"^budget "):
+        ReplayMemory.load(tmp_path, budget=least - 1)
+    for settings in ({"budget": least}, {"budget": "2MB", "capacity": 200}):
+        with ReplayMemory.load(tmp_path, **settings) as loaded:
+            assert_same_bits(loaded.gather(np.arange(40)), expected)

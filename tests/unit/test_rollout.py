@@ -150,6 +150,25 @@ def test_a_minibatch_stays_as_it_is_while_others_are_drawn_and_the_next_rollout_
     assert all(torch.equal(batch.obs, obs) and torch.equal(batch.advantage, a) for batch, obs, a in kept)
 
 
+@pytest.mark.parametrize("begun", [True, False])
+@pytest.mark.parametrize("which", ["minibatches", "sequences"])
+def test_minibatches_of_a_rollout_that_was_reset_are_refused(which: str, begun: bool) -> None:
+    """Also when the next rollout is finished: they would be its rows, in an order of the one before."""
+    memory = memory_of(6)
+    for rollout in range(2):
+        for t in range(6):
+            memory.add(**step(10 * rollout + t))
+        memory.finish(ZEROS)
+        if rollout == 0:
+            old = getattr(memory, which)(4)
+            if begun:
+                next(old)
+            memory.reset()
+    with pytest.raises(ArgumentError, match=r"^these minibatches are of a rollout that reset has forgotten; call"):
+        next(old)
+    assert sum(len(batch) for batch in memory.minibatches(4)) == 6 * LANES
+
+
 def test_extras_carry_recurrent_states_to_the_start_of_each_sequence() -> None:
     memory = memory_of(12, extras={"hidden": spaces.Box(-1, 1, (2,), np.float32)})
     hidden = np.random.default_rng(0).standard_normal((12, LANES, 2), np.float32)

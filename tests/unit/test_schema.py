@@ -116,6 +116,35 @@ def test_spaces_without_fixed_arrays_are_refused(space: spaces.Space[Any]) -> No
     assert "so encode it as one of these" in message
 
 
+OTHER_ORDER = [np.dtype(text).newbyteorder() for text in ("u2", "i4", "i8", "f2", "f4", "f8")]
+
+
+@pytest.mark.parametrize("dtype", OTHER_ORDER, ids=str)
+@pytest.mark.parametrize("argument", ["observation_space", "action_space", "extras"])
+def test_spaces_in_the_byte_order_of_other_machines_are_refused(argument: str, dtype: np.dtype[Any]) -> None:
+    """Their numbers would come back as other numbers from a checkpoint, since it names no byte order."""
+    odd = spaces.Dict(z=spaces.Tuple([spaces.Box(0, 1, (3000,), dtype)]))
+    spaces_of: dict[str, Any] = {
+        "observation_space": spaces.Discrete(2),
+        "action_space": spaces.Discrete(2),
+        "extras": None,
+    }
+    spaces_of[argument] = {"x": odd} if argument == "extras" else odd
+    where = "x.z.0" if argument == "extras" else "z.0"
+    with pytest.raises(SpaceError, match=rf"^{argument}\['{where}'\] has dtype {dtype}, .*; .*np\.{dtype.name}$"):
+        Schema.of(**spaces_of, num_envs=1)
+
+
+@pytest.mark.parametrize("dtype", OTHER_ORDER, ids=str)
+def test_values_in_the_byte_order_of_other_machines_are_refused(dtype: np.dtype[Any]) -> None:
+    """In a leaf of this machine's order, and as the first rewards, which name the dtype of all."""
+    with pytest.raises(ArgumentError, match=f"^obs has dtype {dtype}"):
+        Leaf("", (3,), dtype.newbyteorder("=")).fit(np.ones((2, 3), dtype), LANES, "obs")
+    for first in (None, dtype.newbyteorder("=")):
+        with pytest.raises(ArgumentError, match=f"^reward has dtype {dtype}"):
+            fit_reward(np.ones(2, dtype), LANES, first)
+
+
 @pytest.mark.parametrize(
     ("dtype", "remedy"),
     [("c8", "store real and imaginary part as a last axis of two"), ("O", "use a bool, integer or floating point")],

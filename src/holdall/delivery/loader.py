@@ -56,8 +56,9 @@ class Loader:
         while len(self._under_way) <= self._prefetch:
             job = self._start()
             self._under_way.append((job, _done(job) if job.is_quick else self._worker.submit(job.work)))
-        job, done = self._under_way.popleft()
+        job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
         done.result()
+        self._under_way.popleft()
         return job.receive()
 
     @property

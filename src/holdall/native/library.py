@@ -239,7 +239,7 @@ def open_library(path: Path) -> ctypes.CDLL:
 def keeping_the_gil(library: ctypes.CDLL) -> Any:
     """Return holdall_write_tick as a function that keeps the GIL: giving it up takes longer than a few short rows."""
     result, arguments = _SIGNATURES["holdall_write_tick"]
-    return ctypes.PYFUNCTYPE(result, *arguments)(ctypes.cast(library.holdall_write_tick, POINTER).value)
+    return ctypes.PYFUNCTYPE(result, *arguments)(ctypes.cast(library.holdall_write_tick, POINTER).value or 0)
 
 
 @functools.cache

@@ -240,25 +240,10 @@ class PortableTickWriter(TickWriter):
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
-        tick, given = self.next_tick, iter(rows)
-        slot, next_slot = tick % self.ring_ticks, (tick + 1) % self.ring_ticks
-        values: list[tuple[Array, int, Array]] = []  # ring, slot, what is written there
-        for field in self.flat:
-            row = next(given)
-            values.append((field.rows, slot, row))
-            if field.is_observation and field.following is None:
-                stands = tick == self.first_tick or is_kept or field.rows[slot].tobytes() == row.tobytes()
-                if not stands:
-                    return NOT_CONTINUED
-            if field.is_observation:
-                own = field.following is None
-                values.append(
-                    (
-                        field.rows if field.following is None else field.following,
-                        next_slot if own else slot,
-                        next(given),
-                    )
-                )
+        tick = self.next_tick
+        slot, values = tick % self.ring_ticks, self._places(rows)
+        if not is_kept and tick > self.first_tick and not self._is_continued(slot, values):
+            return NOT_CONTINUED
         parts: list[Any] = [] if sliced is None else sliced.parts
         if not all(part.has_room() and part.longest + 2 * part.window.count <= part.log_rows for part in parts):
             return NO_ROOM
@@ -281,6 +266,23 @@ class PortableTickWriter(TickWriter):
         self.next_tick = tick + 1
         self._repair.end()
         return tick + 1
+
+    def _is_continued(self, slot: int, values: list[tuple[Array, int, Array]]) -> bool:
+        shared = {id(field.rows) for field in self.flat if field.is_observation and field.following is None}
+        at_slot = [(ring[at], row) for ring, at, row in values if at == slot and id(ring) in shared]
+        return all(stands.tobytes() == row.tobytes() for stands, row in at_slot)
+
+    def _places(self, rows: Sequence[Array]) -> list[tuple[Array, int, Array]]:
+        """Return ring, slot and content of all rows of the tick to come."""
+        slot, next_slot = (tick % self.ring_ticks for tick in (self.next_tick, self.next_tick + 1))
+        given, values = iter(rows), []
+        for field in self.flat:
+            values.append((field.rows, slot, next(given)))
+            if field.following is not None:
+                values.append((field.following, slot, next(given)))
+            elif field.is_observation:
+                values.append((field.rows, next_slot, next(given)))
+        return values
 
 
 def _numbers(

@@ -292,7 +292,7 @@ class NativeTickWriter(TickWriter):
         )
 
     @property
-    def next_tick(self) -> int:  # type: ignore[override]  # a plain attribute where Python counts
+    def next_tick(self) -> int:
         """See `TickWriter`."""
         return int(self._struct.next_tick)
 

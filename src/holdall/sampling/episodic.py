@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw, Goals, RewardFunction
-from holdall.errors import ArgumentError
+from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Flags, Held, Ids, Sampler, State, Uniform
 from holdall.sampling.prioritized import Prioritized
 from holdall.units import require_count, require_number
@@ -70,6 +70,10 @@ class Episodes:
         self._ends: NDArray[np.int64] = np.empty(0, np.int64)  # places
         self._next_id = 0
         self._flags_changed = 0
+
+    def __reduce__(self) -> tuple[type[Episodes], tuple[()]]:
+        """Pickle nothing: a copy looks at the flags of its own memory."""
+        return Episodes, ()
 
     def bounds(self, held: Held, ids: Ids) -> tuple[Ids, Ids]:
         """Return the ids of the first and last held step of the episode of each of `ids`.
@@ -229,10 +233,12 @@ class Sequence(ComposedSampler):
         self.burn_in = require_count("burn_in", burn_in, 0)
         self.stride = require_count("stride", stride, 1)
         self.crossing = bool(crossing)
+        self._flags_drawn = 0  # how often flags had been set again at the last draw
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
         """Draw first steps, and collect what lies before and behind them."""
         drawn = self.by.draw(self._starts(held), count, generator)
+        self._flags_drawn = held.fields.flags_changed
         before = steps_before(held, drawn.ids, self.burn_in, self.crossing)
         after = steps_after(held, drawn.ids, self.length, self.crossing)
         steps, real = (np.concatenate(both, axis=1) for both in zip(before, after, strict=True))
@@ -241,7 +247,27 @@ class Sequence(ComposedSampler):
     def update_priorities(self, held: Held, ids: Ids, priorities: NDArray[Any]) -> None:
         """Pass on one priority a sequence; `ids` as in the batch, or those of the first steps alone."""
         first = ids[:, self.burn_in] if ids.ndim == 2 and ids.shape[1] == self.burn_in + self.length else ids
+        limits = self.stride > 1 and isinstance(self.by, Prioritized)
+        if limits and first.ndim == 1 and first.shape == priorities.shape:
+            kept = self._without_lost_starts(held, first)
+            first, priorities = first[kept], priorities[kept]
         super().update_priorities(self._starts(held), first, priorities)
+
+    def _without_lost_starts(self, held: Held, first: Ids) -> Flags:
+        """Return which steps are starts or not held; refuse those that were none when they were drawn.
+
+        A step loses its place when the end before it is evicted, or flags are set again.
+        """
+        known = (first >= held.first_id) & (first < held.next_id)
+        lost = known.copy()
+        lost[known] = ~self._are_starts(held, first[known])
+        never = lost & (first >= held.first_id + held.lanes)
+        if never.any() and held.fields.flags_changed == self._flags_drawn:
+            raise TransitionIdError(
+                f"ids holds {first[never][0]}, with which no sequence begins: it is neither the first step of an "
+                f"episode nor at a tick that stride ({self.stride}) divides; pass the ids of a batch"
+            )
+        return ~lost
 
     def _starts(self, held: Held) -> Held:
         return held if self.stride == 1 else held.limited(self._are_starts)

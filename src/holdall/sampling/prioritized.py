@@ -38,6 +38,7 @@ class SumTree:
     def __init__(self, slots: int) -> None:
         self._leaves = 1 << max(0, slots - 1).bit_length()
         self._nodes = np.zeros(2 * self._leaves, np.float64)
+        self._is_summed = True  # an interrupt may leave sums that are not those of their leaves
         self._library = chosen_library()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -45,7 +46,14 @@ class SumTree:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._leaves, self._nodes = state["leaves"], state["nodes"]
+        self._is_summed = False
         self._library = chosen_library()
+
+    def mend(self) -> None:
+        """Add all sums up again if an interrupt came between them and their leaves."""
+        if not self._is_summed:
+            self._add_up_above(self._leaves)
+            self._is_summed = True
 
     @property
     def total(self) -> float:
@@ -70,6 +78,7 @@ class SumTree:
                 address(self._nodes), self._leaves, address(place), address(numbers), int(not one_for_all), len(place)
             )
             return
+        self._is_summed = False
         self._nodes[slots + self._leaves] = values
         above, parents = self._leaves, slots + self._leaves
         if few:
@@ -79,6 +88,7 @@ class SumTree:
                 parents = parents >> 1
                 self._nodes[parents] = self._nodes.take(2 * parents) + self._nodes.take(2 * parents + 1)
         self._add_up_above(above)
+        self._is_summed = True
 
     def update(self, ids: Slots, values: Numbers, held: tuple[int, int, int], most: float) -> float | None:
         """Set the numbers of ids, which stand in slots modulo the capacity; of equal ids the last one counts.
@@ -170,6 +180,8 @@ class Prioritized:
         self._copied: NDArray[np.float64] = np.zeros(0)  # the memory of the last state
         self._last_state: weakref.ref[NDArray[np.float64]] | None = None
         self._next_id = 0  # of the first transition that has no priority yet
+        self._unfinished: tuple[Ids, NDArray[np.float64], tuple[int, int, int]] | None = None  # update, interrupted
+        self._flags_changed: int | None = None  # how often flags had been set again when it was last asked
 
     @property
     def alpha(self) -> float:
@@ -207,10 +219,19 @@ class Prioritized:
         if priorities.size and priorities.min() < 0:
             raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
-        largest = tree.update(ids, scaled, (held.first_id, held.next_id, self._capacity), _MOST)
-        if largest is None:
+        self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
+        if not self._update(tree):
             raise self._refusal(held, ids, priorities, scaled)
-        self._highest = max(self._highest, largest)
+
+    def _update(self, tree: SumTree) -> bool:
+        """Set priorities, and the highest one, both or none; return whether they could be set."""
+        if self._unfinished is None:
+            return True
+        largest = tree.update(*self._unfinished, _MOST)
+        if largest is not None:
+            self._highest = max(self._highest, largest)
+        self._unfinished = None
+        return largest is not None
 
     def mass(self, held: Held) -> float:
         """Return the sum of all scaled priorities: a transition is drawn with its own over this."""
@@ -242,13 +263,15 @@ class Prioritized:
         return ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None}
+        return {**self.__dict__, "_copied": np.zeros(0), "_last_state": None, "_flags_changed": None}
 
     def state(self) -> State:
         """Return the scaled priorities by slot, and the numbers that new ones depend on."""
         # Memory that was written to before takes a copy in a tenth of the time: the last state's, once it is gone.
         if self._copied.size != self._capacity or (self._last_state is not None and self._last_state() is not None):
             self._copied = np.zeros(self._capacity)
+        if self._tree is not None:
+            self._update(self._tree)
         scaled = np.frombuffer(self._copied.data, np.float64)  # views refer to this array, not to the memory behind it
         self._last_state = weakref.ref(scaled)
         if self._tree is not None:
@@ -270,7 +293,7 @@ class Prioritized:
             raise DamageError("the saved priorities are no finite numbers of at least 0; load an older checkpoint")
         self.beta = beta
         self._highest, self._next_id, self._capacity = highest, next_id, len(leaves)
-        self._tree = None
+        self._tree, self._flags_changed = None, None
         if leaves.size:
             self._tree = SumTree(len(leaves))
             self._tree.put(np.arange(len(leaves)), leaves)
@@ -294,7 +317,10 @@ class Prioritized:
     def _caught_up(self, held: Held) -> SumTree:
         """Give transitions that were added since the last call their first priority; take it from those that left."""
         if self._tree is None:
-            self._tree, self._capacity = SumTree(held.capacity), held.capacity
+            self._capacity = held.capacity
+            self._tree = SumTree(held.capacity)
+        self._tree.mend()
+        self._update(self._tree)
         if held.capacity != self._capacity or held.next_id < self._next_id:
             raise ArgumentError(
                 f"sampler: these priorities belong to a memory of {self._capacity} transitions, up to id "
@@ -309,5 +335,20 @@ class Prioritized:
         oldest = max(self._first_id, held.next_id - self._capacity)
         if oldest < held.first_id:  # left before others took their slots: a budget in bytes may hold less
             self._tree.put(np.arange(oldest, held.first_id) % self._capacity, 0.0)
+        if held.only is not None:
+            self._ask_again(self._tree, held)
         self._first_id = held.first_id
         return self._tree
+
+    def _ask_again(self, tree: SumTree, held: Held) -> None:
+        """Ask which ids may be drawn, where that may have changed: all if flags were set, or those without a past."""
+        if held.fields.flags_changed != self._flags_changed:
+            ids = np.arange(held.first_id, held.next_id)
+        elif held.first_id != self._first_id:
+            ids = np.arange(held.first_id, min(held.first_id + held.lanes, held.next_id))
+        else:
+            return
+        self._flags_changed = held.fields.flags_changed
+        before, allowed = tree.values(ids % self._capacity), held.allows(ids)
+        changed = allowed != (before > 0)
+        tree.put(ids[changed] % self._capacity, np.where(allowed[changed], self._highest, 0.0))

@@ -16,7 +16,7 @@ import weakref
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import xxhash
@@ -63,42 +63,55 @@ def address(array: NDArray[Any]) -> int:
         return int(array.ctypes.data)
 
 
+class _SpareArena(NamedTuple):
+    memory: Any
+    nbytes: int
+    seen: weakref.ref[NDArray[Any]]  # the array that every view of the memory refers to
+
+
 class ArenaPool:
     """Arenas that were given up and can be written to again, without the cost of fresh pages.
 
     An arena may still be read by a batch that is being built: it is handed out only when nothing
-    else refers to it.
+    refers to it any more.
     """
 
     def __init__(self, most: int = 1) -> None:
         self._most = most
-        self._spare: list[Bytes] = []
+        self._spare: list[_SpareArena] = []
 
     def take(self, nbytes: int) -> Bytes:
         """Return an arena of `nbytes`, used before or new."""
-        for position in range(len(self._spare)):
-            spare = self._spare[position].nbytes == nbytes
-            # NumPy lets every view refer to the array that owns the memory: that one's references
-            # are those of all views. The list's array is one, the call the other.
-            unread = sys.getrefcount(self._spare[position]) <= 2 and sys.getrefcount(self._spare[position].base) <= 2
-            if spare and unread:
-                return self._spare.pop(position)
+        for position, spare in enumerate(self._spare):
+            if spare.nbytes == nbytes and spare.seen() is None:
+                del self._spare[position]
+                return np.frombuffer(spare.memory, np.uint8)[:nbytes]
         return reserve(nbytes)
 
     def give_up(self, arena: Bytes) -> None:
-        """Keep an arena that its owner no longer needs, if there is room for it."""
-        if arena.nbytes:
-            self._spare = [*self._spare, arena][-self._most :]
+        """Keep an arena from `reserve` that its owner no longer needs, if there is room for it."""
+        # NumPy lets every view refer to the array over the whole memory.
+        whole = arena.base
+        if arena.nbytes and isinstance(whole, np.ndarray):
+            others = [spare for spare in self._spare if spare.memory is not whole.base]
+            self._spare = [*others, _SpareArena(whole.base, arena.nbytes, weakref.ref(whole))][-self._most :]
 
     @property
     def spare(self) -> list[Bytes]:
-        """Arenas kept."""
-        return list(self._spare)
+        """Arenas kept; they are handed out again once nobody looks at these arrays any more."""
+        arrays = []
+        for position, spare in enumerate(self._spare):
+            whole = spare.seen()
+            if whole is None:
+                whole = np.frombuffer(spare.memory, np.uint8)
+                self._spare[position] = spare._replace(seen=weakref.ref(whole))
+            arrays.append(whole[: spare.nbytes])
+        return arrays
 
     @property
     def nbytes(self) -> int:
         """Bytes kept, whether their pages were touched or not."""
-        return sum(arena.nbytes for arena in self._spare)
+        return sum(spare.nbytes for spare in self._spare)
 
 
 def release_tail(array: Bytes, used_bytes: int) -> None:

@@ -22,6 +22,14 @@ from holdall.storage.slices import Places
 from holdall.storage.snapshot import Apart, RowsById, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Tick
 
+TINY_BYTES = 256
+"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
+_SMALL_BYTES = 4096
+"""Fields up to this size lie in a flat ring, unless a window is found in their first steps, or a budget is small."""
+CURSOR_BYTES = 4
+"""What a transition of a field in segments takes beside them: where it lies there."""
+_FEWEST_TICKS = 2
+"""What the smallest segment has to hold."""
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
 
@@ -337,6 +345,11 @@ class Rings:
             columns["invalid.0"] = ~valid.reshape(end - first, self.lanes)
         return columns
 
+    def keep(self, small: Iterable[int]) -> None:
+        """Have these observation leaves here, and no others; before anything is written."""
+        leaves = self.schema.observation.leaves
+        self.small = {i: self.small.get(i) or ObservationRing(leaves[i], self.lanes, self.ring_ticks) for i in small}
+
     def thaw(
         self,
         next_tick: int,
@@ -392,9 +405,8 @@ class Rings:
     @property
     def row_bytes(self) -> int:
         """Bytes of one transition, once all that can come has come."""
-        rows = sum(ring.leaf.nbytes * (1 if ring.is_shared else 2) for ring in self.small.values())
-        rows += sum(leaf.nbytes for leaf in (*self.schema.action.leaves, *self.schema.extras.leaves))
-        return rows + _REWARD_BYTES + 3 * _FLAG.nbytes
+        following = sum(ring.leaf.nbytes for ring in self.small.values() if not ring.is_shared)
+        return _row_bytes(self.schema, (ring.leaf for ring in self.small.values())) + following
 
     def slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
         """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
@@ -411,3 +423,36 @@ def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
 def field_name(prefix: str, leaf: Leaf) -> str:
     """Name a leaf of a space for people."""
     return f"{prefix}.{leaf.name}" if leaf.name else prefix
+
+
+class FieldLayout(NamedTuple):
+    """One way to share the observation fields out between rings and segments."""
+
+    large: list[int]  # leaves that lie in segments
+    optional: int  # bytes of the rings whose fields could lie in segments, too
+    fixed: int  # rings and tables of the full capacity
+    segment: int  # the smallest useful segment
+
+
+def field_layouts(schema: Schema, ring_ticks: int, large: Collection[int] | None = None) -> list[FieldLayout]:
+    """Return the ways to lay fields out, those with most rings first; the only one, if the large fields are known."""
+    leaves = schema.observation.leaves
+    by_size = sorted(range(len(leaves)), key=lambda i: -leaves[i].nbytes)
+    must, may = (sum(leaf.nbytes > size for leaf in leaves) for size in (_SMALL_BYTES, TINY_BYTES))
+    ways = [by_size[:count] for count in range(must, may + 1)] if large is None else [list(large)]
+    return [_layout(schema, ring_ticks, sorted(way)) for way in ways]
+
+
+def _layout(schema: Schema, ring_ticks: int, large: list[int]) -> FieldLayout:
+    leaves, rows = schema.observation.leaves, ring_ticks * schema.num_envs
+    small = [leaf for i, leaf in enumerate(leaves) if i not in large]
+    fixed = rows * (_row_bytes(schema, small) + CURSOR_BYTES * len(large))
+    optional = rows * sum(leaf.nbytes for leaf in small if leaf.nbytes > TINY_BYTES)
+    segment = _FEWEST_TICKS * 2 * schema.num_envs * sum(leaves[i].nbytes for i in large)
+    return FieldLayout(large, optional, fixed, segment)
+
+
+def _row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
+    """Count the bytes of a transition in rings, if each of the small fields lies there once."""
+    leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
+    return sum(leaf.nbytes for leaf in leaves) + _REWARD_BYTES + 3 * _FLAG.nbytes

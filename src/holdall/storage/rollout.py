@@ -108,23 +108,25 @@ class SlicedRows:
         self._cursors: Cursors = reserve(ticks * lanes * 4).view(np.uint32).reshape(ticks, lanes)
         self._segment_by_tick = np.zeros(ticks, np.int32)
         self._written_ticks = 0
-        self._newest, self._coming = (np.zeros((lanes, *leaf.shape), leaf.dtype) for _ in range(2))
+        # The newest tick, and room for the one to come: they change places in one step.
+        self._ticks_at_hand = tuple(np.zeros((lanes, *leaf.shape), leaf.dtype) for _ in range(2))
         self._parts: list[OpenPart | ClosedPart] = []  # one a segment; a closed one is compressed
         self._spare: list[OpenPart] = []  # empty ones, with their memory
-        self._handed_out = 0  # segments that `full_blocks` returned
+        self._handed_out = 0  # segments that were submitted
         self._records: NDArray[np.int64] | None = None
 
     def write(self, tick: int, obs: Array) -> None:
         """Write one tick; `obs` is read once and may change afterwards."""
-        self._copy(self._coming, obs)
-        before, part = self._newest, self._parts[-1] if self._parts else None
+        self._records = None
+        newest, coming = self._ticks_at_hand
+        self._copy(coming, obs)
+        before, part = newest, self._parts[-1] if self._parts else None
         if not isinstance(part, OpenPart) or not part.has_room():
-            before, part = self._coming, self._open_segment()
-        part.append(before, self._coming, self._cursors[tick])
+            before, part = coming, self._open_segment()
+        part.append(before, coming, self._cursors[tick])
         self._segment_by_tick[tick] = len(self._parts) - 1
         self._written_ticks = tick + 1
-        self._newest, self._coming = self._coming, self._newest
-        self._records = None
+        self._ticks_at_hand = (coming, newest)
 
     def read(self, tick: int) -> Array:
         """Return a copy of one tick."""
@@ -146,12 +148,12 @@ class SlicedRows:
 
     def reset(self) -> None:
         """Forget every tick and keep the memory."""
-        for part in self._parts:
-            if isinstance(part, OpenPart):
-                self._empty(part)
-        self._parts.clear()
-        self._written_ticks = self._handed_out = 0
         self._records = None
+        self._written_ticks = self._handed_out = 0
+        while self._parts:
+            if isinstance(part := self._parts[-1], OpenPart):
+                self._empty(part)
+            self._parts.pop()
 
     def fits(self) -> bool:
         """Whether observations overlap as the window says."""
@@ -165,7 +167,7 @@ class SlicedRows:
 
     def arrays(self) -> list[Array]:
         """Return the arrays of the field."""
-        found: list[Array | None] = [self._cursors, self._segment_by_tick, self._newest, self._coming]
+        found: list[Array | None] = [self._cursors, self._segment_by_tick, *self._ticks_at_hand]
         for part in (*self._parts, *self._spare):
             found += [part.log, *([part.slices] if isinstance(part, OpenPart) else part.block.arrays())]
         return [array for array in found if array is not None]
@@ -183,23 +185,24 @@ class SlicedRows:
             if isinstance(part, OpenPart) and part.block is block:
                 closed = part.closed()
                 kept = KeptBlock(block.slice_bytes, closed.slice_count, sealed)
-                self._parts[number] = replace(closed, block=kept)
                 self._records = None
+                self._parts[number] = replace(closed, block=kept)
                 self._empty(part)
                 return True
         return False
 
-    def full_blocks(self) -> list[FrozenBlock]:
-        """Return the slices to compress: of segments that became full since the last call."""
+    def submit_full(self, sealer: Sealer) -> bool:
+        """Have the segments compressed that became full since the last call; return whether there are any."""
         if not self._compressed or not self._parts:
-            return []
+            return False
         newest = self._parts[-1]
-        first, self._handed_out = (
-            self._handed_out,
-            len(self._parts) - (isinstance(newest, OpenPart) and newest.has_room()),
-        )
-        blocks = [part.block for part in self._parts[first : self._handed_out]]
-        return [FrozenBlock(id(self), self._leaf, self._window, block, self._lanes) for block in blocks if block]
+        end = len(self._parts) - (isinstance(newest, OpenPart) and newest.has_room())
+        full = [part.block for part in self._parts[self._handed_out : end] if isinstance(part, OpenPart)]
+        for block in full:
+            if block is not None:
+                sealer.submit(FrozenBlock(id(self), self._leaf, self._window, block, self._lanes))
+        self._handed_out = end
+        return bool(full)
 
     def _open_segment(self) -> OpenPart:
         """Continue in the memory of an earlier segment, or in new memory."""
@@ -218,7 +221,8 @@ class SlicedRows:
 
     def _empty(self, part: OpenPart) -> None:
         part.clear()
-        self._spare.append(part)
+        if part not in self._spare:
+            self._spare.append(part)
 
     def _find(self, places: NDArray[np.int64]) -> Places:
         if self._records is None:
@@ -266,9 +270,9 @@ class RolloutField:
             return
         self._scout.look(*(as_bytes(self.rows.read(t), self._lanes) for t in (tick - 1, tick)))
         if self._scout.done:
-            finding, self._scout = self._scout.finding, None
-            if finding is not None:
-                self._write_again(finding, tick)
+            if self._scout.finding is not None:
+                self._write_again(self._scout.finding, tick)
+            self._scout = None
 
     def reset(self) -> None:
         """Forget every tick; search for a window again where none was found or the one found does not fit."""
@@ -286,10 +290,10 @@ class RolloutField:
 
     def _write_again(self, window: Window, tick: int) -> None:
         """Write everything up to `tick` again, cut by `window`."""
-        old = self.rows
-        self.rows = self._cut(window)
+        cut = self._cut(window)
         for past in range(tick + 1):
-            self.rows.write(past, old.read(past))
+            cut.write(past, self.rows.read(past))
+        self.rows = cut
 
 
 class RolloutFields:
@@ -326,10 +330,9 @@ class RolloutFields:
         for field, rows in zip(self._fields, obs, strict=True):
             field.write(tick, rows)
             if self.sealer is not None and isinstance(field.rows, SlicedRows):
-                for full in field.rows.full_blocks():
-                    self.sealer.submit(full)
+                if field.rows.submit_full(self.sealer):
                     self.sealer.wait_for_room()
-                    self._take_sealed(self.sealer)
+                self._take_sealed(self.sealer)
 
     def gather(self, field: int, places: NDArray[np.int64], out: Array) -> None:
         """Copy one field's rows of `places` to `out`; a negative place gives zeros."""
@@ -404,7 +407,7 @@ class FinalObservations:
     def append(self, ids: NDArray[np.int64], rows: list[Array]) -> None:
         """Keep rows, leaf by leaf."""
         end = self._count + len(ids)
-        if end > len(self._ids):
+        if end > min(map(len, (self._ids, *self._rows))):
             room = max(2 * len(self._ids), end, _FIRST_ROWS)
             self._ids, *self._rows = (_longer(old, room, self._count) for old in (self._ids, *self._rows))
         self._ids[self._count : end] = ids
@@ -412,9 +415,9 @@ class FinalObservations:
             kept[self._count : end] = new
         self._count = end
 
-    def clear(self) -> None:
-        """Forget every row and keep the memory."""
-        self._count = 0
+    def drop_from(self, first_id: int) -> None:
+        """Forget the rows of ids from one on, and keep the memory."""
+        self._count = int(np.searchsorted(self.ids, first_id))
 
 
 def _longer(old: Array, room: int, used: int) -> Array:

@@ -49,7 +49,8 @@ class SealResult(NamedTuple):
     sealed: SealedSlices | None  # None: it stays as it is
 
 
-class _SealJob(NamedTuple):
+@dataclass(frozen=True, eq=False, slots=True)
+class _SealJob:
     frozen: FrozenBlock
     spill: bool  # move it to a file, instead of sealing it
 
@@ -67,20 +68,34 @@ class _ChosenCodec:
 class _Queue:
     """What the worker and the memory share.
 
-    An interrupt may hit the memory's thread anywhere: what is asked for and what came of it lie in queues that change
-    in one step, and bells are locks that somebody waits for and others release. Whoever waits looks again after a
-    while, so that a bell which was not rung costs time only.
+    An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: what is asked for
+    and what came of it lie in queues that change in one step, and bells are locks that one waits for and others
+    release. Whoever waits looks again after a while, so that a bell which was not rung costs time only.
     """
 
     def __init__(self) -> None:
-        self.lock = threading.Lock()  # of jobs and the current one
         self.jobs: deque[_SealJob] = deque()
-        self.current: _SealJob | None = None
+        self.current: _SealJob | None = None  # what the worker is at; it may still be the first of the jobs, too
         self.results: deque[SealResult] = deque()
         self.wakes_worker = _new_bell()
         self.waiting: deque[threading.Lock] = deque()  # a bell for everybody who waits for the worker
         self.stopped = False
         self.failure = ""
+
+    def under_way(self) -> list[_SealJob]:
+        """Return what waits or is being worked at, each once."""
+        jobs, current = list(self.jobs), self.current
+        return jobs if current is None or current in jobs else [current, *jobs]
+
+    def begin_next(self) -> _SealJob | None:
+        """Take the next job; it is never in between."""
+        while self.jobs:
+            with contextlib.suppress(IndexError, ValueError):  # it was withdrawn
+                self.current = self.jobs[0]
+                self.jobs.remove(self.current)
+                return self.current
+        self.current = None
+        return None
 
     def tell(self) -> None:
         """Wake everybody who waits for the worker."""
@@ -138,17 +153,16 @@ class Sealer:
 
     def withdraw(self, evicted: set[int]) -> None:
         """Forget the blocks with these identities, unless their turn has come."""
-        if not evicted:
-            return
-        with self._queue.lock:
-            self._queue.jobs = deque(job for job in self._queue.jobs if id(job.frozen.block) not in evicted)
+        for job in tuple(self._queue.jobs):
+            if id(job.frozen.block) in evicted:
+                with contextlib.suppress(ValueError):
+                    self._queue.jobs.remove(job)
         self._queue.tell()
 
     @property
     def waiting(self) -> set[int]:
         """Identities of the blocks whose turn has not come."""
-        with self._queue.lock:
-            return {id(job.frozen.block) for job in self._queue.jobs}
+        return {id(job.frozen.block) for job in tuple(self._queue.jobs)}
 
     def collect(self) -> Iterator[SealResult]:
         """Return what became of blocks; one is forgotten when the next is asked for, so that none is lost."""
@@ -160,7 +174,7 @@ class Sealer:
     @property
     def backlog(self) -> int:
         """Blocks that wait, are being worked at or about to be collected."""
-        return len(self._queue.jobs) + (self._queue.current is not None)
+        return len(self._queue.under_way())
 
     @property
     def failure(self) -> str:
@@ -191,12 +205,9 @@ class Sealer:
 
     def _enqueue(self, job: _SealJob) -> None:
         queue, block = self._queue, job.frozen.block
-        with queue.lock:
-            known = [*queue.jobs, *([] if queue.current is None else [queue.current])]
-            if all(other.frozen.block is not block for other in known) and all(
-                result.block is not block for result in tuple(queue.results)
-            ):
-                queue.jobs.append(job)
+        known = [other.frozen.block for other in queue.under_way()] + [result.block for result in tuple(queue.results)]
+        if all(other is not block for other in known):
+            queue.jobs.append(job)
         _ring(queue.wakes_worker)
         self._see_to_worker()
 
@@ -213,7 +224,7 @@ class Sealer:
         if self._queue.stopped or (self._thread is not None and self._thread.is_alive()):
             return
         if self._process != os.getpid():  # the parent's worker is not here, and holds its locks for ever
-            self._busy, self._queue.lock, self._queue.current = threading.Lock(), threading.Lock(), None
+            self._busy, self._queue.current = threading.Lock(), None
             self._process = os.getpid()
         self._thread = threading.Thread(
             target=_run_worker,
@@ -285,8 +296,7 @@ def _run_worker(queue: _Queue, work: _Work, wake: weakref.WeakMethod[Wake] | Non
     with busy:
         hurry = False
         while not queue.stopped:
-            with queue.lock:
-                job = queue.current = queue.jobs.popleft() if queue.jobs else None
+            job = queue.begin_next()
             queue.tell()
             if job is None:
                 hurry = False

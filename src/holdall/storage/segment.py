@@ -30,6 +30,7 @@ from holdall.storage.blocks import (
     reserve,
 )
 from holdall.storage.layout import Window, WindowSearches
+from holdall.storage.rings import CURSOR_BYTES
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,
@@ -66,7 +67,7 @@ class Segments:
         first_tick: Number of the first tick that will be written.
     """
 
-    cursor_bytes = 4
+    cursor_bytes = CURSOR_BYTES
 
     def __init__(
         self,
@@ -237,14 +238,17 @@ class Segments:
         first = self._open.first_tick
         return Segment(first, next_tick - first, [part.closed() for part in self._open.parts])
 
-    def can_admit(self, ticks: int) -> bool:
-        """Whether the open segment still reaches back to the first of `ticks` ticks."""
-        return not self._closed and ticks <= _REPLAYED_TICKS
+    def can_admit(self, first_tick: int, next_tick: int) -> bool:
+        """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""
+        reaches = not self._closed and (not self._leaves or self._open.first_tick <= first_tick)
+        return reaches and next_tick <= _REPLAYED_TICKS
 
-    def admit(self, leaf: Leaf, window: Window, ticks: list[tuple[Array, Array]]) -> None:
-        """Take a field on that was kept elsewhere so far, with the ticks of the open segment."""
+    def admit(self, leaf: Leaf, window: Window, first_tick: int, ticks: list[tuple[Array, Array]]) -> None:
+        """Take a field on that was kept elsewhere so far, with its ticks from `first_tick` on."""
+        if not self._leaves:
+            self._open = Segment(first_tick, 0, [])
         self._admit(leaf, window, len(ticks))
-        for tick, (obs, next_obs) in enumerate(ticks):
+        for tick, (obs, next_obs) in enumerate(ticks, first_tick):
             self._open.parts[-1].append(obs, next_obs, self.cursors[-1][tick % self._ring_ticks])
         self._rebuild_index()
 

@@ -11,6 +11,7 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
@@ -24,7 +25,7 @@ from holdall.report import FieldReport
 from holdall.schema import Array, Schema
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.layout import Window, WindowScout
-from holdall.storage.rings import Rings, Rows, field_name
+from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -42,14 +43,9 @@ from holdall.storage.snapshot import (
     rows_of,
 )
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
-from holdall.storage.tiers import Budget, SpillFolder, Tiers, warn_of_early_eviction
+from holdall.storage.tiers import Budget, SpillFolder, Tiers
 
-_TINY_BYTES = 256
-"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
-_SMALL_BYTES = 4096
-"""Fields up to this size lie in a flat ring, unless a window is found in their first steps."""
-_FEWEST_TICKS = 2
-"""What the smallest segment has to hold."""
+_LOG = logging.getLogger("holdall")
 
 
 class Store:
@@ -83,22 +79,19 @@ class Store:
         self._lanes = schema.num_envs
         self._capacity_ticks = capacity_ticks
         self._ring_ticks = capacity_ticks + 1
-        self._kernels, self._coder, self._lock, self._folder = kernels, kernels.coder, lock, folder
+        self._kernels, self._lock, self._folder = kernels, lock, folder
+        self._budget = budget
         leaves = schema.observation.leaves
-        rows = self._ring_ticks * self._lanes
-        most = [_SMALL_BYTES if budget.allows_ring(rows * leaf.nbytes) else _TINY_BYTES for leaf in leaves]
-        by_size = [i for i, leaf in enumerate(leaves) if leaf.nbytes > most[i]]
-        self._large = sorted(by_size if large is None else large)
+        self._large = budget.choose(field_layouts(schema, self._ring_ticks, large)).large
         small = [i for i in range(len(leaves)) if i not in self._large]
         searched = small if large is None else []
         self._rings = Rings(schema, self._ring_ticks, small, first_tick)
-        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > _TINY_BYTES}
+        self._rings.scouts = {i: WindowScout(leaves[i]) for i in searched if leaves[i].nbytes > TINY_BYTES}
         sliced = [leaves[i] for i in self._large]
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
         )
         self._writer = self._new_writer(first_tick, first_tick)
-        budget.require(self._fixed_bytes, _FEWEST_TICKS * 2 * self._lanes * sum(leaf.nbytes for leaf in sliced))
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
@@ -177,22 +170,19 @@ class Store:
 
     def _look_for_windows(self, tick: Tick) -> None:
         """Show a tick to the searches in rings, and move fields in which a window was found."""
-        may_move = self.large_segments.can_admit(self.next_tick)
-        self._change(
-            lambda: [
-                self._move_to_segments(i, window)
-                for i, window in self._rings.look_for_windows(tick, may_move=may_move).items()
-            ]
-        )
+        may_move = self.large_segments.can_admit(self.first_tick, self.next_tick)
+        self.repair.begin(self._restoring())
+        for i, window in self._rings.look_for_windows(tick, may_move=may_move).items():
+            self._move_to_segments(i, window)
+        self.repair.end()
 
     def _move_to_segments(self, i: int, window: Window) -> None:
         """Move a field in which a window was found."""
-        rings = self._rings
+        rings, first = self._rings, self.first_tick
         ring = rings.small.pop(i)
-        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(self.next_tick)]
-        self.large_segments.admit(
-            ring.leaf, window, [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
-        )
+        ids = [np.arange(tick * self._lanes, (tick + 1) * self._lanes) for tick in range(first, self.next_tick)]
+        ticks = [ring.read(some, rings.slots(some), rings.slots(some, 1)) for some in ids]
+        self.large_segments.admit(ring.leaf, window, first, ticks)
         self._large.append(i)
 
     def _change(self, action: Callable[[], object]) -> None:
@@ -260,7 +250,12 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            warn_of_early_eviction(fits, self._capacity_ticks * self._lanes)
+            _LOG.warning(
+                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+                "raise budget, name a spill_dir, or lower capacity",
+                fits,
+                self._capacity_ticks * self._lanes,
+            )
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -388,7 +383,7 @@ class Store:
             found = self.large_segments.segment_at(tick, self.next_tick)
             first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
             fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
-            parts = [travelling(found.parts[field], self._coder) for field in fields]
+            parts = [travelling(found.parts[field], self._kernels.coder) for field in fields]
         columns = self._rings.copy(first, end)
         for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
             columns[f"cursors.{i}"] = rows_of(cursors, first, end)
@@ -458,7 +453,8 @@ class Store:
         self._begun_at = content.first_tick
         self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
-        rings.small = {i: ring for i, ring in rings.small.items() if i not in self._large}
+        rings.keep(i for i in range(len(leaves)) if i not in self._large)
+        self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
         sliced = [leaves[i] for i in self._large]
         self.large_segments.thaw(self.next_tick, sliced, content.windows, content.segments, content.searches)
         self._settle(may_evict=True)

@@ -142,7 +142,7 @@ class FlatField(NamedTuple):
     @property
     def tick_bytes(self) -> int:
         """Bytes of a tick in one ring."""
-        return self.rows[0].nbytes
+        return int(self.rows[0].nbytes)
 
 
 class SlicedTick(NamedTuple):
@@ -150,8 +150,8 @@ class SlicedTick(NamedTuple):
 
     parts: list[OpenPart]
     cursors: list[Cursors]  # (ring ticks, lanes)
-    obs: Sequence[Array]
-    next_obs: Sequence[Array]
+    obs: list[Array]
+    next_obs: list[Array]
 
 
 NOT_CONTINUED, NO_ROOM = 0, -1
@@ -248,10 +248,11 @@ class FastTick:
             and reward.shape == terminated.shape == truncated.shape == self._lane_shape
         ):
             return None
+        rest: tuple[Any, ...] = (action, reward, terminated, truncated)
         try:
             if self._only is None:
                 rows = self._of_dict(obs, next_obs)
-                return None if rows is None else b"".join((*rows, action, reward, terminated, truncated))
+                return None if rows is None else b"".join((*rows, *rest))
             shape, dtype = self._only
             if not (
                 type(obs) is type(next_obs) is np.ndarray
@@ -259,9 +260,8 @@ class FastTick:
                 and obs.shape == next_obs.shape == shape
             ):
                 return None
-            if self._large:
-                return b"".join((action, reward, terminated, truncated))
-            return b"".join((obs, next_obs, action, reward, terminated, truncated))
+            observed: tuple[Any, ...] = () if self._large else (obs, next_obs)
+            return b"".join((*observed, *rest))
         except (BufferError, TypeError, ValueError):  # its elements do not lie one after another
             return None
 
@@ -278,11 +278,11 @@ class FastTick:
             return [obs], [next_obs]
         return [obs[key] for key, *_ in self._large], [next_obs[key] for key, *_ in self._large]
 
-    def _of_dict(self, obs: Any, next_obs: Any) -> list[Array] | None:
+    def _of_dict(self, obs: Any, next_obs: Any) -> list[Any] | None:
         """Return the observations in rings, each with the next one; None if one of any field is not as it must be."""
         if type(obs) is not dict or type(next_obs) is not dict or not len(obs) == len(next_obs) == self._fields:
             return None
-        rows = []
+        rows: list[Any] = []
         for key, shape, dtype in self._small:
             now, after = obs.get(key), next_obs.get(key)
             if not (

@@ -9,7 +9,6 @@ when all of it was written; what a write that failed left behind is never read.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import re
 import secrets
@@ -17,7 +16,7 @@ import shutil
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
@@ -27,6 +26,7 @@ from holdall.machine import memory_limits
 from holdall.storage.blocks import Coder, Extent, FrozenBlock, SealedSlices, SegmentFile, SliceBlock
 from holdall.storage.codec import COST_CAPS, Dictionary
 from holdall.storage.records import Buffer, pack_dictionary, pack_slices
+from holdall.storage.rings import FieldLayout
 from holdall.units import format_bytes, parse_bytes
 
 if sys.platform != "win32":
@@ -40,14 +40,12 @@ _SEGMENTS_OF_A_BUDGET = 32
 SEGMENTS_ON_THE_WAY = 6
 """One open, one waiting to be sealed, one being sealed, what it becomes, that being written out, and a spare arena."""
 _RINGS_OF_A_BUDGET = 8
-"""Fields that would take more than this share of a limit lie in segments, which can be compressed and spilled."""
+"""Fields that could lie in segments take at most this share of a limit in rings, which are never compressed."""
 _STAGING_SHARE = 8
 _MOST_STAGING = 256 * 2**20
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
-
-_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +83,17 @@ class Budget:
         """Most that may be kept for the next batches."""
         return NO_LIMIT if self.limit is None else min(self.limit // _STAGING_SHARE, _MOST_STAGING)
 
-    def allows_ring(self, nbytes: int) -> bool:
-        """Whether a field of so many bytes may stay raw in memory for the whole capacity."""
-        return self.limit is None or nbytes * _RINGS_OF_A_BUDGET <= self.limit
+    def choose(self, layouts: Sequence[FieldLayout]) -> FieldLayout:
+        """Return a layout that the limit allows, the first where possible; or say which limit would allow one."""
+        limit = self.limit
+        if limit is None:
+            return layouts[0]
+        fitting = [layout for layout in layouts if _least_limit(layout.fixed, layout.segment) <= limit]
+        if not fitting:
+            least = min(layouts, key=lambda layout: _least_limit(layout.fixed, layout.segment))
+            self.require(least.fixed, least.segment)
+        modest = (layout for layout in fitting if layout.optional * _RINGS_OF_A_BUDGET <= limit)
+        return next(modest, fitting[-1])
 
     def require(self, fixed: int, segment: int) -> None:
         """Refuse a limit that is too small for what is needed whatever comes.
@@ -96,7 +102,7 @@ class Budget:
             fixed: Rings and tables of the full capacity.
             segment: The smallest useful segment.
         """
-        least = max(_SEGMENTS_OF_A_BUDGET * segment, 2 * fixed)
+        least = _least_limit(fixed, segment)
         if self.limit is not None and self.limit < least:
             raise ArgumentError(
                 f"budget ({format_bytes(self.limit)}) is too small: the small fields and the index of a memory of this "
@@ -118,19 +124,13 @@ class Budget:
         return max(self.limit - aside, 0)
 
 
+def _least_limit(fixed: int, segment: int) -> int:
+    return max(_SEGMENTS_OF_A_BUDGET * segment, 2 * fixed)
+
+
 def available_bytes() -> int:
     """Return the memory that is free for this process: the machine's, or a control group's if that is less."""
     return memory_limits()[0].free_bytes
-
-
-def warn_of_early_eviction(fits: int, capacity: int) -> None:
-    """Log that a limit does not hold all that it should."""
-    _LOG.warning(
-        "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-        "raise budget, name a spill_dir, or lower capacity",
-        fits,
-        capacity,
-    )
 
 
 _WORTH_TRYING_BYTES = 128 * 2**20

@@ -171,9 +171,9 @@ class SamplerContract:
         draw = sampler.draw(held, self.batch_size, generator)
         learn = getattr(sampler, "update_priorities", None)
         if learn is not None:
-            ids = draw.ids if draw.ids.ndim == 1 else draw.ids[:, -1]
+            ids = draw.ids[:4]
             with suppress(ArgumentError):  # a sampler may have priorities only with some settings
-                learn(held, ids[:4], 1.0 + ids[:4] % 5)
+                learn(held, ids, 1.0 + ids.reshape(len(ids), -1)[:, -1] % 5)
         return draw
 
 

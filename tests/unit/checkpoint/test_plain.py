@@ -48,6 +48,13 @@ def test_arrays_come_back_bit_for_bit(dtype: str) -> None:
     assert (found.dtype, found.shape, found.tobytes()) == (array.dtype, array.shape, array.tobytes())
 
 
+@pytest.mark.parametrize("dtype", [">i2", ">u4", ">i8", ">f4", ">f8"])
+def test_numbers_in_any_byte_order_come_back(dtype: str) -> None:
+    """A user's sampler may return them as its state."""
+    array = np.arange(24).reshape(2, 3, 4).astype(dtype)
+    np.testing.assert_array_equal(there_and_back({"a": array})["a"], array)
+
+
 @pytest.mark.parametrize("value", [object(), {1: 2}, {"$int": 3}, np.array(["a"]), np.array([object()]), 1j, {1, 2}])
 def test_what_is_neither_number_nor_text_is_refused(value: Any) -> None:
     """Nothing is ever pickled."""

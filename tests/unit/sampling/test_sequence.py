@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from holdall import ArgumentError, NStep, Prioritized, Sequence
+from holdall import ArgumentError, NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.oracle import ends, is_held
 
@@ -65,6 +67,58 @@ def test_priorities_are_one_a_sequence() -> None:
     assert (batch.ids[:, 2] % 3 == 0).mean() > 0.95
     assert batch.weights.shape == (100,)
     assert_same_bits(batch.obs, sequence_batch(oracle, batch.ids[:, 2], 4, 2).obs)
+
+
+def drawn_starts(memory: ReplayMemory) -> list[int]:
+    """List the steps that sequences begin with; so many draws miss none."""
+    return sorted(set(memory.draw(20_000).ids[:, 2].tolist()))
+
+
+@pytest.mark.parametrize("by", [None, Prioritized], ids=["uniform", "prioritized"])
+@pytest.mark.parametrize("valid_share", [1.0, 0.8])
+def test_starts_follow_eviction_and_flags_that_are_set_again(by: Any, valid_share: float, tmp_path: Path) -> None:
+    """Whoever draws agrees with the oracle about the starts, at any time, and in copies of the memory."""
+    memory, oracle = fed(Sequence(4, 2, 7, by=by and by(1.0)), 2, 40, 60, valid_share, ends=0.2)
+    generator = np.random.default_rng(1)
+    for turn in range(12):
+        assert drawn_starts(memory) == starts(oracle, 7)
+        ids = np.unique(generator.choice(oracle.ids[oracle.are_valid(oracle.ids)], 9))
+        ended, cut = generator.random((2, ids.size)) < 0.4
+        for each in (memory, oracle):
+            each.set_flags(ids, ended, cut)
+        if turn % 4 == 1:
+            memory = pickle.loads(pickle.dumps(memory))
+        elif turn % 4 == 2:
+            memory.save(tmp_path / str(turn)).result()
+            memory.close()
+            memory = ReplayMemory.load(tmp_path / str(turn), sampler=Sequence(4, 2, 7, by=by and by(1.0)))
+        elif turn % 4 == 3:
+            newest = oracle.gather(oracle.ids[-2:])
+            step: dict[str, Any] = {
+                name: getattr(newest, name) for name in ("obs", "action", "reward", "next_obs", "extras")
+            }
+            step |= {"terminated": generator.random(2) < 0.5, "truncated": np.zeros(2, np.bool_)}
+            for each in (memory, oracle):
+                each.add(**step)
+    assert drawn_starts(memory) == starts(oracle, 7)
+
+
+def test_priorities_of_steps_that_are_no_starts_are_refused() -> None:
+    """The message names one, and no priority changes; a start that was lost since the draw is passed over."""
+    memory, oracle = fed(Sequence(4, 2, 7, by=Prioritized(1.0)), 2, 40, 60, ends=0.2)
+    allowed = starts(oracle, 7)
+    wrong = next(i for i in oracle.ids[2:].tolist() if i not in allowed)
+    with pytest.raises(TransitionIdError, match=rf"^ids holds {wrong}, with which no sequence begins.*stride \(7\)"):
+        memory.update_priorities([allowed[0], wrong], [1e6, 1e6])
+    assert drawn_starts(memory) == allowed
+    batch = memory.sample(60)
+    before = np.unique(batch.ids[:, 2]) - 2
+    before = before[before >= oracle.first_id]
+    for each in (memory, oracle):
+        each.set_flags(before, np.zeros(len(before), np.bool_), np.zeros(len(before), np.bool_))
+    assert starts(oracle, 7) != allowed
+    memory.update_priorities(batch.ids, np.ones(60))
+    assert drawn_starts(memory) == starts(oracle, 7)
 
 
 def test_stride_with_nothing_to_begin_with_is_an_error() -> None:

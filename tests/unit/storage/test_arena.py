@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -58,6 +59,34 @@ def test_an_arena_given_up_twice_has_one_owner() -> None:
     del arena
     taken = [pool.take(SIZE) for _ in range(4)]
     assert len({address(each) for each in taken}) == 4
+
+
+@pytest.mark.parametrize("borrowed", [0, 1, 2])
+def test_no_count_of_references_decides(borrowed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A Python that counts fewer of them, as 3.14 does for arguments, hands out no arena that is still read."""
+    count = sys.getrefcount
+    monkeypatch.setattr(sys, "getrefcount", lambda thing: count(thing) - borrowed)
+    pool = ArenaPool()
+    arena = pool.take(SIZE)
+    seen, start = arena[3:9], address(arena)
+    pool.give_up(arena)
+    del arena
+    assert address(pool.take(SIZE)) != start
+    del seen
+    assert address(pool.take(SIZE)) == start
+
+
+def test_who_looks_at_spare_arenas_keeps_them_from_being_used() -> None:
+    """A watch may ask for them at any time."""
+    pool = ArenaPool()
+    pool.give_up(reserve(SIZE))
+    (spare,) = pool.spare
+    start = address(spare)
+    assert address(pool.take(SIZE)) != start
+    assert [address(each) for each in pool.spare] == [start]
+    del spare
+    assert address(pool.take(SIZE)) == start
+    assert pool.spare == []
 
 
 def test_an_arena_fits_exactly() -> None:

@@ -1,0 +1,394 @@
+"""An exception at any line, or any instruction, of a public method leaves the memory as before the call or after it.
+
+Ctrl-C in a notebook, and any exception from a signal handler, come between two instructions. A trace function raises at
+every line of holdall's code in turn, in the calling thread, as signals do. Afterwards the program goes on as a training
+loop would, with what the interrupted call was given, and everything is compared with the oracle.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import holdall
+from holdall.storage import segment
+from holdall.testing import OracleMemory, assert_same_bits
+
+PACKAGE = str(Path(holdall.__file__).parent) + os.sep
+ACTION = spaces.Box(-1, 1, (2,), np.float32)
+SMALL = spaces.Box(-9, 9, (3,), np.float32)
+IMAGE = spaces.Box(0, 255, (8, 24, 24), np.uint8)
+STACK = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+MIXED = spaces.Dict({"camera": IMAGE, "goal": SMALL, "state": spaces.Box(-9, 9, (100,), np.float32)})
+SAMPLERS: dict[str, Callable[[], Any]] = {
+    "Uniform": holdall.Uniform,
+    "Prioritized": holdall.Prioritized,
+    "NStep": lambda: holdall.NStep(3, 0.9),
+    "Sequence": lambda: holdall.Sequence(3),
+}
+POINTS = [pytest.param(None, id="all", marks=pytest.mark.nightly), pytest.param(3, id="some")]
+"""At how many lines a call is interrupted: all, or some that are spread over it."""
+
+
+class Interrupt(KeyboardInterrupt):
+    """Stands for the signal."""
+
+
+def interrupted(call: Callable[[], Any], at: int = 0, *, opcodes: bool = False) -> int:
+    """Make a call, and raise at its `at`-th line of holdall's code; return how many lines there were until then."""
+    left = at
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = opcodes, not opcodes
+        if event == ("opcode" if opcodes else "line"):
+            left -= 1
+            if left == 0:
+                raise Interrupt(f"{frame.f_code.co_filename}:{frame.f_lineno}")
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except Interrupt:
+        pass
+    finally:
+        sys.settrace(before)
+    return at - left
+
+
+def frames(t: int, count: int, lanes: int, size: int) -> Any:
+    """Return stacks of `count` pictures that shift by one a step."""
+    pictures = [np.random.default_rng(t + i).integers(0, 200, (lanes, size, size), np.uint8) for i in range(count)]
+    return np.stack(pictures, axis=1)
+
+
+def observation(space: Any, t: int, lanes: int) -> Any:
+    """Return what all lanes show at a step."""
+    if isinstance(space, spaces.Dict):
+        return {key: observation(each, t, lanes) for key, each in space.spaces.items()}
+    if space.dtype == np.uint8 and space.shape[0] == 4:
+        return frames(t, 4, lanes, space.shape[1])
+    if space.dtype == np.uint8:
+        return np.random.default_rng(t).integers(0, 200, (lanes, *space.shape), np.uint8)
+    values = np.arange(lanes)[:, None] * 1000 + t + np.zeros((lanes, *space.shape))
+    return values.astype(space.dtype)
+
+
+@dataclass
+class Scene:
+    """A memory that was filled up to some point, its oracle, and the stream that goes on."""
+
+    space: Any
+    lanes: int = 1
+    capacity: int = 40
+    ticks: int = 12
+    episode: int = 7  # steps
+    settings: dict[str, Any] = field(default_factory=dict)
+    with_valid: bool = False
+    t: int = 0
+
+    def __post_init__(self) -> None:
+        make = dict(self.settings)
+        self.folder = make.pop("folder", None)
+        sampler = make.pop("make_sampler", holdall.Uniform)()
+        self.memory = holdall.ReplayMemory(
+            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler, **make
+        )
+        self.oracle = OracleMemory(self.capacity * self.lanes, self.lanes)
+        for _ in range(self.ticks):
+            self.add()
+
+    def step(self, t: int) -> dict[str, Any]:
+        """Return a step; after an episode's end the next observation is another one."""
+        ends = t % self.episode == self.episode - 1
+        made: dict[str, Any] = {
+            "obs": observation(self.space, t, self.lanes),
+            "action": np.full((self.lanes, 2), t, np.float32),
+            "reward": np.full(self.lanes, t, np.float32),
+            "next_obs": observation(self.space, t + (500 if ends else 1), self.lanes),
+            "terminated": np.full(self.lanes, ends),
+            "truncated": np.zeros(self.lanes, np.bool_),
+        }
+        if self.with_valid:
+            made["valid"] = np.arange(self.lanes) + t % 5 != 4
+        return made
+
+    def add(self) -> None:
+        step = self.step(self.t)
+        self.t += 1
+        self.memory.add(**step)
+        self.oracle.add(**step)
+
+    def go_on(self, steps: int = 3) -> None:
+        """Add what a loop would add next, and compare."""
+        for _ in range(steps):
+            self.add()
+        self.check(self.memory)
+
+    def check(self, memory: Any) -> None:
+        oracle = self.oracle
+        assert (memory.next_id, memory.first_id) == (oracle.next_id, max(oracle.first_id, memory.first_id))
+        while oracle.first_id < memory.first_id:  # a budget without a disk
+            oracle._ticks.popleft()
+        assert len(memory) == len(oracle)
+        ids = oracle.ids
+        assert_same_bits(memory.gather(ids), oracle.gather(ids))
+        assert len(memory.sample(min(8, len(memory))).ids)
+
+    def check_saved(self, folder: Path) -> None:
+        """Save and load, and compare."""
+        self.memory.save(folder).result(60)
+        with holdall.ReplayMemory.load(folder, sampler=type(self.memory.sampler)()) as loaded:
+            self.check(loaded)
+
+
+def scenes(tmp_path: Path) -> dict[str, Callable[[], Scene]]:
+    """Return memories in all states: what the next `add` has to do in them differs."""
+    spill = {"budget": None, "spill_dir": tmp_path / "spill"}
+    return {
+        "first tick": lambda: Scene(SMALL, ticks=0),
+        "rings": lambda: Scene(SMALL, ticks=9),
+        "rings, episode ends": lambda: Scene(SMALL, ticks=7),
+        "rings, full": lambda: Scene(SMALL, ticks=52, lanes=4),
+        "rings, valid": lambda: Scene(SMALL, ticks=50, lanes=2, with_valid=True),
+        "rings, paired": lambda: Scene(SMALL, ticks=60, episode=1),
+        "window found in a ring": lambda: Scene(spaces.Box(0, 255, (4, 12, 12), np.uint8), ticks=7, episode=100),
+        "window found in a segment": lambda: Scene(STACK, ticks=7, episode=100, settings={"budget": None}),
+        "segment": lambda: Scene(IMAGE, ticks=5, settings={"budget": None}),
+        "segment closes": lambda: Scene(IMAGE, ticks=16, settings={"budget": None}),
+        "segment leaves": lambda: Scene(STACK, ticks=55, settings={"budget": None}),
+        "Dict, segment closes": lambda: Scene(MIXED, ticks=16, lanes=2, settings={"budget": None}),
+        "Dict, spills": lambda: Scene(MIXED, ticks=48, lanes=2, capacity=64, settings=spill),
+        "limited": lambda: Scene(IMAGE, ticks=150, capacity=400, settings={"budget": 2_500_000}),
+    }
+
+
+NAMES = tuple(scenes(Path()))
+
+
+@pytest.fixture(autouse=True)
+def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 150_000)
+
+
+def points_in(lines: int, points: int | None) -> list[int]:
+    """Number the lines at which to raise: all, or some."""
+    if points is None:
+        return list(range(1, lines + 1))
+    return sorted(random.Random(lines).sample(range(1, lines + 1), min(points, lines)))
+
+
+def sweep(
+    make: Callable[[], Scene], call: Callable[[Scene], Any], points: int | None, judge: Callable[[Scene], None],
+    *, opcodes: bool = False,
+) -> None:  # fmt: skip
+    """Interrupt a call at one line after another, each time in a new scene."""
+    scene = make()
+    lines = interrupted(lambda: call(scene), opcodes=opcodes)
+    scene.memory.close()
+    for at in points_in(lines, points):
+        scene = make()
+        try:
+            interrupted(lambda: call(scene), at, opcodes=opcodes)  # noqa: B023  at once
+            judge(scene)
+        except BaseException as error:
+            error.add_note(f"interrupted at line {at} of {lines}")
+            raise
+        finally:
+            scene.memory.close()
+
+
+def settle_add(scene: Scene) -> None:
+    """Go on after an interrupted `add` of step `scene.t`, as the environment did."""
+    step = scene.step(scene.t)
+    scene.t += 1
+    if scene.memory.next_id > scene.oracle.next_id:
+        scene.oracle.add(**step)
+    scene.go_on()
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+@pytest.mark.parametrize("name", NAMES)
+def test_an_interrupted_add_is_made_or_is_not(
+    name: str, kernels: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    make = scenes(tmp_path)[name]
+    sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), points, settle_add)
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
+def test_an_interrupted_extend_leaves_its_first_steps_whole(name: str, points: int | None, tmp_path: Path) -> None:
+    def extend(scene: Scene) -> None:
+        steps = [scene.step(scene.t + k) for k in range(3)]
+        scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+
+    def settle(scene: Scene) -> None:
+        for _ in range(3):
+            step = scene.step(scene.t)
+            scene.t += 1
+            if scene.memory.next_id > scene.oracle.next_id:
+                scene.oracle.add(**step)
+        assert scene.memory.next_id == scene.oracle.next_id
+        scene.go_on()
+
+    sweep(scenes(tmp_path)[name], extend, points, settle)
+
+
+def stacked(values: list[Any]) -> Any:
+    if isinstance(values[0], dict):
+        return {key: stacked([value[key] for value in values]) for key in values[0]}
+    return np.stack(values)
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("sampler", SAMPLERS.values(), ids=SAMPLERS)
+@pytest.mark.parametrize("with_valid", [False, True])
+def test_an_interrupted_sample_leaves_the_draws_to_come(sampler: Any, with_valid: bool, points: int | None) -> None:
+    """The generator is where it was before the call, or where it is after it."""
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=30, with_valid=with_valid, settings={"make_sampler": sampler})
+        scene.memory.sample(4)
+        return scene
+
+    twin = make()
+    states = [generator_of(twin)]
+    twin.memory.sample(4)
+    states.append(generator_of(twin))
+    twin.memory.close()
+
+    def judge(scene: Scene) -> None:
+        assert generator_of(scene) in states
+        scene.go_on()
+
+    sweep(make, lambda scene: scene.memory.sample(4), points, judge)
+
+
+def generator_of(scene: Scene) -> Any:
+    len(scene.memory)  # a call does what an interrupted one left to do
+    return scene.memory._generator.bit_generator.state
+
+
+@pytest.mark.parametrize("points", POINTS)
+def test_interrupted_priorities_are_set_or_are_not(points: int | None) -> None:
+    """All of them, and the highest, which new transitions get."""
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=30, settings={"make_sampler": holdall.Prioritized})
+        scene.memory.update_priorities(np.arange(4), np.full(4, 2.0))
+        return scene
+
+    ids, values = np.arange(10, 20), np.arange(10.0)
+    kept = []
+    for updates in (0, 1):
+        twin = make()
+        for _ in range(updates):
+            twin.memory.update_priorities(ids, values)
+        twin.go_on()
+        kept.append(priorities_of(twin))
+        twin.memory.close()
+
+    def judge(scene: Scene) -> None:
+        scene.go_on()
+        assert priorities_of(scene) in kept
+
+    sweep(make, lambda scene: scene.memory.update_priorities(ids, values), points, judge)
+
+
+def priorities_of(scene: Scene) -> tuple[bytes, float, float]:
+    scene.memory.sample(2)
+    state = scene.memory.sampler.state()
+    return state["scaled"].tobytes(), state["highest"], scene.memory.sampler._tree.total
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
+def test_other_interrupted_calls_leave_the_memory_as_it_was(name: str, points: int | None, tmp_path: Path) -> None:
+    make = scenes(tmp_path)[name]
+    calls: dict[str, Callable[[Scene], Any]] = {
+        "gather": lambda scene: scene.memory.gather(scene.oracle.ids),
+        "relieve": lambda scene: scene.memory.relieve(1 << 20),
+        "report": lambda scene: scene.memory.report(),
+        "loader": lambda scene: next(scene.memory.loader(4, prefetch=2)),
+    }
+    for call in calls.values():
+        sweep(make, call, points, lambda scene: scene.go_on())
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+def test_interrupted_flags_are_set_or_are_not(
+    kernels: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+
+    def set_flags(memory: Any, scene: Scene) -> None:
+        ids = scene.oracle.ids[::3]
+        memory.set_flags(ids, np.ones(len(ids), np.bool_), np.ones(len(ids), np.bool_))
+
+    def settle(scene: Scene) -> None:
+        len(scene.memory)
+        if scene.memory.gather(scene.oracle.ids[:1]).truncated[0]:
+            set_flags(scene.oracle, scene)
+        scene.go_on()
+
+    sweep(scenes(tmp_path)["Dict, segment closes"], lambda scene: set_flags(scene.memory, scene), points, settle)
+
+
+@pytest.mark.parametrize("points", POINTS)
+def test_an_interrupted_save_leaves_the_memory_and_its_checkpoints(points: int | None, tmp_path: Path) -> None:
+    numbers = itertools.count()
+
+    def make() -> Scene:
+        scene = scenes(tmp_path / "spill")["Dict, segment closes"]()
+        scene.folder = tmp_path / f"run{next(numbers)}"
+        scene.memory.save(scene.folder).result(60)
+        return scene
+
+    def settle(scene: Scene) -> None:
+        scene.go_on()
+        scene.check_saved(scene.folder)
+
+    sweep(make, lambda scene: scene.memory.save(scene.folder), points, settle)
+
+
+@pytest.mark.parametrize("points", POINTS)
+def test_an_interrupted_load_can_be_made_again(points: int | None, tmp_path: Path) -> None:
+    source = scenes(tmp_path / "spill")["Dict, segment closes"]()
+    source.memory.save(tmp_path / "run").result(60)
+    lines = interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close())
+    for at in points_in(lines, points)[:: 1 if points else 8]:
+        interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close(), at)  # noqa: B023  at once
+        with holdall.ReplayMemory.load(tmp_path / "run") as loaded:
+            source.check(loaded)
+    source.memory.close()
+
+
+@pytest.mark.parametrize("points", POINTS)
+def test_an_interrupted_close_can_be_made_again(points: int | None, tmp_path: Path) -> None:
+    def settle(scene: Scene) -> None:
+        scene.memory.close()
+        with pytest.raises(holdall.ClosedError):
+            len(scene.memory)
+
+    sweep(scenes(tmp_path)["Dict, spills"], lambda scene: scene.memory.close(), points, settle)
