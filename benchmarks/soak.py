@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -36,6 +37,8 @@ LANES = 4
 FINAL = 1 << 40
 """Added to the number of an observation that ends an episode: no later step shows it."""
 FRAME_BYTES = 360
+HANG_S = 900
+"""A round takes a minute or two; one that takes longer hangs, and the stacks of its threads are printed."""
 _FRAMES = (np.random.default_rng(0).integers(0, 3, (1021, FRAME_BYTES)).cumsum(axis=1) & 31).astype(np.uint8)
 _FACTORS = np.random.default_rng(1).integers(1, 2**63, 8, np.uint64) | np.uint64(1)
 _ACTIONS = spaces.Discrete(2**62)
@@ -210,6 +213,7 @@ class Round:
 
     def run(self) -> None:
         """Fill the memory, use it from all sides until enough rows were compared, then fork and kill."""
+        faulthandler.dump_traceback_later(HANG_S, exit=True)
         with self.memory:
             fill = self.tier.capacity // LANES * float(np.random.default_rng(self.seed).choice([0.05, 0.4, 1.1]))
             while self.memory.next_id < fill * LANES:
