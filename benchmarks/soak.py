@@ -218,9 +218,10 @@ class Round:
             fill = self.tier.capacity // LANES * float(np.random.default_rng(self.seed).choice([0.05, 0.4, 1.1]))
             while self.memory.next_id < fill * LANES:
                 self.extend(500)
-            works = [self.read, self.read, self.flag, self.save]
+            works = [(self.read, 0.0), (self.read, 0.0), (self.flag, 0.01), (self.save, 0.3)]
             threads = [
-                threading.Thread(target=self._repeat, args=(work, n), daemon=True) for n, work in enumerate(works)
+                threading.Thread(target=self._repeat, args=(work, pause_s, number), daemon=True)
+                for number, (work, pause_s) in enumerate(works)
             ]
             for thread in threads:
                 thread.start()
@@ -247,11 +248,12 @@ class Round:
         with self.tally.lock:
             self.tally.problems.append(f"{self.name}: {what}")
 
-    def _repeat(self, work: Callable[[np.random.Generator], None], number: int) -> None:
+    def _repeat(self, work: Callable[[np.random.Generator], None], pause_s: float, number: int) -> None:
         generator = np.random.default_rng([self.seed, number])
         try:
             while not self.stop.is_set():
                 work(generator)
+                self.stop.wait(pause_s)  # not in `work`: an interrupt in it would leave the event's own lock behind
         except ClosedError:
             pass
         except BaseException as error:
@@ -313,7 +315,6 @@ class Round:
         with contextlib.suppress(TransitionIdError):
             self.memory.set_flags(ids, ~ends(ids), ids % 5 != 0)
             self.tally.count("flags set", len(ids))
-        self.stop.wait(0.01)
 
     def save(self, generator: np.random.Generator) -> None:
         """Save, and load what was saved."""
@@ -326,7 +327,6 @@ class Round:
             if memory.next_id < added:  # two threads save: it may be more
                 self.problem(f"{added} transitions were saved, and {memory.next_id} are loaded")
             self.tally.compare(self.name, self.tier.look, memory.gather(self._some(memory, generator)))
-        self.stop.wait(0.3)
 
     def _some(self, memory: ReplayMemory, generator: np.random.Generator) -> Ids:
         return generator.integers(memory.first_id, memory.next_id, 2 * self.tier.batch)

@@ -43,8 +43,8 @@ from .templates import KINDS, Content, Template, content_of, make, rows_of
 
 HANG_S = int(os.environ.get("HOLDALL_FUZZ_HANG_S", "60"))
 COMMANDS = get_group(checkpoint)
-MOST_BYTES = 2**30
-"""By which a case may let the process grow: the checkpoints themselves have 100 kB."""
+MOST_BYTES = 5 * 2**29
+"""By which a case may let the process grow: what one record may claim, and a little."""
 MOST_ADDRESSES = 2**35
 """Memory that is reserved and never touched costs nothing; but there is an end to that, too."""
 OWN_NAMES = re.compile(

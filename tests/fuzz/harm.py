@@ -300,7 +300,7 @@ def forge_record(run: Path, _outside: Path, generator: Random) -> str:
         file = path.parents[1] / "segments" / words["files"][index][0]
         raw = file.read_bytes()[start : start + nbytes] if file.is_file() else b""
         changed = _bomb(generator) if generator.random() < 0.03 else rewritten(raw, generator)
-    except (OSError, ValueError, LookupError, TypeError, struct.error):
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
         return "nothing"
     name = "f" * 16 + f"-{generator.getrandbits(60):016x}.seg"
     (path.parents[1] / "segments" / name).write_bytes(changed)

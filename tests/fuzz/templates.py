@@ -44,7 +44,10 @@ def add_images(memory: ReplayMemory, tick: int) -> None:
     """Add the transition of a tick."""
     ended = np.array([tick % 17 == 16, tick % 23 == 22])
     action, reward = np.array([tick % 5, 1]), np.array([tick, -tick], np.float32)
-    memory.add(observation(tick), action, reward, observation(tick + 1), ended, np.zeros(LANES, np.bool_))
+    after, final = observation(tick + 1), observation(tick + 1000)
+    for key, rows in after.items():
+        rows[ended] = final[key][ended]
+    memory.add(observation(tick), action, reward, after, ended, np.zeros(LANES, np.bool_))
 
 
 def add_numbers(memory: ReplayMemory, tick: int) -> None:
@@ -138,6 +141,10 @@ def make(name: str, folder: Path) -> None:
                 memory.drain()
                 memory.save(run, attach={"agent.pth": b"weights %d" % number}).result()
                 holds[number] = _loaded(run, folder / str(number), kind)
+                for field, rows in rows_of(memory, np.arange(memory.first_id, memory.next_id)).items():
+                    assert holds[number][field] == rows.tobytes(), (
+                        f"checkpoint {number} holds other {field} than was added"
+                    )
     needs = {number: _needs(run, number) for number in holds}
     (folder / "template.pickle").write_bytes(pickle.dumps(Template(name, run, needs, holds)))
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+import holdall
 
 from .seeds import rotating_seed
 
@@ -19,10 +22,10 @@ CASES_OF_A_CHILD = 500
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")
 
 
-def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+def run(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "tests.fuzz.checkpoint_cases", *map(str, arguments)]
     in_memory = {"TMPDIR": "/dev/shm"} if os.access("/dev/shm", os.W_OK) else {}
-    environment = os.environ | {"HOLDALL_THREADS": "2"} | in_memory
+    environment = os.environ | {"HOLDALL_THREADS": "2"} | in_memory | variables
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=3600
     )  # fmt: skip
@@ -50,3 +53,38 @@ def test_a_harmed_directory_gives_what_was_acknowledged_or_an_error(templates: P
         if done.returncode != 0 and not broken:
             broken.append((done.stdout + done.stderr)[-3000:])
     assert not broken, "\n".join(broken[:5])
+
+
+OLD_MISTAKES = {
+    "a checkpoint that is not whole counts among those to keep": (
+        "checkpoint/manifest.py",
+        "whole += _is_whole(found, reader, sizes)",
+        "whole += 1",
+        "is as it was written, and is not loaded",
+    ),
+    "slices below those of the last save are taken for written": (
+        "storage/snapshot.py",
+        "return cls(part, slice_bytes, slices, part.shortest * part.lanes)",
+        "return cls(part, slice_bytes, slices, count)",
+        "holds other obs.history than was added",
+    ),
+}
+"""What was wrong once: a file of holdall's, what stands there now, what stood there, and what the fuzz says of it."""
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mistake", OLD_MISTAKES)
+def test_the_fuzz_finds_what_was_wrong_once(tmp_path: Path, mistake: str) -> None:
+    """Put back into a copy, each of them breaks the rule."""
+    file, now, then, message = OLD_MISTAKES[mistake]
+    package = tmp_path / "src" / "holdall"
+    shutil.copytree(Path(holdall.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / file).read_text(encoding="utf-8")
+    assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
+    (package / file).write_text(text.replace(now, then), encoding="utf-8")
+    made = run("make", tmp_path / "templates", PYTHONPATH=str(package.parent))
+    said = made.stderr
+    if made.returncode == 0:
+        said = run("run", tmp_path / "templates", 0, CASES_OF_A_CHILD, PYTHONPATH=str(package.parent)).stdout
+    assert message in said, said[-3000:]
