@@ -21,7 +21,7 @@ LANES = 2
 IMAGES = spaces.Dict(
     {
         "image": spaces.Box(0, 255, (2, 12, 36), np.uint8),
-        "history": spaces.Box(-np.inf, np.inf, (70, 2), np.float32),
+        "history": spaces.Box(-np.inf, np.inf, (140, 8), np.float32),
         "state": spaces.Box(-np.inf, np.inf, (3,), np.float32),
     }
 )
@@ -32,11 +32,11 @@ Content = dict[str, Any]
 
 
 def observation(tick: int) -> dict[str, Any]:
-    """Return both lanes' observation at a tick: two frames, a window of 70 days, and numbers."""
+    """Return both lanes' observation at a tick: two frames, a window of 140 days, and numbers."""
     frames = [[_NOISE[(tick - back + 31 * lane) % 61] for back in (1, 0)] for lane in range(LANES)]
-    days = np.arange(tick, tick + 70).reshape(1, -1, 1) + 1000 * np.arange(LANES).reshape(-1, 1, 1)
+    days = np.arange(tick, tick + 140).reshape(1, -1, 1) + 1000 * np.arange(LANES).reshape(-1, 1, 1)
     state = np.array([[tick + 0.5 * lane] * 3 for lane in range(LANES)], np.float32)
-    history = np.concatenate([days * 37 % 101 / 8, days * days % 89 / 16], axis=2).astype(np.float32)
+    history = (days * np.arange(37, 45) % 101 / 8).astype(np.float32)
     return {"image": np.array(frames, np.uint8), "history": history, "state": state}
 
 
@@ -59,7 +59,7 @@ def add_numbers(memory: ReplayMemory, tick: int) -> None:
 
 def new_images(folder: Path) -> ReplayMemory:
     """Make a memory of large fields, which spills."""
-    return ReplayMemory(IMAGES, spaces.Discrete(5), 120, LANES, budget=None, spill_dir=folder / "spill", seed=1)
+    return ReplayMemory(IMAGES, spaces.Discrete(5), 1600, LANES, budget=None, spill_dir=folder / "spill", seed=1)
 
 
 def new_numbers(_folder: Path) -> ReplayMemory:
