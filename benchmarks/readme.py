@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from holdall.tools.bench import cases_of, markdown
+from holdall.tools.bench.compare_buffers import cases_of, markdown
 
 README = Path(__file__).parents[1] / "README.md"
 RESULTS = Path(__file__).parent / "results"

@@ -24,8 +24,7 @@ from process import commit, machine, versions
 
 from holdall.machine import held_bytes
 from holdall.tools.watch.agent_files import read_agent_report, trim_process
-from holdall.tools.watch.one_pass import latest_reading
-from holdall.tools.watch.process_watcher import ProcessWatcher
+from holdall.tools.watch.process_watcher import ProcessWatcher, latest_reading
 from holdall.units import format_bytes
 
 HERE = Path(__file__).parent

@@ -8,11 +8,10 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from holdall.tools.lint.engine import check_text
-from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.output import as_text, explain
+from holdall.tools.lint.engine import as_text, check_text, explain
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.run import Machine
 
 PAGE = Path(__file__).with_name("lint.md")
 ROOT = PAGE.parents[1]

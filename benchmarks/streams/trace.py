@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdall.tools.bench import Trace
+from holdall.tools.bench.trace import Trace
 from streams import Step, Stream
 
 

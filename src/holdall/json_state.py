@@ -54,16 +54,29 @@ def malformed_refused(what: str) -> Iterator[None]:
         raise DamageError(f"{what} makes no sense ({type(error).__name__}: {error}); nothing of it is used") from error
 
 
-_LIST_BYTES, _DICT_BYTES, _VALUE_BYTES = 64, 240, 40
+_LIST_BYTES, _DICT_BYTES, _VALUE_BYTES = 64, 240, 48
 _FREE_BYTES, _BYTES_PER_CHARACTER = 2**26, 8
 
 
-def parsed(text: bytes) -> Any:
-    """Parse JSON, unless that takes far more memory than text of holdall's does: an empty list is three bytes or 64."""
+def _is_modest(text: bytes) -> bool:
+    """Whether parsed JSON takes about as much memory as holdall's own does: an empty list is three bytes, or 64."""
     takes = _LIST_BYTES * text.count(b"[") + _DICT_BYTES * text.count(b"{") + _VALUE_BYTES * text.count(b",")
-    if takes > _FREE_BYTES + _BYTES_PER_CHARACTER * len(text):
-        raise DamageError(f"{len(text)} bytes of JSON would take {takes} bytes of memory; nothing of it is used")
+    return takes <= _FREE_BYTES + _BYTES_PER_CHARACTER * len(text)
+
+
+def parsed(text: bytes) -> Any:
+    """Parse JSON, unless that takes far more memory than the text."""
+    if not _is_modest(text):
+        raise DamageError(f"{len(text)} bytes of JSON hold far more values than holdall's does; nothing of it is used")
     return json.loads(text)
+
+
+def unparsed(words: Any) -> bytes:
+    """Write JSON in one way, if `parsed` reads it again."""
+    text = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+    if not _is_modest(text):
+        raise CheckpointError(f"{len(text)} bytes of JSON hold too many values; a sampler keeps numbers in arrays")
+    return text
 
 
 def encode_state(value: Any, arrays: list[NDArray[Any]], what: str, depth: int = 0) -> Any:
@@ -100,7 +113,7 @@ def _scalar_words(value: Any, what: str) -> Any:
     raise CheckpointError(f"{what} holds a {type(value).__name__}; numbers, text, arrays, dicts and lists can be saved")
 
 
-def decode_state(value: Any, arrays: Mapping[int, bytes], depth: int = 0) -> Any:
+def decode_state(value: Any, arrays: Mapping[int, bytes | NDArray[np.uint8]], depth: int = 0) -> Any:
     """Return what `encode_state` was given; lists stand for tuples too."""
     if depth > _MOST_DEPTH:
         raise DamageError("a saved state is nested too deeply to be one of holdall's")
@@ -113,7 +126,7 @@ def decode_state(value: Any, arrays: Mapping[int, bytes], depth: int = 0) -> Any
     if "$float" in value:
         return float.fromhex(value["$float"])
     if "$bytes" in value:
-        return arrays[value["$bytes"]]
+        return bytes(arrays[value["$bytes"]])
     if "$array" in value:
         rows = np.frombuffer(arrays[value["$array"]], dtype_of(value["dtype"]))
         return rows.reshape([int(length) for length in value["shape"]]).copy()

@@ -35,8 +35,8 @@ from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
 from holdall.sampling import Held, Prioritized, Sampler, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Leaf, Schema, as_ids, fit_flags, require_held
-from holdall.storage import Budget, SpillFolder, Store, Tick, steps_in
+from holdall.schema import Leaf, Schema, as_ids, fit_flags
+from holdall.storage import Budget, Rows, SpillFolder, Store, Tick, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
 
@@ -125,18 +125,20 @@ class ReplayMemory(SavedMemory):
         """
         store = self._store
         fast = None if store is None else store.fast_tick
-        if store is None or fast is None:
-            return 0
-        packed = fast.pack(obs, action, reward, next_obs, terminated, truncated)
-        if packed is None:
+        packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
+        if store is None or fast is None or packed is None:
             return 0
         with self._locked():
+            if store.repair.action is not None:
+                store.repair.run()
             if self._store is not store or store.fast_tick is not fast:
                 return 0
-            ticks = store.write_fast(fast, packed, obs, next_obs)
+            ticks = 0 if fast.fills_blocks else fast.write(packed)
+            if ticks == 0:
+                ticks = store.write_fast(fast, packed, obs, next_obs)
         if fast.fills_blocks:
             store.sealer.wait_for_room()
-        return ticks
+        return max(ticks, 0)
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
@@ -161,9 +163,8 @@ class ReplayMemory(SavedMemory):
         with self._locked():
             store = self._whole()
             draw = self._draw(store, batch_size, batch_size)
-            batches = self._batches
-            reading = batches.look_up(draw, store)
-        return batches.make(draw, reading)
+            drawn = self._batches.look_up(draw, store)
+        return self._batches.make(draw, drawn)
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
@@ -203,18 +204,22 @@ class ReplayMemory(SavedMemory):
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._locked():
             store = self._whole()
-            for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
-                if ids is not None:
-                    self._require_held(store, ids)
-            batches = self._batches
-            reading = batches.look_up(draw, store)
-        return batches.make(draw, reading)
+            if not store.all_valid:
+                self._held(store).require_drawn(draw)
+            drawn = self._batches.look_up(draw, store)
+        return self._batches.make(draw, drawn)
+
+    def rows(self, ids: NDArray[np.int64]) -> Rows:
+        """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
+        with self._locked():
+            rows = self._whole().read(ids, self._assembler.staging.take)
+        return self._assembler.complete(rows, self.schema.observation.leaves)
 
     def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._locked():
             store = self._whole()
-            self._require_held(store, ids)
+            self._held(store).require(ids)
             return store.outcomes(ids)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
@@ -234,7 +239,7 @@ class ReplayMemory(SavedMemory):
         cut = fit_flags(truncated, wanted.shape, "truncated", "one flag per id")
         with self._locked():
             store = self._whole()
-            self._require_held(store, wanted)
+            self._held(store).require(wanted)
             store.set_flags(wanted, ended, cut)
 
     def __len__(self) -> int:
@@ -302,9 +307,7 @@ class ReplayMemory(SavedMemory):
             store = self._whole()
         store.sealer.drain()
 
-    def close(self) -> None:
-        """Free everything; batches that were handed out stay as they are."""
-        self._end_saving()
+    def _free(self) -> None:
         with self._locked():
             if self._store is not None:
                 self._closing, self._store = self._store, None
@@ -356,9 +359,6 @@ class ReplayMemory(SavedMemory):
         if self._store is None:
             raise ClosedError("the memory was closed; make a new ReplayMemory")
         return self._store
-
-    def _require_held(self, store: Store, ids: NDArray[np.int64]) -> None:
-        require_held(ids, store.first_tick * self.num_envs, store.next_tick * self.num_envs, store)
 
     def _held(self, store: Store) -> Held:
         first, end = store.first_tick * self.num_envs, store.next_tick * self.num_envs

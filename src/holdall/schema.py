@@ -295,14 +295,19 @@ class Validity(Protocol):
         """Return which of some held ids are real: lanes added with valid=False made no transition."""
 
 
-def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
-    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
+    """Refuse ids, of any shape, that are not held."""
     if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
         outside = (ids < first_id) | (ids >= next_id)
         raise TransitionIdError(
             f"ids holds {int(ids[outside][0])}, but only ids from first_id ({first_id}) up to, and without, "
             f"next_id ({next_id}) are held: older ones were evicted, newer ones not added yet; ask for those"
         )
+
+
+def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
+    """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
+    require_in_range(ids, first_id, next_id)
     if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
         raise TransitionIdError(
             f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "

@@ -87,6 +87,16 @@ def pool_threads(most: int = _MOST_THREADS) -> int:
     return min(_wished() or usable_cores(), most)
 
 
+def left(lock: Any) -> Any:
+    """Return a reentrant lock, for `with`, after this thread left it: it may still be in it if it was interrupted.
+
+    For locks that nobody takes twice.
+    """
+    while lock._is_owned():
+        lock.release()
+    return lock
+
+
 def _wished() -> int | None:
     """Return what HOLDALL_THREADS says; None if it is not set."""
     wish = os.environ.get("HOLDALL_THREADS", "")

@@ -17,6 +17,7 @@ _FACTORS = {
     "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12,
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
 }  # fmt: skip
+_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
@@ -28,6 +29,22 @@ def format_bytes(count: float) -> str:
             return f"{value:.0f} B" if unit == "B" else f"{value:.1f} {unit}"
         value /= 1024
     return f"{value:.1f} GiB"
+
+
+def format_seconds(seconds: float) -> str:
+    """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
+    if 0 < seconds < _TENTH:
+        return f"{1000 * seconds:.3g} ms"
+    if seconds < _MINUTE:
+        return f"{seconds:.3g} s"
+    if seconds < _HOUR:
+        whole, rest = divmod(round(seconds), _MINUTE)
+        return f"{whole} min {rest} s" if rest and whole < 10 else f"{seconds / _MINUTE:.0f} min"
+    if seconds < _DAY:
+        whole, rest = divmod(round(seconds / _MINUTE), 60)
+        return f"{whole} h {rest} min" if rest else f"{whole} h"
+    whole, rest = divmod(round(seconds / _HOUR), 24)
+    return f"{whole} d {rest} h" if rest else f"{whole} d"
 
 
 def parse_bytes(size: Any, argument: str = "size") -> int:

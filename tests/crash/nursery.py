@@ -1,21 +1,23 @@
 """A process that starts trainers by forking, so that each of them costs milliseconds and not an import.
 
 In:  lines "FOLDER SEED" on stdin.  Out: lines on stdout: "born PID" from here, and from each trainer "loaded TICK" and
-"saved TICK" as soon as a checkpoint is acknowledged. "gone STATUS" when a trainer ended, however it did.
+"saved TICK" as soon as a checkpoint is acknowledged, or "refused". "gone STATUS" when a trainer ended, however it did.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from gymnasium import spaces
 
-from holdall import ReplayMemory
+from holdall import CheckpointError, ReplayMemory
 
+LEASE_S = os.environ.get("HOLDALL_TEST_LEASE_S")
 LANES = 2
 CAPACITY_TICKS = 400
 SPACE = spaces.Dict(
@@ -68,10 +70,19 @@ def new_memory(folder: Path) -> ReplayMemory:
 def train(url: str, folder: Path, seed: int) -> None:
     """Go on from the last checkpoint, and save until the end comes."""
     generator = np.random.default_rng(seed)
+    if LEASE_S is not None:
+        from holdall.checkpoint import object_store
+
+        vars(object_store)["LEASE_S"] = float(LEASE_S)
     try:
         memory = ReplayMemory.load(url, budget=None, spill_dir=folder / "spill")
     except OSError as error:
-        if "there is no FORMAT" not in str(error) and "no checkpoint that is whole;" not in str(error):
+        nothing = (
+            "there is no FORMAT",
+            "no checkpoint that is whole;",
+            "has no bucket",
+        )  # made with a put
+        if not any(words in str(error) for words in nothing):
             raise
         memory = new_memory(folder)
     require_right(memory)
@@ -83,8 +94,19 @@ def train(url: str, folder: Path, seed: int) -> None:
         for _ in range(int(generator.integers(1, 40))):
             add(memory, tick)
             tick += 1
-        memory.save(url, keep=2).result()
-        tell(f"saved {tick}")
+        try:
+            memory.save(url, keep=2, progress=linger if LEASE_S is not None and seed % 7 == 6 else None).result()
+        except CheckpointError as error:
+            if LEASE_S is None or "could not be reached" not in str(error):
+                raise
+            tell("refused")  # this machine was too busy to renew a mark: nothing was acknowledged
+        else:
+            tell(f"saved {tick}")
+
+
+def linger(_phase: str, _nbytes: int) -> None:
+    """Make a save take longer than a lease."""
+    time.sleep(2.0)
 
 
 def tell(line: str) -> None:

@@ -127,9 +127,6 @@ class SimulatedDisk(FileSystem):
     def age_s(self, path: Path) -> float:
         return math.inf
 
-    def stamp(self, path: Path) -> object:
-        return None
-
     def is_locked(self, file: int, path: Path) -> bool:
         return True
 

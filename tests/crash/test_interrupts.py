@@ -13,7 +13,7 @@ import random
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -26,6 +26,8 @@ from gymnasium import spaces
 import holdall
 from holdall.storage import segment
 from holdall.testing import OracleMemory, assert_same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
 
 PACKAGE = str(Path(holdall.__file__).parent) + os.sep
 ACTION = spaces.Box(-1, 1, (2,), np.float32)
@@ -378,7 +380,7 @@ def test_an_interrupted_load_can_be_made_again(points: int | None, tmp_path: Pat
     source.memory.save(tmp_path / "run").result(60)
     lines = interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close())
     for at in points_in(lines, points)[:: 1 if points else 8]:
-        interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close(), at)  # noqa: B023  at once
+        interrupted(lambda: holdall.ReplayMemory.load(tmp_path / "run").close(), at)
         with holdall.ReplayMemory.load(tmp_path / "run") as loaded:
             source.check(loaded)
     source.memory.close()
@@ -392,3 +394,202 @@ def test_an_interrupted_close_can_be_made_again(points: int | None, tmp_path: Pa
             len(scene.memory)
 
     sweep(scenes(tmp_path)["Dict, spills"], lambda scene: scene.memory.close(), points, settle)
+
+
+# ---------------------------------------------------------------- rollouts and drop-ins
+
+
+ROLLOUTS = {"flat": (SMALL, None), "slices": (STACK, None), "compressed": (IMAGE, "speed")}
+
+
+class Rollout:
+    """A rollout memory, and plain lists of what it was given."""
+
+    def __init__(self, kind: str, steps: int) -> None:
+        self.space, compress = ROLLOUTS[kind]
+        self.memory = holdall.RolloutMemory(self.space, ACTION, 24, 2, compress=compress, seed=0)
+        self.rows: list[dict[str, Any]] = []
+        self.t = 0
+        for _ in range(steps):
+            self.add()
+
+    def step(self, t: int) -> dict[str, Any]:
+        cut = np.array([t % 5 == 4, False])
+        return {
+            "obs": observation(self.space, t, 2), "action": np.full((2, 2), t, np.float32),
+            "reward": np.full(2, t, np.float32), "terminated": np.zeros(2, np.bool_), "truncated": cut,
+            "value": np.full(2, t, np.float32), "log_prob": np.full(2, t, np.float32),
+            "final_obs": observation(self.space, 900 + t, 2),
+        }  # fmt: skip
+
+    def add(self) -> None:
+        step = self.step(self.t)
+        self.t += 1
+        self.memory.add(**step)
+        self.rows.append(step)
+
+    def finish(self) -> None:
+        cuts = sum(int(row["truncated"].sum()) for row in self.rows)
+        self.memory.finish(np.zeros(2, np.float32), final_values=np.arange(cuts, dtype=np.float32))
+
+    def go_on(self) -> None:
+        """Fill the rollout, finish it, compare, and do so with another one."""
+        for _ in range(2):
+            while not self.memory.is_full:
+                self.add()
+            self.check()
+            self.memory.reset()
+            self.rows = []
+
+    def check(self) -> None:
+        assert len(self.memory) == 2 * len(self.rows)
+        finals = [row["final_obs"][row["truncated"]] for row in self.rows if row["truncated"].any()]
+        assert_same_bits(self.memory.final_obs(), np.concatenate(finals))
+        self.finish()
+        seen = 0
+        for batch in self.memory.minibatches(7):
+            for k, place in enumerate(batch.ids.tolist()):
+                row, lane = self.rows[place // 2], place % 2
+                assert_same_bits(batch.obs[k], row["obs"][lane])
+                assert batch.reward[k] == batch.value[k] == row["reward"][lane]
+                seen += 1
+        assert seen == 2 * len(self.rows)
+
+
+def settle_rollout(rollout: Rollout) -> None:
+    step = rollout.step(rollout.t)
+    rollout.t += 1
+    if len(rollout.memory) > 2 * len(rollout.rows):
+        rollout.rows.append(step)
+    rollout.go_on()
+
+
+def settle_reset(rollout: Rollout) -> None:
+    if not len(rollout.memory):
+        rollout.rows = []
+    rollout.go_on()
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("kernels", ["native", "portable"])
+@pytest.mark.parametrize("kind", ROLLOUTS)
+def test_an_interrupted_rollout_goes_on(
+    kind: str, kernels: str, points: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOLDALL_KERNELS", kernels)
+    monkeypatch.setattr("holdall.storage.rollout._COMPRESSED_SEGMENT_BYTES", 60_000)
+    make: Any = lambda: Rollout(kind, 8)  # noqa: E731
+    full: Any = lambda: Rollout(kind, 24)  # noqa: E731
+    sweep(make, lambda rollout: rollout.memory.add(**rollout.step(rollout.t)), points, settle_rollout)  # type: ignore[arg-type,attr-defined]
+    sweep(full, lambda rollout: rollout.finish(), points, lambda rollout: rollout.go_on())  # type: ignore[attr-defined]
+    sweep(full, lambda rollout: rollout.memory.reset(), points, settle_reset)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("space", [SMALL, MIXED], ids=["Box", "Dict"])
+def test_an_interrupted_add_of_the_drop_in_is_made_or_is_not(space: Any, points: int | None) -> None:
+    buffers = pytest.importorskip("holdall.sb3")
+
+    class Buffer(Scene):
+        """A drop-in's memory, and what it was given."""
+
+        def __post_init__(self) -> None:
+            self.buffer = buffers.ReplayBuffer(40, self.space, ACTION, device="cpu", n_envs=self.lanes, budget=None)
+            self.memory = self.buffer.memory
+            self.oracle = OracleMemory(self.buffer.buffer_size * self.lanes, self.lanes)
+            for _ in range(self.ticks):
+                self.add()
+
+        def put(self, step: dict[str, Any]) -> None:
+            self.buffer.add(
+                step["obs"], step["next_obs"], step["action"], step["reward"], step["terminated"], [{}] * self.lanes
+            )
+
+        def add(self) -> None:
+            step = self.step(self.t)
+            self.t += 1
+            self.put(step)
+            self.oracle.add(**step)
+
+        def check(self, memory: Any) -> None:
+            super().check(memory)
+            ticks = memory.next_id // self.lanes
+            assert (self.buffer.pos, self.buffer.full) == (ticks % self.buffer.buffer_size, ticks >= 20)
+
+    sweep(
+        lambda: Buffer(space, lanes=2, ticks=26),
+        lambda scene: scene.put(scene.step(scene.t)),  # type: ignore[attr-defined]
+        points,
+        settle_add,
+    )
+
+
+# ---------------------------------------------------------------- instructions, and real signals
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("name", ["rings, episode ends", "rings, full", "segment closes"])
+def test_an_add_that_is_interrupted_at_any_instruction_is_made_or_is_not(name: str, tmp_path: Path) -> None:
+    """Also where a lock is about to be released, which signals never hit."""
+    make = scenes(tmp_path)[name]
+    sweep(make, lambda scene: scene.memory.add(**scene.step(scene.t)), None, settle_add, opcodes=True)
+
+
+def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
+    """Send signals into adds, draws, flags and saves for a while; return how many hit a call, and how many calls."""
+    generator, hits, calls, armed = random.Random(seed), 0, 0, False
+
+    def handler(*_: Any) -> None:
+        if armed:
+            raise Interrupt
+
+    before = signal.signal(signal.SIGALRM, handler)
+    end = time.monotonic() + seconds
+    try:
+        for name in itertools.cycle(("rings, full", "Dict, segment closes", "segment leaves", "Dict, spills")):
+            scene = scenes(tmp_path / "spill")[name]()
+            for k in range(60):
+                step, added = scene.step(scene.t), False
+                kind = generator.choice(["add", "add", "add", "sample", "gather", "save"])
+                pause = generator.uniform(1e-6, 400e-6)
+                calls += 1
+                try:
+                    armed = True
+                    signal.setitimer(signal.ITIMER_REAL, pause)
+                    if kind == "add":
+                        added = True
+                        scene.memory.add(**step)
+                    elif kind == "sample":
+                        scene.memory.sample(8)
+                    elif kind == "gather":
+                        scene.memory.gather(scene.oracle.ids)
+                    elif k % 10 == 0:
+                        scene.memory.save(tmp_path / "run")
+                    armed = False
+                except Interrupt:
+                    armed = False
+                    hits += 1
+                if added:
+                    scene.t += 1
+                    if scene.memory.next_id > scene.oracle.next_id:
+                        scene.oracle.add(**step)
+                if k % 12 == 0:
+                    scene.go_on()
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            scene.go_on()
+            scene.check_saved(tmp_path / "run")
+            scene.memory.close()
+            if time.monotonic() > end:
+                return hits, calls
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    raise AssertionError
+
+
+@pytest.mark.timeout(600, method="thread")  # the other method uses the same signal
+@pytest.mark.parametrize("seconds", [1, pytest.param(60, marks=pytest.mark.nightly)])
+def test_real_signals_lose_no_row(seconds: int, tmp_path: Path) -> None:
+    hits, calls = signals_for(seconds, tmp_path, seconds)
+    assert 0 < hits < calls

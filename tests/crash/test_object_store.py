@@ -14,7 +14,8 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, FencedError, ReplayMemory
 from holdall.checkpoint.manifest import Manifest, Ref
-from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
+from holdall.checkpoint.object_store import ObjectStoreWriter
+from holdall.checkpoint.objects import Objects
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Forgetful, MissingServerError, Weed, azurite, google
@@ -105,6 +106,11 @@ def test_a_memory_is_saved_through_googles_client(monkeypatch: pytest.MonkeyPatc
         assert place.reader.numbers() == [3, 2]
         with pytest.raises(FencedError):
             place.commit(manifest_of(place, 3, "b" * 32))
+        for refused in (memory.save("gs://missing/one").result, lambda: ReplayMemory.load("gs://missing/one")):
+            with pytest.raises(CheckpointError, match=r"gs://missing/one (has no bucket|holds no checkpoints)") as told:
+                refused()
+            assert "\n" not in str(told.value)
+            assert "disk" not in str(told.value)
 
 
 def test_a_store_that_ignores_conditions_is_found_out(

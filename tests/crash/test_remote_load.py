@@ -15,7 +15,8 @@ from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
 from holdall.checkpoint import autosave
-from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
+from holdall.checkpoint.object_store import ObjectStoreWriter
+from holdall.checkpoint.objects import Objects
 from holdall.native import PortableKernels, chosen_kernels
 from holdall.storage import segment
 from holdall.storage.remote_file import PAGE_BYTES, AwaitedFile

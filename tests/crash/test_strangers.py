@@ -7,17 +7,23 @@ import json
 import random
 import shutil
 import struct
+import tracemalloc
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import zstandard
+from gymnasium import spaces
 
 from holdall import HoldallError, ReplayMemory
 from holdall.checkpoint.directory import DirectoryReader
 from holdall.checkpoint.manifest import Ref, signed, signed_text
-from holdall.storage.records import MAGIC, PREAMBLE
+from holdall.storage.records import MAGIC, PREAMBLE, Record, pack, unpack, unpack_logs, unpack_rows, unpack_state
+
+from .nursery import LANES, SPACE, add
 
 ODD: list[Any] = [
     None,
@@ -98,7 +104,14 @@ def forge(run: Path, generator: random.Random) -> str:
     with (run / "segments" / ref.file).open("rb") as file:
         file.seek(ref.start)
         raw = file.read(ref.nbytes)
-    changed = rewritten(raw, generator)
+    put_in_place(run, ref, rewritten(raw, generator))
+    return str(json.loads(raw[32 : 32 + PREAMBLE.unpack(raw[:32])[1]])["kind"])
+
+
+def put_in_place(run: Path, ref: Ref, changed: bytes) -> None:
+    """Have the first manifest name another record in place of one of its own."""
+    name = run / "manifests" / "0000000000000001.json"
+    words = json.loads(signed_text(name.read_bytes()))
     forged = "f" * 16 + "-" + "0" * 15 + "1.seg"
     (run / "segments" / forged).write_bytes(changed)
     files = [entry[0] for entry in words["files"]]
@@ -108,7 +121,6 @@ def forge(run: Path, generator: random.Random) -> str:
     words = renamed(words, old, new)
     words["files"].append([forged, len(changed)])
     name.write_bytes(signed(json.dumps(words).encode()))
-    return str(json.loads(raw[32 : 32 + PREAMBLE.unpack(raw[:32])[1]])["kind"])
 
 
 @pytest.mark.parametrize("forgeries", [120, pytest.param(3_000, marks=pytest.mark.nightly)])
@@ -128,3 +140,101 @@ def test_words_that_make_no_sense_are_refused_or_harmless(tmp_path: Path, forger
             pass
         shutil.rmtree(run)
     assert seen >= {"manifest", "rows", "state"}
+
+
+def zeros(nbytes: int) -> bytes:
+    """Compress zeros, a megabyte at a time."""
+    compressor = zstandard.ZstdCompressor().compressobj(size=nbytes)
+    piece = bytes(2**20)
+    return b"".join([*(compressor.compress(piece) for _ in range(nbytes // len(piece))), compressor.flush()])
+
+
+def record_of(kind: str, fields: dict[str, Any], parts: dict[str, bytes]) -> bytes:
+    coded = [name for name in parts if name != "tree"]
+    return b"".join(bytes(piece) for piece in pack(kind, fields | {"coded": coded}, parts, frozenset()))
+
+
+def refused_within(most_bytes: int, act: Callable[[], Any], told: str) -> None:
+    """Have something refused that asks for little memory until then."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(HoldallError, match=told):
+            act()
+        assert tracemalloc.get_traced_memory()[1] < most_bytes
+    finally:
+        tracemalloc.stop()
+
+
+BOMB = 2**29
+BOMBS: dict[str, tuple[dict[str, Any], Callable[[int], str], Callable[[Record, Any], Any]]] = {
+    "state": ({"sizes": [BOMB] * 20}, str, unpack_state),
+    "rows": (
+        {"first_tick": 0, "ticks": BOMB, "columns": [[f"c.{i}", "|u1", [1]] for i in range(20)], "apart": {}},
+        lambda i: f"c.{i}",
+        lambda record, read: unpack_rows(record, read, 0, BOMB, {f"c.{i}": ((1,), np.dtype("u1")) for i in range(20)}),
+    ),
+    "logs": (
+        {"fields": [{"window": None, "log": "<u2", "log_rows": BOMB // 2} for _ in range(20)]},
+        lambda i: f"log.{i}",
+        lambda record, read: unpack_logs(record, read, 1, [None] * 20, [None] * 20),  # type: ignore[list-item]
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BOMBS)
+def test_the_parts_of_a_record_are_added_up_before_one_is_decompressed(kind: str) -> None:
+    """Twenty times half a gigabyte of zeros, in a record of less than a megabyte."""
+    fields, name_of, unpacked = BOMBS[kind]
+    bomb = zeros(BOMB)
+    raw = record_of(kind, fields, {name_of(i): bomb for i in range(20)} | {"tree": b"{}"})
+    assert len(raw) < 2**20
+
+    def read(start: int, nbytes: int) -> bytes:
+        return raw[start : start + nbytes]
+
+    refused_within(2**24, lambda: unpacked(unpack(read, 0, len(raw)), read), "claims to hold 107")
+
+
+def test_a_checkpoint_that_claims_too_much_is_refused_before_it_is_decompressed(tmp_path: Path) -> None:
+    """Its state is a bomb."""
+    shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
+    bomb = zeros(BOMB)
+    state = DirectoryReader(tmp_path / "run").manifest(1).state
+    changed = record_of("state", {"sizes": [BOMB] * 20}, {str(i): bomb for i in range(20)} | {"tree": b"{}"})
+    put_in_place(tmp_path / "run", state, changed)
+    refused_within(2**26, lambda: ReplayMemory.load(tmp_path / "run"), "claims to hold 107")
+
+
+@pytest.mark.parametrize(
+    "value", [b"[]", *(pytest.param(value, marks=pytest.mark.nightly) for value in (b"{}", b"0", b'"ab"', b'{"":0}'))]
+)
+def test_a_manifest_of_many_small_values_is_refused_before_it_is_parsed(tmp_path: Path, value: bytes) -> None:
+    """63 MiB of them would take gigabytes."""
+    shutil.copytree(Path(__file__).parents[1] / "format" / "v1", tmp_path / "run")
+    name = tmp_path / "run" / "manifests" / "0000000000000001.json"
+    count = 63 * 2**20 // (len(value) + 1)
+    name.write_bytes(signed(b'{"mood":[' + b",".join([value]) + (b"," + value) * (count - 1) + b"]}"))
+    refused_within(400 * 2**20, lambda: DirectoryReader(tmp_path / "run").manifest(1), "more values")
+
+
+def test_the_head_of_a_record_is_no_bomb_either() -> None:
+    """It may have 16 MiB."""
+    head = b'{"kind":"rows","parts":[],"x":[' + b",".join([b"[]"] * 5_000_000) + b"]}"
+    start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), 0)
+    raw = start + struct.pack("<II", zlib.crc32(start), 0) + head
+    refused_within(2**26, lambda: unpack(lambda first, nbytes: raw[first : first + nbytes], 0, len(raw)), "more values")
+
+
+def test_blocks_that_claim_more_than_this_machine_has_are_refused(tmp_path: Path) -> None:
+    """However little is there of the pieces that they name."""
+    run = tmp_path / "run"
+    with ReplayMemory(SPACE, spaces.Discrete(5), 90, LANES, budget=None) as memory:
+        for tick in range(9):
+            add(memory, tick)
+        memory.save(run).result()
+    name = run / "manifests" / "0000000000000001.json"
+    words = json.loads(signed_text(name.read_bytes()))
+    assert len(words["blocks"]) == 1
+    words["blocks"][0][1] = 2**40
+    name.write_bytes(signed(json.dumps(words).encode()))
+    refused_within(2**26, lambda: ReplayMemory.load(run), "lower capacity")

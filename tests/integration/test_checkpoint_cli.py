@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,7 @@ from stable_baselines3.common.save_util import save_to_pkl
 from typer.testing import CliRunner
 
 from holdall import ReplayMemory
+from holdall.checkpoint.manifest import signed, signed_text
 from holdall.cli import app
 
 VECTOR = spaces.Box(-1, 1, (4,), np.float32)
@@ -152,3 +155,60 @@ def test_a_file_that_is_no_buffer_is_told(tmp_path: Path) -> None:
     told = called("import", tmp_path / "x.pkl", tmp_path / "run", "--trust")
     assert told.exit_code == 1
     assert "could not be read" in told.output
+
+
+@pytest.mark.parametrize("time", [1e300, -1e300, float("nan"), float("inf")])
+def test_ls_survives_a_time_that_is_none(run: Path, time: float) -> None:
+    """A manifest holds a number for people; any number."""
+    name = run / "manifests" / "0000000000000003.json"
+    words = json.loads(signed_text(name.read_bytes()))
+    name.write_bytes(signed(json.dumps(words | {"time": time}).encode()))
+    told = called("ls", run, "--json")
+    assert told.exit_code == 0, told.output
+    assert len(json.loads(told.stdout)["checkpoints"]) == 3
+    assert called("ls", run).exit_code == 0
+
+
+def test_ls_shows_whole_dates_on_80_columns(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The day and the second."""
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = called("ls", run).stdout.splitlines()
+    found = json.loads(called("ls", run, "--json").stdout)["checkpoints"]
+    for entry, line in zip(found, lines[1:], strict=True):
+        assert entry["saved"].partition("+")[0] in line
+        assert "whole" in line
+        assert len(line) <= 80
+
+
+@pytest.mark.parametrize("name", ["dog", "robots/dog", "a b-v0", "../dog-v0", "dog-v0/"])
+def test_a_name_that_minari_refuses_is_told_in_one_line(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """And nothing is made."""
+    pytest.importorskip("minari", reason="needs the extra [minari]")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    told = called("export", run, name)
+    assert told.exit_code == 1
+    assert "no name that Minari takes" in told.stderr
+    assert not list(tmp_path.rglob("dog*"))
+    assert called("import", f"minari:{name}", tmp_path / "back").exit_code == 1
+
+
+def test_a_dataset_that_is_there_is_left_alone(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that could not be written whole is not left behind."""
+    pytest.importorskip("minari", reason="needs the extra [minari]")
+    monkeypatch.setenv("MINARI_DATASETS_PATH", str(tmp_path / "minari"))
+    assert called("export", run, "robots/dog-v0").exit_code == 0
+    told = called("export", run, "robots/dog-v0")
+    assert told.exit_code == 1
+    assert "is there already" in told.stderr
+    assert called("import", "minari:robots/dog-v0", tmp_path / "back").exit_code == 0
+    monkeypatch.setattr("minari.create_dataset_from_buffers", _no_room)
+    assert called("export", run, "robots/cat-v0").exit_code == 1
+    assert not list(tmp_path.rglob("cat*"))
+
+
+def _no_room(dataset_id: str, **_: Any) -> None:
+    path = Path(os.environ["MINARI_DATASETS_PATH"]) / dataset_id / "data"
+    path.mkdir(parents=True)
+    raise OSError(errno.ENOSPC, "No space left on device")

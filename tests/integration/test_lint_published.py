@@ -10,9 +10,9 @@ import pytest
 
 from holdall.tools.lint.engine import check_text, find_files, read_text
 from holdall.tools.lint.finding import Finding, Severity
-from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
+from holdall.tools.lint.run import Machine
 from holdall.tools.lint.source.hyperparameters import read_runs
 
 LARGE = replace(REFERENCE_MACHINE, ram_bytes=128 * 2**30, limit_bytes=128 * 2**30)

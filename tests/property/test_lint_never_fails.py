@@ -6,9 +6,8 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.tools.lint.engine import check_text
+from holdall.tools.lint.engine import as_json, as_sarif, check_text
 from holdall.tools.lint.finding import apply_edits
-from holdall.tools.lint.output import as_json, as_sarif
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
 from holdall.tools.plan.spec import ALGORITHM_CLASSES

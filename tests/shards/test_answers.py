@@ -28,8 +28,8 @@ from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
-from holdall.storage.ticks import Tick
 from holdall.storage.store import Store
+from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
 from holdall.testing.strategies import streams

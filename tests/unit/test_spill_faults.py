@@ -24,8 +24,7 @@ from numpy.typing import NDArray
 from holdall import DamageError, ReplayMemory
 from holdall.native import native_kernels
 from holdall.storage import sealer as seal
-from holdall.storage import segment
-from holdall.storage import tiers as spill
+from holdall.storage import segment, spill
 from holdall.storage.blocks import Extent, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.storage.tiers import Budget

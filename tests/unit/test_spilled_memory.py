@@ -22,9 +22,8 @@ from holdall.native import native_kernels
 from holdall.report import MemoryReport
 from holdall.storage import codec as choice
 from holdall.storage import sealer as seal
-from holdall.storage import segment
+from holdall.storage import segment, spill
 from holdall.storage import tiers as budget
-from holdall.storage import tiers as spill
 from holdall.storage.blocks import SliceBlock
 from holdall.storage.codec import COST_CAPS, Codec
 from holdall.testing import OracleMemory, assert_same_bits

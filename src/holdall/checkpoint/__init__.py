@@ -10,7 +10,7 @@ from holdall.checkpoint.file_system import FileSystem
 from holdall.checkpoint.interfaces import CheckpointReader
 from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
 from holdall.checkpoint.manifest import Manifest, is_remote, normalized_url, require_whole
-from holdall.checkpoint.object_store import Objects
+from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.save import Checkpoint, SaveHandle, Savers, open_writer
 from holdall.checkpoint.saved_memory import SavedMemory
 from holdall.checkpoint.saved_records import RowsKey, damages

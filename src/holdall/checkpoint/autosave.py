@@ -20,8 +20,10 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import numpy as np
 
 from holdall.checkpoint.manifest import Manifest, next_number
-from holdall.checkpoint.object_store import Objects, ObjectStoreWriter
-from holdall.errors import CheckpointError, HoldallError
+from holdall.checkpoint.object_store import ObjectStoreWriter
+from holdall.checkpoint.objects import Objects
+from holdall.checkpoint.waiting import JobThread, Waiting
+from holdall.errors import CheckpointError, ClosedError, HoldallError
 from holdall.storage import Extent, SegmentFile
 
 if TYPE_CHECKING:
@@ -30,6 +32,9 @@ if TYPE_CHECKING:
 
 _LOOK_S = 0.1
 """How often to look whether something has to be written."""
+
+_STOP_S = 5.0
+"""How long to wait for a thread that was stopped, which notices at its next look; a disk that hangs is left behind."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -84,7 +89,7 @@ class Autosave:
         """End it, after the save that is under way."""
         self._stopped.set()
         if self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_STOP_S)
 
 
 def _run_autosave(
@@ -108,11 +113,15 @@ def _run_autosave(
             began, saved_id = time.monotonic(), next_id
             handle = save(memory)
             del memory
+            while not (handle.done() or stopped.wait(_LOOK_S)):
+                pass
+            if stopped.is_set():
+                return  # who closes the memory waits for the save
             handle.result()
             began = time.monotonic()
-        except RuntimeError:  # the memory was closed, or the program ends
+        except ClosedError:
             return
-        except (HoldallError, OSError) as error:
+        except (HoldallError, OSError, RuntimeError) as error:
             _LOG.warning("a checkpoint could not be saved (%s); the next one is tried when it is due", error)
         finally:
             memory = None
@@ -132,24 +141,31 @@ class CheckpointMirror:
     def __init__(self, url: str, segments: Path) -> None:
         self._url = url
         self._segments = segments
-        self._objects = Objects(url)
+        self._waiting = Waiting(url)
+        self._objects = Objects(url, self._waiting)
         self._target: ObjectStoreWriter | None = None
         self._last = 0  # the newest checkpoint there when it was opened, or the last one that was sent
         self._jobs: deque[_MirrorJob] = deque()
         self._at_work: _MirrorJob | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
+        self._thread = JobThread("holdall-mirror", self._waiting, self._work, lambda: bool(self._jobs))
+        self._changed = self._thread.changed
         self._sent = 0
         self._error: BaseException | None = None
 
     def send(self, manifest: Manifest, keep: int) -> None:
         """Have a checkpoint sent."""
         with self._changed:
+            if self._thread.is_forked:
+                self._jobs, self._at_work = deque(), None
+            try:
+                self._thread.wake()
+            except RuntimeError as error:  # raised by `wait`: the local checkpoint stands
+                self._error = CheckpointError(
+                    f"checkpoint {manifest.number} could not be sent to {self._url} ({error})"
+                )
+                return
             self._jobs.append(_MirrorJob(manifest, keep))
             self._error = None
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="holdall-mirror")
-                self._thread.start()
 
     def pinned(self) -> set[str]:
         """Name the files that are still to be sent."""
@@ -165,37 +181,42 @@ class CheckpointMirror:
             if self._sent < number and self._error is not None:
                 raise self._error
 
-    def interrupt(self) -> None:
-        """Give up waiting for the store."""
-        self._objects.stopped.set()
-
-    def close(self) -> None:
-        """Wait until everything was sent."""
+    def cancel(self) -> None:
+        """Give up what is being sent, or about to be."""
         with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+            self._jobs.clear()
+            if self._at_work is not None:
+                self._waiting.give_up()
+            else:
+                self._error = self._error or CheckpointError(f"what was to be sent to {self._url} was cancelled")
+            self._changed.notify_all()
 
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._jobs:
-                    self._thread = None
-                    self._changed.notify_all()
-                    return
-                self._at_work = self._jobs.pop()
-                self._jobs.clear()
-                job = self._at_work
-            error: BaseException | None = None
-            try:
-                self._copy(job)
-            except BaseException as caught:  # raised by `wait`; the local checkpoint stands
-                error = caught
-                _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
-            with self._changed:
-                self._at_work, self._error = None, error
-                self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
-                self._changed.notify_all()
+    def close(self, timeout: float, began: float) -> None:
+        """Wait until everything was sent; see `JobThread.end`."""
+        try:
+            self._thread.end(timeout, began)
+        finally:
+            if self._target is not None and not self._thread.is_busy:
+                self._target.close()
+
+    def _work(self) -> None:
+        with self._changed:
+            if not self._jobs:
+                return  # what there was has been cancelled
+            self._at_work = job = self._jobs.pop()
+            self._jobs.clear()
+            if not self._thread.has_given_up:
+                self._waiting.begin()
+        error: BaseException | None = None
+        try:
+            self._copy(job)
+        except BaseException as caught:  # raised by `wait`; the local checkpoint stands
+            error = caught
+            _LOG.warning("checkpoint %d could not be mirrored to %s (%s)", job.manifest.number, self._url, caught)
+        with self._changed:
+            self._at_work, self._error = None, error
+            self._sent = self._sent if error is not None else max(self._sent, job.manifest.number)
+            self._changed.notify_all()
 
     def _copy(self, job: _MirrorJob) -> None:
         if self._target is None:
@@ -205,16 +226,21 @@ class CheckpointMirror:
         # The same number as on the disk, unless the store has come further: a run that lost its disk begins at 1 again.
         number = max(manifest.number, next_number(target.reader, self._last, manifest.writer_id))
         manifest = replace(manifest, number=number)
-        there = target.reader.file_sizes()
-        for name, nbytes in manifest.files.items():
-            if there.get(name) != nbytes:
-                target.upload(name, self._segments / name)
+        target.mark(manifest.files)
+        self._upload(target, manifest)
         target.commit(manifest)
         self._last = number
+        self._upload(target, manifest)  # a copy that was interrupted long ago was being collected, perhaps
         try:
             target.collect(job.keep, manifest.files)
         except (CheckpointError, OSError) as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self._url, error)
+
+    def _upload(self, target: ObjectStoreWriter, manifest: Manifest) -> None:
+        there = target.reader.file_sizes()
+        for name, nbytes in manifest.files.items():
+            if there.get(name) != nbytes:
+                target.upload(name, self._segments / name)
 
 
 _AT_ONCE_BYTES = 4 * 2**20
@@ -241,19 +267,23 @@ class BackgroundFetch:
         self._thread: threading.Thread | None = None
         if runs:
             arguments = (runs, self._stopped)
-            self._thread = threading.Thread(target=_fetch_blocks, args=arguments, name="holdall-fetch", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=_fetch_blocks, args=arguments, name="holdall-fetch", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError as error:
+                _LOG.warning("what was loaded is fetched when it is sampled from (%s)", error)
 
-    def wait(self) -> None:
+    def wait(self, timeout: float | None = None) -> None:
         """Wait until all of it is here, or cannot be had; for measurements and tests."""
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(timeout)
 
     def stop(self) -> None:
         """End it, and all waiting for the store."""
         self._stopped.set()
         self._interrupt()
-        self.wait()
+        self.wait(_STOP_S)
 
 
 def _fetch_blocks(runs: list[_BlockRange], stopped: threading.Event) -> None:

@@ -242,10 +242,6 @@ class DirectoryWriter:
         """Whether the directory that bears the name is the one that was opened: it may have been removed."""
         return self._lock is not None and self._disk.is_locked(self._lock, self._root / "LOCK")
 
-    def stamp(self) -> object:
-        """Return something that changes when somebody adds or removes files of records."""
-        return self._disk.stamp(self._segments)
-
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Give a file of this disk a second name here; its bytes are synced first."""
         try:

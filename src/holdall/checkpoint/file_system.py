@@ -27,6 +27,8 @@ else:
 
 _WRITE_AT_ONCE = 4 * 2**20
 """A write to a slow disk can be watched, and given up, at this grain."""
+_READ_AT_ONCE = 2**20
+"""The most that is set aside for what may be much less."""
 _FULL_SYNC = 51
 """F_FULLFSYNC: on macOS fsync leaves the bytes in the drive's own cache."""
 _ALWAYS = getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
@@ -124,11 +126,6 @@ class FileSystem:
         """Return for how long a file has not been written to."""
         return time.time() - path.lstat().st_mtime
 
-    def stamp(self, path: Path) -> object:
-        """Return something that changes when a folder's names do."""
-        found = path.lstat()
-        return found.st_dev, found.st_ino, found.st_mtime_ns
-
     def open(self, path: Path) -> int:
         """Open a regular file for reading."""
         return _opened(path, os.O_RDONLY)
@@ -139,7 +136,7 @@ class FileSystem:
             os.lseek(file, start, os.SEEK_SET)
             return os.read(file, nbytes)
         pieces = []
-        while nbytes > 0 and (piece := os.pread(file, nbytes, start)):
+        while nbytes > 0 and (piece := os.pread(file, min(nbytes, _READ_AT_ONCE), start)):
             pieces.append(piece)
             start, nbytes = start + len(piece), nbytes - len(piece)
         return pieces[0] if len(pieces) == 1 else b"".join(pieces)

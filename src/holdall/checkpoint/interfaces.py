@@ -80,9 +80,6 @@ class CheckpointWriter(Protocol):
     def is_there(self) -> bool:
         """Whether the place is still the one that was opened: nobody removed it, or put another in its stead."""
 
-    def stamp(self) -> object:
-        """Return something that changes when others add or remove files; it takes no longer than a look at a folder."""
-
     def adopt(self, file: SegmentFile) -> tuple[str, int] | None:
         """Take over a file of records that takes no more, without copying it; return its name here and its bytes.
 

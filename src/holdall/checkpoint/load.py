@@ -7,6 +7,7 @@ from, slice by slice, each against its own checksum; all the rest is read and ch
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +33,7 @@ from holdall.checkpoint.manifest import (
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_of, malformed_refused, schema_of
+from holdall.machine import memory_limits
 from holdall.sampling import Sampler, Uniform
 from holdall.schema import Leaf, Schema
 from holdall.storage import (
@@ -65,7 +67,7 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger("holdall")
 _HEAD_BYTES = 2**11
-_MOST_BLOCK_BYTES = 2**34
+_FREE_BYTES = 2**30
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="LoadedMemory")
@@ -114,6 +116,7 @@ class _LoadedBlocks:
     dictionaries: dict[str, Dictionary] = field(default_factory=dict)
     found: dict[int, KeptBlock] = field(default_factory=dict)
     checked: set[int] = field(default_factory=set)
+    raw_bytes: int = 0  # of blocks that are read whole
 
     def block(self, number: int) -> KeptBlock:
         """Return a block; full ones stay in their file."""
@@ -136,8 +139,10 @@ class _LoadedBlocks:
         self.checked.add(number)
 
     def _filled(self, entry: BlockEntry) -> KeptBlock:
-        if entry.slices * entry.slice_bytes > _MOST_BLOCK_BYTES:
-            raise DamageError(f"a block claims {entry.slices} slices of {entry.slice_bytes} bytes")
+        self.raw_bytes += entry.slices * entry.slice_bytes
+        if self.raw_bytes > _FREE_BYTES and self.raw_bytes > min(limit.total_bytes for limit in memory_limits()):
+            needs = f"checkpoint {self.manifest.number} needs {self.raw_bytes} bytes of memory at once"
+            raise CheckpointError(errno.ENOMEM, f"{needs}; load it with a lower capacity")
         arena = reserve(entry.slices * entry.slice_bytes)
         done = 0
         for ref in entry.refs:
@@ -368,7 +373,8 @@ def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] |
     """
     location = normalized_url(url)
     if is_remote(location):
-        from holdall.checkpoint.object_store import Objects, ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
 
         return ObjectStoreReader(Objects(location), cache_dir)
     return DirectoryReader(Path(location))

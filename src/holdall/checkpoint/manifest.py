@@ -19,8 +19,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from holdall.errors import CheckpointError, DamageError, FencedError, NewerFormatError
-from holdall.json_state import count_of, malformed_refused, parsed, text_of
+from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
+from holdall.json_state import count_of, malformed_refused, parsed, text_of, unparsed
 
 if TYPE_CHECKING:
     from holdall.checkpoint.interfaces import CheckpointReader
@@ -162,7 +162,7 @@ def encode(manifest: Manifest) -> bytes:
     }
     if manifest.shards:
         words[SHARDS] = [[s.folder, s.number, s.commit, s.transitions, s.nbytes] for s in manifest.shards]
-    text = signed(json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode())
+    text = signed(unparsed(words))
     if len(text) > MOST_MANIFEST_BYTES:
         raise CheckpointError(
             f"checkpoint {manifest.number} names {len(manifest.refs)} records, more than a manifest can; lower capacity"
@@ -260,14 +260,9 @@ def _decoded(words: Any) -> Manifest:
     )
 
 
-def _shard_of(folder: Any, number: Any, commit: Any, transitions: Any, nbytes: Any) -> ShardEntry:
-    return ShardEntry(
-        text_of(folder, SHARD_FOLDER),
-        count_of(number),
-        text_of(commit, _HEX32),
-        count_of(transitions),
-        count_of(nbytes),
-    )
+def _shard_of(folder: Any, number: Any, commit: Any, *counts: Any) -> ShardEntry:
+    transitions, nbytes = (count_of(count) for count in counts)
+    return ShardEntry(text_of(folder, SHARD_FOLDER), count_of(number), text_of(commit, _HEX32), transitions, nbytes)
 
 
 def _in_order(runs: Any) -> Any:
@@ -366,6 +361,10 @@ def kept_and_stale(reader: CheckpointReader, keep: int | None) -> tuple[list[Man
             if isinstance(error, NewerFormatError) or error.errno is not None:
                 raise
             found = None
+        except CheckpointError:
+            if number in reader.numbers():
+                raise
+            continue  # another collector removed it just now
         if found is not None and number in stays and (keep is None or whole < keep):
             kept.append(found)
             whole += _is_whole(found, reader, sizes)
@@ -457,16 +456,26 @@ def require_files(manifest: Manifest, sizes: dict[str, int]) -> None:
             )
 
 
-SCHEMES = ("s3://", "gs://", "az://")
+SCHEMES = ("s3", "gs", "az")
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://?(.*)", re.DOTALL)
 
 
 def is_remote(url: str | os.PathLike[str]) -> bool:
     """Whether a url names a prefix of an object store."""
-    return isinstance(url, str) and url.startswith(SCHEMES)
+    found = _URL.fullmatch(os.fspath(url))
+    return found is not None and "://" in os.fspath(url) and found[1].lower() in SCHEMES
 
 
 def normalized_url(url: str | os.PathLike[str]) -> str:
-    """Return what a url or a path names, in one way of writing it."""
-    if is_remote(url):
-        return os.fspath(url).rstrip("/")
-    return os.path.abspath(os.path.expanduser(os.fspath(url)))  # noqa: PTH100, PTH111  # links are not followed
+    """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
+    text = os.fspath(url)
+    found = _URL.fullmatch(text)
+    if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
+        return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed
+    scheme, rest = found[1].lower(), found[2].strip("/")
+    if scheme not in SCHEMES or "://" not in text or not rest:
+        raise ArgumentError(
+            f"url ({text!r}) names no bucket; pass a directory, or a str like s3://bucket/run, gs://bucket/run or "
+            "az://container/run"
+        )
+    return f"{scheme}://{rest}"

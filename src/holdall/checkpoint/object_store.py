@@ -8,20 +8,21 @@ put succeeded whose answer was lost is found out by reading it back. A server th
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import logging
 import os
-import re
 import tempfile
-import threading
-from collections.abc import Callable, Iterable, Sequence
+import time
+import weakref
+from collections.abc import Iterable
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from holdall.checkpoint.manifest import (
     DATA_NAME,
+    LEASE_S,
     MOST_FORMAT_BYTES,
     MOST_MANIFEST_BYTES,
     SHARD_FOLDER,
@@ -37,149 +38,11 @@ from holdall.checkpoint.manifest import (
     numbers_of,
     require_format,
 )
-from holdall.errors import (
-    CheckpointError,
-    DamageError,
-    FencedError,
-    MissingPackageError,
-)
+from holdall.checkpoint.objects import PART_BYTES, Objects, StoredObject, sent, short
+from holdall.errors import CheckpointError, FencedError
 from holdall.storage import AwaitedFile, SegmentFile
 
-_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.25, 10.0
-_PART_BYTES, _PARTS_AT_ONCE = 8 * 2**20, 2
-_FINAL = re.compile(r"status code: (4(?!08|09|25|29)\d\d|501)")
-"""Answers that stay the same however often one asks; the rest is waited out."""
-_RETRIES: Any = {"max_retries": 3, "retry_timeout": timedelta(seconds=20)}
-"""Of a single request; beyond that, the loop here tries for as long as it takes."""
-
 _LOG = logging.getLogger("holdall")
-_T = TypeVar("_T")
-
-
-class Objects:
-    """The objects below a url; every call goes on until the store answers, or somebody stops it."""
-
-    def __init__(self, url: str) -> None:
-        try:
-            import obstore  # noqa: PLC0415  an extra
-            import obstore.exceptions  # noqa: PLC0415
-            import obstore.store  # noqa: PLC0415
-        except ImportError as error:
-            raise MissingPackageError(f"{url} needs obstore; run \"pip install 'holdall[cloud]'\"") from error
-        self.url = url.rstrip("/")
-        self.stopped = threading.Event()
-        self._obstore: Any = obstore
-        self._errors: Any = obstore.exceptions
-        try:
-            self._store: Any = obstore.store.from_url(self.url, retry_config=_RETRIES)
-        except Exception as error:
-            raise CheckpointError(f"{url} cannot be opened ({error}); check the url and the credentials") from error
-
-    def elsewhere(self, url: str) -> Objects:
-        """Return the objects below another url; to stop these is to stop those."""
-        other = Objects(url)
-        other.stopped = self.stopped
-        return other
-
-    def create(self, key: str, content: Buffer) -> bool:
-        """Put an object where none is; return whether it was done, as far as the answer says."""
-        try:
-            self._patiently(lambda: self._obstore.put(self._store, key, content, mode="create", use_multipart=False))
-        except (self._errors.AlreadyExistsError, self._errors.PreconditionError):
-            return False
-        return True
-
-    def put(self, key: str, content: Buffer) -> None:
-        """Put an object, over one of the same name if there is one."""
-        self._patiently(lambda: self._obstore.put(self._store, key, content, use_multipart=False))
-
-    def put_in_parts(self, key: str, descriptor: int) -> None:
-        """Put a large object in parts; it appears when the last of them was taken."""
-
-        def put() -> None:
-            with os.fdopen(os.dup(descriptor), "rb") as file:
-                file.seek(0)
-                self._obstore.put(
-                    self._store, key, file, use_multipart=True, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE
-                )
-
-        try:
-            self._patiently(put)
-        except (self._errors.NotFoundError, FileNotFoundError):
-            # Its last answer was lost, and the store has forgotten the upload; a name is only ever given one content.
-            self._patiently(put)
-
-    def get(self, key: str, most_bytes: int) -> bytes | None:
-        """Return an object; None if it is not there."""
-        try:
-            answer = self._patiently(lambda: self._obstore.get(self._store, key))
-        except (self._errors.NotFoundError, FileNotFoundError):
-            return None
-        if answer.meta["size"] > most_bytes:
-            raise DamageError(f"{self.url}/{key} has more than {most_bytes} bytes, which none of holdall's has")
-        return bytes(self._patiently(answer.bytes))
-
-    def ranges(self, key: str, starts: list[int], lengths: list[int]) -> Sequence[Buffer]:
-        """Read ranges of an object, several at a time."""
-        try:
-            found: Sequence[Buffer] = self._patiently(
-                lambda: self._obstore.get_ranges(self._store, key, starts=starts, lengths=lengths, coalesce=0)
-            )
-        except (self._errors.NotFoundError, FileNotFoundError) as error:
-            raise CheckpointError(
-                f"{self.url}/{key} is gone: another writer removed it since the memory was loaded; load it again"
-            ) from error
-        return found
-
-    def sizes(self, folder: str) -> dict[str, int]:
-        """Return the bytes of the objects in a folder, by name."""
-        listed = self._patiently(lambda: self._obstore.list(self._store, folder).collect())
-        return {entry["path"].rpartition("/")[2]: int(entry["size"]) for entry in listed}
-
-    def folders(self) -> list[str]:
-        """Return the names of the folders right below the url."""
-        listed = self._patiently(lambda: self._obstore.list_with_delimiter(self._store))
-        return [name.rstrip("/").rpartition("/")[2] for name in listed["common_prefixes"]]
-
-    def delete(self, keys: list[str]) -> None:
-        """Remove objects; some may be gone already."""
-        for key in keys:
-            with contextlib.suppress(self._errors.NotFoundError, FileNotFoundError):
-                self._patiently(partial(self._obstore.delete, self._store, key))
-
-    def honours_conditions(self) -> bool:
-        """Whether creating an object twice fails the second time."""
-        key = f"probe/{new_writer_id()}"
-        try:
-            self.create(key, b"first")
-            return not self.create(key, b"second")
-        finally:
-            self.delete([key])
-
-    def _patiently(self, call: Callable[[], _T]) -> _T:
-        """Do something until it is answered; a server that restarts is waited for."""
-        wait, is_logged = _FIRST_WAIT_S, False
-        while True:
-            try:
-                return call()
-            except (
-                self._errors.AlreadyExistsError,
-                self._errors.PreconditionError,
-                self._errors.NotFoundError,
-                FileNotFoundError,
-            ):
-                raise
-            except (self._errors.PermissionDeniedError, self._errors.UnauthenticatedError) as error:
-                raise CheckpointError(f"{self.url} refuses access ({_short(error)}); check the credentials") from error
-            except Exception as error:
-                if _FINAL.search(str(error)):
-                    raise CheckpointError(f"{self.url} refuses a request ({_short(error)}); check the store") from error
-                if not is_logged:
-                    _LOG.warning("%s does not answer (%s); trying until it does", self.url, _short(error))
-                is_logged = True
-            if self.stopped.wait(wait):
-                raise CheckpointError(f"{self.url} did not answer before the save was cancelled, or the memory closed")
-            wait = min(2 * wait, _LONGEST_WAIT_S)
 
 
 class ObjectStoreReader:
@@ -254,7 +117,7 @@ class ObjectStoreReader:
 
     def interrupt(self) -> None:
         """Give up waiting for the store."""
-        self._objects.stopped.set()
+        self._objects.waiting.give_up()
 
 
 class ObjectStoreFile:
@@ -288,12 +151,100 @@ class ObjectStoreFile:
 
 def put_file(objects: Objects, key: str, descriptor: int, nbytes: int) -> None:
     """Put a file, a few pieces of it at a time, so that it takes little memory whatever its size."""
-    if nbytes <= _PART_BYTES:
+    if nbytes <= PART_BYTES:
         with os.fdopen(os.dup(descriptor), "rb") as file:
             file.seek(0)
             objects.put(key, file.read())
     else:
         objects.put_in_parts(key, descriptor)
+
+
+_TRUSTED_SHARE = 0.75
+"""Of the lease: a writer whose mark is older commits nothing."""
+
+
+class WriterMark:
+    """Objects that say that a writer is at work, put again and again: nobody else removes files under these names.
+
+    Others tell the age of a mark by the store's own clock; the writer trusts its mark less long than they do.
+    """
+
+    def __init__(self, objects: Objects) -> None:
+        self._objects = objects
+        self._writer_ids: set[str] = set()
+        self._renewed: tuple[float, float] | None = None
+        self._renewal: Any = None
+        self._is_needed = False  # something was put that no manifest names yet
+
+    def set(self, *writer_ids: str) -> None:
+        """Put marks, unless they stand, and have them renewed from now on; before anything is put."""
+        if not self._is_needed and self._age > _TRUSTED_SHARE * LEASE_S:
+            self._renewed, self._writer_ids = None, set()
+        self._is_needed = True
+        for writer_id in set(writer_ids) - self._writer_ids:
+            self._renewed = self._renewed or _clocks()
+            self._objects.put(_mark_of(writer_id), b"")
+            self._writer_ids.add(writer_id)
+        if self._renewal is None:
+            self._renewal = sent(partial(_renewed_for_good, weakref.ref(self)))
+
+    def require(self) -> None:
+        """Refuse to commit what others may have removed."""
+        if self._is_needed and self._age > _TRUSTED_SHARE * LEASE_S:
+            self._is_needed = False
+            raise CheckpointError(
+                f"{self._objects.url} could not be reached for {self._age:.0f} s, so what was put there may have been "
+                "removed by others; save again. Earlier checkpoints are intact"
+            )
+
+    def release(self) -> None:
+        """All that was put is named by a manifest."""
+        self._is_needed = False
+
+    def remove(self) -> None:
+        """Take the marks away, as far as the store does so at once."""
+        renewal, self._renewal = self._renewal, None
+        if renewal is not None:
+            renewal.cancel()
+        for writer_id in self._writer_ids:
+            self._objects.try_delete(_mark_of(writer_id))
+        self._writer_ids = set()
+
+    @property
+    def _age(self) -> float:
+        """Seconds since the marks were put; the longer of two clocks, since one stops while a machine sleeps."""
+        then = self._renewed or _clocks()
+        return max(now - before for now, before in zip(_clocks(), then, strict=True))
+
+    async def renew(self) -> None:
+        """Put the marks again; those that were not trusted any more stay so, until they are set again."""
+        now = _clocks()
+        for writer_id in list(self._writer_ids):
+            await self._objects.put_once(_mark_of(writer_id), b"")
+        if self._age <= _TRUSTED_SHARE * LEASE_S:
+            self._renewed = now
+
+
+def _mark_of(writer_id: str) -> str:
+    return f"writers/{writer_id}"
+
+
+def _clocks() -> tuple[float, float]:
+    return time.time(), time.monotonic()
+
+
+async def _renewed_for_good(mark: weakref.ref[WriterMark]) -> None:
+    """Renew a mark until its writer is gone."""
+    while True:
+        await asyncio.sleep(LEASE_S / 12)
+        held = mark()
+        if held is None:
+            return
+        try:
+            await held.renew()
+        except Exception as error:
+            _LOG.info("the mark of a writer could not be renewed (%s); trying again", short(error))
+        del held
 
 
 class ObjectStoreWriter:
@@ -306,10 +257,10 @@ class ObjectStoreWriter:
         self.url = self._objects.url
         self.writer_id = new_writer_id()
         self.reader = ObjectStoreReader(self._objects)
+        self._mark = WriterMark(self._objects)
         self._sequence = 0
         self._seen: set[str] | None = None  # the files that were there when the last manifest was about to be
-        if not self._objects.create("FORMAT", format_text()) and not self.reader.require():
-            self._objects.put("FORMAT", format_text())
+        self._require_format()
         self.is_fenced = self._objects.honours_conditions()
         if not self.is_fenced:
             _LOG.warning(
@@ -319,6 +270,7 @@ class ObjectStoreWriter:
 
     def new_file(self) -> ObjectStoreFile:
         """Begin a file of records."""
+        self._mark.set(self.writer_id)
         self._sequence += 1
         return ObjectStoreFile(self._objects, data_name(self.writer_id, self._sequence))
 
@@ -326,58 +278,86 @@ class ObjectStoreWriter:
         """Say yes: a prefix is there as soon as something is put below it."""
         return True
 
-    def stamp(self) -> object:
-        """Return nothing: to look into the store takes long."""
-        return None
-
     def adopt(self, file: SegmentFile) -> None:
         """Nothing of a disk can be taken over by a store."""
         return
 
+    def mark(self, names: Iterable[str]) -> None:
+        """Keep others from removing files, whether they are there or not."""
+        self._mark.set(*(name.partition("-")[0] for name in names))
+
     def upload(self, name: str, path: Path) -> None:
-        """Put a finished file of a directory."""
+        """Put a finished file of a directory, which was marked before."""
         with path.open("rb") as file:
             put_file(self._objects, f"segments/{name}", file.fileno(), path.stat().st_size)
 
     def commit(self, manifest: Manifest) -> None:
-        """Create the manifest; if the answer says that it is there, or none comes, look whose it is."""
+        """Create the manifest if all is there that it names; see whose it is if no answer says that it was created."""
+        sizes = self.reader.file_sizes()
+        gone = sorted(name for name, nbytes in manifest.files.items() if sizes.get(name) != nbytes)
+        if gone and manifest.number in self.reader.numbers():
+            raise FencedError(f"{self.url} has a checkpoint {manifest.number} of another writer; save to another place")
+        if gone:
+            raise CheckpointError(
+                f"{self.url}/segments/{gone[0]} was removed while it was needed ({len(gone)} files in all); save again:"
+                " what is gone is written then"
+            )
+        self._seen = set(sizes)
+        self._require_format()  # others may have removed all there was
+        self._mark.require()
         key = f"manifests/{manifest_name(manifest.number)}"
         content = encode(manifest)
-        self._seen = set(self.reader.file_sizes())
         if not self.is_fenced:
             self._objects.put(key, content)
-            return
-        while not self._objects.create(key, content):
+        while self.is_fenced and not self._objects.create(key, content):
             standing = self._objects.get(key, MOST_MANIFEST_BYTES)
             if standing == content:
-                return  # our own: the answer to an earlier try was lost
+                break  # our own: the answer to an earlier try was lost
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
+        self._mark.require()
+        self._mark.release()  # whoever looked at the mark before the manifest stood has seen that it holds
 
     def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.
 
-        Another writer's files stay if they came after this one's last manifest: it may be about to name them. One
-        whose files were there before it wants a number that is taken, and will be refused.
+        Of other writers' files those go that were there before this writer's last manifest: their writers want a number
+        that is taken, and will be refused. Without a manifest of its own, it removes only what is older than a lease,
+        of writers whose mark is, too; and what only checkpoints name that go: nobody names that again. Files are
+        listed first, and manifests last: what is named meanwhile stays.
         """
+        found = self._objects.listed("segments")
+        old = self._collectable(found)
         kept, stale = kept_and_stale(self.reader, keep)
         named = set(in_use).union(*(manifest.files for manifest in kept))
+        old |= {name for manifest in stale.values() if manifest is not None for name in manifest.files if name in found}
         self._objects.delete([f"manifests/{manifest_name(number)}" for number in stale])
-        sizes = self.reader.file_sizes()
-        old = (
-            sizes if self._seen is None else {*self._seen, *(name for name in sizes if name.startswith(self.writer_id))}
-        )
-        unnamed = {name: nbytes for name, nbytes in sizes.items() if name in old and name not in named}
+        unnamed = sorted(old - named)
         self._objects.delete([f"segments/{name}" for name in unnamed])
-        return sum(unnamed.values())
+        return sum(found[name].nbytes for name in unnamed)
+
+    def _require_format(self) -> None:
+        raw = self._objects.get("FORMAT", MOST_FORMAT_BYTES)
+        if raw is None:
+            self._objects.create("FORMAT", format_text())
+        elif not require_format(self.reader, lambda: raw):
+            self._objects.put("FORMAT", format_text())
+
+    def _collectable(self, found: dict[str, StoredObject]) -> set[str]:
+        """Name the files that no save under way can be about to name."""
+        names = {name for name in found if DATA_NAME.fullmatch(name)}
+        own = {name for name in names if self._seen is not None and name.startswith(self.writer_id)}
+        if self._seen is not None and self.is_fenced:
+            return own | names & self._seen
+        marks, limit = self._objects.listed("writers"), self._objects.time() - timedelta(seconds=LEASE_S)
+        at_work = {name for name, mark in marks.items() if mark.modified >= limit}
+        self._objects.delete([f"writers/{name}" for name in marks.keys() - at_work])
+        return own | {name for name in names if found[name].modified < limit and name.partition("-")[0] not in at_work}
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Let others remove what this writer put and did not name."""
+        self._mark.remove()
 
     def interrupt(self) -> None:
         """Give up waiting for the store."""
-        self._objects.stopped.set()
-
-
-def _short(error: Exception) -> str:
-    return str(error).strip().partition("\n")[0][:200]
+        self._objects.waiting.give_up()

@@ -7,14 +7,13 @@ asks. A save that fails changes nothing: the checkpoints before it are as they w
 
 from __future__ import annotations
 
-import contextlib
+import inspect
 import logging
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -22,23 +21,23 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.file_system import disk_errors_explained
 from holdall.checkpoint.interfaces import CheckpointWriter
-from holdall.checkpoint.manifest import is_remote, last_number, next_number, normalized_url
+from holdall.checkpoint.manifest import is_remote, last_number, newest_manifest, next_number, normalized_url
 from holdall.checkpoint.saved_records import RowsKey, SavedRecords
-from holdall.checkpoint.write import ShardsSnapshot, Snapshot, SnapshotWriter, reporting
-from holdall.errors import ArgumentError, CheckpointError, HoldallError
+from holdall.checkpoint.waiting import CLOSE_S, JobThread, Waiting
+from holdall.checkpoint.write import Report, ShardsSnapshot, Snapshot, SnapshotWriter
+from holdall.errors import ArgumentError, CheckpointError
 from holdall.storage import Coder, FullBlock, SliceBlock
+from holdall.threads import left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror
 
 
-_YIELD_S = 0.001
-"""A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
-
 _LOG = logging.getLogger("holdall")
 
-Progress = Callable[[str, int], None]
-"""Called with what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far."""
+Progress = Callable[[str, int], None] | Callable[[str, int, int], None]
+"""Called with what is written now ("rows", "logs", "blocks", "files", "commit"), and the bytes written so far; with the
+bytes in all, about, if it takes three arguments."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class SaveHandle:
         return checkpoint
 
     def cancel(self) -> None:
-        """Give up waiting for an object store that does not answer; saves to it fail from now on."""
+        """Give this save up, and its copy in the mirror: wherever it is, its `result` raises. Later saves go on."""
         self._interrupt()
 
     def succeed(self, checkpoint: Checkpoint) -> None:
@@ -108,14 +107,40 @@ class SaveHandle:
         self._ended.set()
 
 
-def open_writer(url: str | os.PathLike[str]) -> CheckpointWriter:
-    """Begin to write checkpoints to a url."""
+def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> CheckpointWriter:
+    """Begin to write checkpoints to a url; `waiting` ends if the store does not answer."""
     location = normalized_url(url)
     if is_remote(location):
         from holdall.checkpoint.object_store import ObjectStoreWriter  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
 
-        return ObjectStoreWriter(location)
+        return ObjectStoreWriter(location, Objects(location, waiting))
     return DirectoryWriter(Path(location))
+
+
+def reporting(progress: Callable[..., None] | None, waiting: Waiting) -> Report:
+    """Note that the save gets on, end it if it was given up, and call the user's callback, whatever that does."""
+    wants_total = progress is not None and _takes_three(progress)
+
+    def report(phase: str, nbytes: int, total: int) -> None:
+        waiting.require()
+        waiting.got_on()
+        if progress is None:
+            return
+        try:
+            progress(phase, nbytes, *([total] if wants_total else []))
+        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
+            _LOG.warning("the progress callback failed (%s)", error)
+
+    return report
+
+
+def _takes_three(progress: Callable[..., None]) -> bool:
+    try:
+        inspect.signature(progress).bind("", 0, 0)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 class _SaveJob(NamedTuple):
@@ -137,7 +162,11 @@ class Saver:
     """
 
     def __init__(
-        self, url: str, open_writer: Callable[[], CheckpointWriter], coder: Coder, saved: SavedRecords | None = None
+        self,
+        url: str,
+        open_writer: Callable[[Waiting], CheckpointWriter],
+        coder: Coder,
+        saved: SavedRecords | None = None,
     ) -> None:
         self.url = url
         self._open_target = open_writer
@@ -145,27 +174,18 @@ class Saver:
         self._records = saved or SavedRecords()
         self._target: CheckpointWriter | None = None
         self._last = 0  # the newest checkpoint when the url was opened, or this saver's own last one
-        self._stamp: object = None  # of the url, when this saver last changed something there
         self._mirrors: dict[str, CheckpointMirror] = {}
         self._saving: SnapshotWriter | None = None  # begun by blocks that were written ahead
         self._ahead: list[FullBlock] = []
         self._jobs: deque[_SaveJob] = deque()
-        self._changed = threading.Condition()
-        self._is_busy = False
-        # It stays when it is idle: to start one takes milliseconds on a busy machine. A program that ends waits for it.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
-        self._process = os.getpid()
+        self._at_work: _SaveJob | None = None
+        self._waiting = Waiting(url)
+        self._thread = JobThread("holdall-saver", self._waiting, self._work, lambda: bool(self._jobs or self._ahead))
+        self._changed = self._thread.changed
+        self.in_order = threading.RLock()  # held from a snapshot until it is queued: an older one never comes later
 
     def rows_saved(self) -> dict[int, RowsKey]:
-        """Name the chunks of rows that need not be written again: those that are still there."""
-        with self._changed:
-            if self._target is not None and not self._is_busy:
-                try:
-                    is_as_left = self._target.stamp() == self._stamp and self._target.is_there()
-                except OSError:
-                    is_as_left = False
-                if not is_as_left:
-                    self._forget_what_is_gone(self._target)
+        """Name the chunks of rows that need not be written again."""
         return self._records.rows_saved()
 
     def save(
@@ -182,11 +202,18 @@ class Saver:
         """
         if mirror is not None and isinstance(snapshot, ShardsSnapshot):
             raise ArgumentError(f"mirror ({mirror!r}) is for a memory without shards; save to the object store itself")
-        behind = None if mirror is None else self._mirror(mirror)
-        handle = SaveHandle(self.url, self.interrupt, None if behind is None else behind.wait)
-        with self._changed:
-            self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
-            self._wake()
+        is_queued = False
+        try:
+            behind = None if mirror is None else self._mirror(mirror)
+            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), None if behind is None else behind.wait)
+            with left(self._thread.lock):
+                self._leave_to_parent()
+                self._thread.wake()
+                self._jobs.append(_SaveJob(snapshot, handle, keep, progress, behind))
+                is_queued = True
+        finally:
+            if not is_queued:
+                self._drop(snapshot)
         return handle
 
     def write_ahead(self, full_blocks: Callable[[Callable[[SliceBlock], bool]], list[FullBlock]]) -> None:
@@ -195,69 +222,75 @@ class Saver:
         Args:
             full_blocks: Returns those that are not known already.
         """
-        with self._changed:
-            if self._is_busy:
+        with left(self._thread.lock):
+            if self._thread.is_busy:
                 return
+            self._leave_to_parent()
             saving = self._saving
             known = self._records.blocks.__contains__ if saving is None else saving.knows
-            self._ahead = full_blocks(known)[::-1]
-            if self._ahead:
-                self._wake()
+            ahead = full_blocks(known)[::-1]
+            if ahead:
+                self._thread.wake()
+                self._ahead = ahead
 
-    def _wake(self) -> None:
-        if self._process != os.getpid():  # a fork's child has the saver, not its thread
-            self._thread = ThreadPoolExecutor(1, thread_name_prefix="holdall-saver")
-            self._process, self._is_busy = os.getpid(), False
-        if not self._is_busy:
-            self._is_busy = True
-            self._thread.submit(self._run)
+    def close(self, timeout: float = CLOSE_S, began: float | None = None) -> None:
+        """Wait for every save, and let another writer in; see `JobThread.end`."""
+        began = time.monotonic() if began is None else began
+        try:
+            self._thread.end(timeout, began)
+        finally:
+            for mirror in self._mirrors.values():
+                mirror.close(timeout, began)
+            if not self._thread.is_busy:  # else a disk hangs: its writer goes with the program
+                saving, self._saving = self._saving, None
+                if saving is not None:
+                    saving.abandon()
+                target, self._target = self._target, None
+                if target is not None:
+                    target.close()
 
-    def interrupt(self) -> None:
-        """Give up waiting for a server that does not answer."""
-        target = self._target
-        if target is not None:
-            target.interrupt()
-        for mirror in self._mirrors.values():
-            mirror.interrupt()
+    def _leave_to_parent(self) -> None:
+        """Forget, in the child of a fork, what its parent does."""
+        if self._thread.is_forked:
+            self._jobs, self._ahead, self._at_work = deque(), [], None
 
-    def close(self) -> None:
-        """Wait for every save, and let another writer in."""
-        self._thread.shutdown()
-        for mirror in self._mirrors.values():
-            mirror.close()
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
-        target, self._target = self._target, None
-        if target is not None:
-            target.close()
+    def _cancel(self, handle: SaveHandle, mirror: CheckpointMirror | None) -> None:
+        with left(self._thread.lock):
+            queued = [job for job in self._jobs if job.handle is handle]
+            self._jobs = deque(job for job in self._jobs if job.handle is not handle)
+            if self._at_work is not None and self._at_work.handle is handle:
+                self._waiting.give_up()
+        for job in queued:
+            self._drop(job.snapshot)
+            handle.fail(CheckpointError(f"the save to {self.url} was cancelled before it began"))
+        if mirror is not None:
+            mirror.cancel()
 
-    def _run(self) -> None:
-        time.sleep(_YIELD_S)
-        while True:
-            with self._changed:
-                ahead, self._ahead = self._ahead, []
-                if not self._jobs and not ahead:
-                    self._is_busy = False
-                    if self._target is not None:
-                        with contextlib.suppress(OSError):
-                            self._stamp = self._target.stamp()
-                    return
-                job = self._jobs.popleft() if self._jobs else None
-            if job is None:
+    def _work(self) -> None:
+        """Do what is next."""
+        with self._changed:
+            ahead, self._ahead = self._ahead, []
+            job = self._at_work = self._jobs.popleft() if self._jobs else None
+            if not self._thread.has_given_up:
+                self._waiting.begin()
+        try:
+            if job is not None:
+                self._do(job)
+            elif ahead:  # else what there was has been cancelled
                 self._write_ahead(ahead)
-                continue
-            try:
-                checkpoint = self._written(job)
-            except BaseException as error:  # raised by the handle; training goes on
-                _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
-                self._drop(job.snapshot)
-                if self._target is not None:
-                    self._forget_what_is_gone(self._target)
-                job.handle.fail(error)
-            else:
-                job.handle.succeed(checkpoint)
-            del job
+        finally:
+            with self._changed:
+                self._at_work = None
+
+    def _do(self, job: _SaveJob) -> None:
+        try:
+            checkpoint = self._written(job)
+        except BaseException as error:  # raised by the handle; training goes on
+            _LOG.warning("a checkpoint could not be saved to %s (%s)", self.url, error)
+            self._drop(job.snapshot)
+            job.handle.fail(error)
+        else:
+            job.handle.succeed(checkpoint)
 
     def _written(self, job: _SaveJob) -> Checkpoint:
         began = time.perf_counter()
@@ -268,7 +301,7 @@ class Saver:
             target = self._opened()
             number = next_number(target.reader, self._last, target.writer_id)
             saving, self._saving = self._saving or SnapshotWriter(target, self._records, self._coder), None
-            manifest = saving.run(job.snapshot, number, reporting(job.progress))
+            manifest = saving.run(job.snapshot, number, reporting(job.progress, self._waiting))
         self._last = number
         if job.mirror is not None and job.keep is not None:
             job.mirror.send(manifest, job.keep)
@@ -289,7 +322,7 @@ class Saver:
                 if self._saving is None:
                     self._saving = SnapshotWriter(self._opened(), self._records, self._coder)
                 self._saving.write_ahead(blocks)
-        except (HoldallError, OSError) as error:
+        except Exception as error:
             self._saving = None
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
@@ -306,34 +339,31 @@ class Saver:
         return found
 
     def _opened(self) -> CheckpointWriter:
+        if self._target is not None and not self._target.is_there():
+            saving, self._saving = self._saving, None
+            if saving is not None:
+                saving.abandon()
+            target, self._target = self._target, None
+            target.close()
         if self._target is None:
-            target = self._open_target()
+            target = self._open_target(self._waiting)
             try:
                 self._last = last_number(target.reader)
-                # Between loading and now another writer may have collected what was loaded.
-                self._records.keep_only(target.reader.file_sizes())
+                if is_remote(self.url):
+                    # What was loaded may have been collected since: only what the newest checkpoint names is safe.
+                    newest = newest_manifest(target.reader, target.reader.numbers())
+                    self._records.keep_only({} if newest is None else newest.files)
             except BaseException:
                 target.close()
                 raise
             self._target = target
         return self._target
 
-    def _forget_what_is_gone(self, target: CheckpointWriter) -> None:
-        """Have the next save write what somebody removed, and open a place again that was removed as a whole."""
-        saving, self._saving = self._saving, None
-        if saving is not None:
-            saving.abandon()
-        with contextlib.suppress(OSError):  # it is looked at again when it is next saved to
-            self._records.keep_only(target.reader.file_sizes())
-            if not target.is_there():
-                self._target = None
-                target.close()
-
     def _collect(self, target: CheckpointWriter, keep: int | None) -> None:
         """Remove what is not needed any more; the checkpoint stands, whatever comes of it."""
         try:
             mirrored = [mirror.pinned() for mirror in self._mirrors.values()]
-            target.collect(keep, self._records.files_in_use().union(*mirrored))
+            target.collect(keep, set(self._records.files).union(*mirrored))
         except OSError as error:
             _LOG.warning("old checkpoints in %s could not be removed (%s)", self.url, error)
 
@@ -358,11 +388,17 @@ class Savers:
         """Return the saver to a url; `saved` is what lies there of a memory that was loaded from it."""
         saver = self._savers.get(url)
         if saver is None:
-            saver = self._savers[url] = Saver(url, lambda: open_writer(url), self._coder, saved)
+            saver = self._savers[url] = Saver(url, lambda waiting: open_writer(url, waiting), self._coder, saved)
         return saver
 
-    def close(self) -> None:
-        """Wait for all that is being saved."""
-        savers, self._savers = self._savers, {}
-        for saver in savers.values():
-            saver.close()
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Wait for all that is being saved; raise if something did not get on for `timeout` seconds."""
+        savers, errors, began = list(self._savers.values()), [], time.monotonic()
+        for saver in savers:
+            try:
+                saver.close(timeout, began)
+            except CheckpointError as error:
+                errors.append(error)
+        self._savers = {}
+        if errors:
+            raise errors[0]

@@ -5,6 +5,7 @@ In:  a memory with its store, sampler and generator.  Out: snapshots of one mome
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import threading
@@ -17,20 +18,25 @@ from typing import TYPE_CHECKING, Any, Self
 import numpy as np
 
 from holdall.checkpoint.load import Loading, Restored, open_reader
-from holdall.checkpoint.manifest import normalized_url
+from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers
 from holdall.checkpoint.saved_records import Attached, RowsKey
-from holdall.checkpoint.write import Snapshot, checked_attachments
+from holdall.checkpoint.waiting import CLOSE_S
+from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
-from holdall.errors import ArgumentError, HoldallError
+from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.json_state import generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
+from holdall.threads import left
 from holdall.units import require_count, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch
+
+
+_LOG = logging.getLogger("holdall")
 
 
 class SavedMemory(ABC):
@@ -75,7 +81,7 @@ class SavedMemory(ABC):
 
         Refuse to go on if the call is still under way: a signal handler, or a sampler, called the memory from inside.
         """
-        frame: Any = sys._getframe(2)
+        frame: Any = sys._getframe(1)
         while frame is not None and frame.f_locals.get("self") is self:
             frame = frame.f_back
         while frame is not None:
@@ -85,8 +91,7 @@ class SavedMemory(ABC):
                     "without it, and call it when they have returned"
                 )
             frame = frame.f_back
-        while self._lock._is_owned():
-            self._lock.release()
+        left(self._lock)
 
     @property
     @abstractmethod
@@ -114,12 +119,14 @@ class SavedMemory(ABC):
             keep: How many checkpoints stay; older ones are removed once this one is safe.
             mirror: A prefix of an object store to which a checkpoint is copied once it is safe in its directory; the
                 handle's `mirrored()` waits for that.
-            progress: Called in the background with what is written now and the bytes so far.
+            progress: Called in the background with what is written now and the bytes so far; with the bytes in all as
+                well, about, if it takes three arguments.
         """
         require_count("keep", keep, 1)
         files = checked_attachments(attach)
         saver = self._savers.to(normalized_url(url))
-        return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
+        with left(saver.in_order):
+            return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
 
     def save_every(
         self,
@@ -149,8 +156,6 @@ class SavedMemory(ABC):
 
         interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
         self._open()
-        if self._autosave is not None:
-            self._autosave.stop()
 
         def save(memory: Any) -> SaveHandle:
             handle: SaveHandle = memory.save(location, keep=kept, mirror=mirror)
@@ -159,7 +164,9 @@ class SavedMemory(ABC):
         def write_ahead(memory: Any) -> None:
             memory._savers.to(location).write_ahead(memory._full_blocks)
 
-        self._autosave = Autosave(self, save, write_ahead, interval)
+        before, self._autosave = self._autosave, Autosave(self, save, write_ahead, interval)
+        if before is not None:
+            before.stop()
 
     @classmethod
     def load(
@@ -210,9 +217,23 @@ class SavedMemory(ABC):
         """Files that were saved with the memory that this one was loaded from, by name."""
         return self._attached
 
+    def close(self, timeout: float = CLOSE_S) -> None:
+        """Wait for saves, and free everything; batches that were handed out stay as they are.
+
+        Args:
+            timeout: A save that does not get on for so many seconds is given up, and an error says so.
+        """
+        require_number("timeout", timeout, 0)
+        try:
+            self._end_saving(timeout)
+        except CheckpointError:
+            self._free()
+            raise
+        self._free()
+
     @abstractmethod
-    def close(self) -> None:
-        """Free everything."""
+    def _free(self) -> None:
+        """Free everything, whatever became of saves."""
 
     def __enter__(self) -> Self:
         return self
@@ -220,7 +241,12 @@ class SavedMemory(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except CheckpointError as given_up:
+            if error is None:
+                raise
+            _LOG.warning("%s", given_up)  # the error that ended the block is the one to see
 
     def _came_from(self, found: Restored) -> None:
         """Remember a checkpoint, for the next one to hold only what is new, and fetch what is left there."""
@@ -229,15 +255,17 @@ class SavedMemory(ABC):
         self._fetch = found.fetch_the_rest()
         self._attached = found.attached
 
-    def _end_saving(self) -> None:
-        """Wait for what is being saved, and end all that goes on in the background."""
-        if self._autosave is not None:
-            self._autosave.stop()
-            self._autosave = None
-        self._savers.close()
-        if self._fetch is not None:
-            self._fetch.stop()
-            self._fetch = None
+    def _end_saving(self, timeout: float) -> None:
+        """Wait for what is being saved as long as it gets on, and end all that goes on in the background."""
+        autosave, fetch = self._autosave, self._fetch
+        try:
+            if autosave is not None:
+                autosave.stop()
+            if fetch is not None:
+                fetch.stop()
+        finally:
+            self._savers.close(timeout)
+        self._autosave = self._fetch = None
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""
@@ -262,7 +290,8 @@ class SavedMemory(ABC):
                 "prefetched": [] if self._prefetched is None else self._prefetched.state(),
             }
             words, ticks = schema_words(self.schema), self.capacity // self.num_envs
-            return Snapshot(frozen, words, ticks, state, attach, self._lock, store.release)
+            release, again = store.release, store.take_again
+            return Snapshot(frozen, words, ticks, state, attach, self._lock, release, again)
 
     def _full_blocks(self, is_known: Callable[[SliceBlock], bool]) -> list[FullBlock]:
         with self._locked():
@@ -282,3 +311,32 @@ class SavedMemory(ABC):
                 "rows": store.rows(),
                 "unchanged": UnchangedStore(store),  # last: it is written when all the rest was
             }
+
+
+def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
+    """Return files by name, as bytes or as paths that are there."""
+    if attach is None:
+        return {}
+    if not isinstance(attach, Mapping):
+        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
+    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
+
+
+def _checked_name(name: Any) -> str:
+    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
+        raise ArgumentError(
+            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
+            "none of the last two"
+        )
+    return name
+
+
+def _checked_content(name: str, content: Any) -> Path | bytes:
+    if isinstance(content, bytes | bytearray | memoryview):
+        return bytes(content)
+    if isinstance(content, str | os.PathLike):
+        path = Path(content)
+        if path.is_file():
+            return path
+        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
+    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")

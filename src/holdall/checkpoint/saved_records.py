@@ -25,6 +25,7 @@ from holdall.checkpoint.manifest import (
     Chunk,
     Manifest,
     Ref,
+    is_lost,
     require_files,
     shard_manifest,
 )
@@ -304,7 +305,11 @@ class RecordFiles:
         for name, wanted in ranges.items():
             with contextlib.suppress(DamageError):  # whoever reads it will be told
                 demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
-        bring(demands)
+        if any(demand.file.is_awaited for demand in demands):
+            bring(demands)
+            return
+        for file, starts, ends in demands:
+            file.bring(starts, ends)
 
     def record(self, ref: Ref, ahead_bytes: int = _READ_AHEAD_BYTES) -> tuple[Record, ReadAhead]:
         """Read the head of a record, which must be the very one that the manifest names.
@@ -364,8 +369,9 @@ def damages(
     reader: CheckpointReader, manifest: Manifest, coder: Coder, read: Callable[[int], None] = lambda _: None
 ) -> list[Damage]:
     """Read everything that a checkpoint names; `read` is called with every record's bytes."""
+    sizes = reader.file_sizes()
     try:
-        require_files(manifest, reader.file_sizes())
+        require_files(manifest, sizes)
     except CheckpointError as error:
         return [Damage("", 0, str(error))]
     files = RecordFiles(reader)
@@ -375,6 +381,8 @@ def damages(
             with malformed_refused(f"the record at byte {ref.start} of {ref.file}"):
                 _require_whole(files, ref, coder)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             found.append(Damage(ref.file, ref.start, str(error)))
         read(ref.nbytes)
     for shard in manifest.shards:
@@ -382,6 +390,8 @@ def damages(
         try:
             of_shard = damages(below, shard_manifest(below, shard), coder, read)
         except (DamageError, CheckpointError) as error:
+            if not is_lost(error):
+                raise
             of_shard = [Damage("", 0, str(error))]
         found += [replace(one, file=f"{shard.folder}/{one.file}") for one in of_shard]
     return found

@@ -31,6 +31,7 @@ from holdall.checkpoint.interfaces import CheckpointReader, CheckpointWriter
 from holdall.checkpoint.load import Loading, Restored, restored_state
 from holdall.checkpoint.manifest import (
     Manifest,
+    kept_and_stale,
     normalized_url,
     shard_folder,
     shard_manifest,
@@ -278,7 +279,8 @@ def shard_url(url: str | os.PathLike[str], shard: int) -> str:
 
 def collect_all(target: CheckpointWriter, keep: int) -> int:
     """Remove all but the last `keep` checkpoints, and those of shards that none of them names; return the bytes."""
-    named = {s.folder for number in target.reader.numbers() for s in target.reader.manifest(number).shards}
+    kept, stale = kept_and_stale(target.reader, keep)
+    named = {shard.folder for manifest in (*kept, *filter(None, stale.values())) for shard in manifest.shards}
     freed = target.collect(keep, ())
     for folder in sorted(named):
         below = open_writer(f"{target.url}/{folder}")

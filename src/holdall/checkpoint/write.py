@@ -11,8 +11,6 @@ pin their arenas; then full blocks, oldest first, since they are the next to be 
 from __future__ import annotations
 
 import itertools
-import logging
-import os
 import secrets
 import threading
 import time
@@ -26,7 +24,6 @@ import numpy as np
 
 from holdall.checkpoint.interfaces import CheckpointWriter
 from holdall.checkpoint.manifest import (
-    ATTACHMENT_NAME,
     BlockEntry,
     Chunk,
     Manifest,
@@ -36,7 +33,7 @@ from holdall.checkpoint.manifest import (
     shard_folder,
 )
 from holdall.checkpoint.saved_records import PartialBlock, RecordWriter, SavedRecords, adoptable, compacted, ref_of
-from holdall.errors import ArgumentError, CheckpointError, DamageError
+from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_name
 from holdall.schema import Bytes
 from holdall.storage import (
@@ -52,6 +49,7 @@ from holdall.storage import (
     FullBlock,
     Method,
     OpenSlices,
+    RowChunk,
     SliceBlock,
     Transform,
     dictionary_name,
@@ -69,13 +67,14 @@ from holdall.storage import (
 if TYPE_CHECKING:
     from holdall.checkpoint.save import Checkpoint
 
-_LOG = logging.getLogger("holdall")
-
 _MOST_PIECES = 16
 """Pieces of a block being filled, after which it is written again as one."""
 _MOST_SPLIT = 8
 """Full blocks that may stay in the pieces in which they were saved."""
 _FILE_PIECE_BYTES = 16 * 2**20
+
+Report = Callable[[str, int, int], None]
+"""Gets what is written now, the bytes written so far, and the bytes in all, as far as they are known."""
 
 
 @dataclass(slots=True)
@@ -89,6 +88,8 @@ class Snapshot:
     attach: Mapping[str, Path | bytes]
     lock: threading.Lock  # of the memory: rows are read under it
     release: Callable[[FrozenRows], None]
+    take_again: Callable[[FrozenRows, int, int], RowChunk | None] = lambda _rows, _number, _version: None
+    """Returns a chunk of rows that was thought to be saved, in a version; None if it was written over since."""
 
 
 @dataclass(slots=True)
@@ -118,9 +119,9 @@ class SnapshotWriter:
         self._owner = self._records = saved
         self._fresh = SavedRecords()
         self._coder = coder
-        self._report: Callable[[str, int], None] = lambda _phase, _bytes: None
+        self._report: Report = lambda _phase, _bytes, _total: None
         self._phase = "blocks"
-        self.bytes_written = 0
+        self.bytes_written = self._bytes_left = 0  # left: of what the snapshot holds that is new, about
         # What stays for long, and what the next checkpoint replaces, lie in files of their own: a file goes as a whole.
         self._lasting = RecordWriter(target, self._wrote)
         self._pieces = RecordWriter(target, self._wrote)
@@ -149,19 +150,16 @@ class SnapshotWriter:
         for writer in self._writers:
             writer.abandon()
 
-    def run(self, snapshot: Snapshot | ShardsSnapshot, number: int, report: Callable[[str, int], None]) -> Manifest:
-        """Write everything and commit it.
-
-        Args:
-            report: Called with what is written now, and the bytes so far.
-        """
+    def run(self, snapshot: Snapshot | ShardsSnapshot, number: int, report: Report) -> Manifest:
+        """Write everything and commit it."""
         self._report = report
         try:
+            self._forget_missing()
             if isinstance(snapshot, ShardsSnapshot):
                 manifest = self._write_shards(snapshot, number)
             else:
                 manifest = self._write(snapshot, number)
-            self._report("commit", self.bytes_written)
+            self._report("commit", self.bytes_written, self.bytes_written)
             self._target.commit(manifest)
         except BaseException:
             self.abandon()
@@ -170,15 +168,24 @@ class SnapshotWriter:
         self._records = self._owner
         self._records.merge(self._fresh)
         self._records.forget_before(manifest.first_tick)
-        in_use = self._records.files_in_use() | set(manifest.files)
-        self._records.files = {name: nbytes for name, nbytes in self._records.files.items() if name in in_use}
+        self._records.keep_only(manifest.files)  # others may collect what no manifest names
         return manifest
 
+    def _forget_missing(self) -> None:
+        """Look what is there: what others removed since it was written is written again."""
+        sizes = self._target.reader.file_sizes()
+        for writer in self._writers:
+            self._fresh.files |= writer.files
+        for records in (self._owner, self._fresh):
+            records.keep_only(sizes)
+
     def _write(self, snapshot: Snapshot, number: int) -> Manifest:
-        store, snapshot.store = snapshot.store, None
+        store = snapshot.store
         if store is None:
             raise CheckpointError("a snapshot was saved twice; report this")
         state = {"store": store_words(store), **snapshot.state}
+        self._bytes_left = self._new_bytes(store, snapshot.attach)
+        snapshot.store = None
         unsettled = self._write_rows(store, snapshot)
         self._records.forget_before(store.first_tick)
         self._records = compacted(self._records, self._target.reader, self._lasting)
@@ -244,12 +251,17 @@ class SnapshotWriter:
     def _write_rows(self, store: FrozenStore, snapshot: Snapshot) -> dict[int, Chunk]:
         """Write the rows that are new; return those that will have to be written again."""
         self._phase = "rows"
-        rows = store.rows
+        rows, wanted = store.rows, set(store.rows.wanted)
         unsettled: dict[int, Chunk] = {}
         try:
-            for number in rows.wanted:
-                with snapshot.lock:
-                    chunk = rows.take(number)
+            for number in _chunk_numbers(store):
+                if number in wanted:
+                    with snapshot.lock:
+                        chunk = rows.take(number)
+                elif number in self._records.rows:
+                    continue
+                else:
+                    chunk = self._row_chunk_again(store, number, snapshot)
                 if is_settled(number, rows.chunk_ticks, store.next_tick):
                     key = (store.versions.get(number, 0), tuple(chunk.columns))
                     ref = self._lasting.append(pack_rows(chunk))
@@ -262,12 +274,33 @@ class SnapshotWriter:
                 snapshot.release(rows)
         return unsettled
 
+    def _row_chunk_again(self, store: FrozenStore, number: int, snapshot: Snapshot) -> RowChunk:
+        """Return rows that were saved, and are gone from the store: they stand in the memory, most likely."""
+        with snapshot.lock:
+            chunk = snapshot.take_again(store.rows, number, store.versions.get(number, 0))
+        if chunk is None:
+            raise CheckpointError(
+                f"{self._target.url} lost files of earlier checkpoints, and what they held was overwritten since then; "
+                "save again: everything is written then"
+            )
+        return chunk
+
     def _chunks(self, store: FrozenStore, unsettled: dict[int, Chunk]) -> tuple[Chunk, ...]:
         """Name the chunks of all rows, written now or before."""
-        ticks = store.rows.chunk_ticks
-        numbers = range(store.first_tick // ticks, -(-store.next_tick // ticks))
         known = self._records.rows | self._fresh.rows
-        return tuple(unsettled[number] if number in unsettled else known[number][1] for number in numbers)
+        return tuple(unsettled[n] if n in unsettled else known[n][1] for n in _chunk_numbers(store))
+
+    def _new_bytes(self, store: FrozenStore, attach: Mapping[str, Path | bytes]) -> int:
+        """Return the bytes that are about to be written, without heads, logs and sampler."""
+        nbytes = sum(len(each) if isinstance(each, bytes) else each.stat().st_size for each in attach.values())
+        nbytes += store.rows.wanted_bytes
+        if store.segments is not None:
+            blocks = {id(part.block): part.block for segment in store.segments.closed for part in segment.parts}
+            for block in blocks.values():
+                raw, sealed = block.used * block.slice_bytes, block.sealed
+                nbytes += 0 if self.knows(block) else raw if sealed is None else sealed.nbytes
+            nbytes += sum(filling.slices.nbytes for filling in store.segments.filling)
+        return nbytes
 
     def _write_logs(
         self, segments: FrozenSegments, blocks: list[BlockEntry]
@@ -305,7 +338,7 @@ class SnapshotWriter:
         """Write what is new in a block that is still being filled."""
         count = filling.slices.size // filling.slice_bytes
         done = self._records.filling.get(filling.key, PartialBlock())
-        if len(done.refs) >= _MOST_PIECES:
+        if len(done.refs) >= _MOST_PIECES or done.slices > count:
             done = PartialBlock()
         settled = filling.slices[: filling.settled * filling.slice_bytes]
         refs = done.refs + tuple(self._write_pieces(self._pieces, settled, filling.slice_bytes, done.slices))
@@ -417,7 +450,13 @@ class SnapshotWriter:
 
     def _wrote(self, nbytes: int) -> None:
         self.bytes_written += nbytes
-        self._report(self._phase, self.bytes_written)
+        self._bytes_left = max(0, self._bytes_left - nbytes)
+        self._report(self._phase, self.bytes_written, self.bytes_written + self._bytes_left)
+
+
+def _chunk_numbers(store: FrozenStore) -> range:
+    ticks = store.rows.chunk_ticks
+    return range(store.first_tick // ticks, -(-store.next_tick // ticks))
 
 
 def store_words(frozen: FrozenStore) -> dict[str, Any]:
@@ -433,46 +472,3 @@ def store_words(frozen: FrozenStore) -> dict[str, Any]:
         "reward_dtype": None if frozen.reward_dtype is None else dtype_name(frozen.reward_dtype),
         "has_invalid": frozen.has_invalid,
     }
-
-
-def reporting(progress: Callable[[str, int], None] | None) -> Callable[[str, int], None]:
-    """Call the user's callback, and survive whatever it does."""
-
-    def report(phase: str, nbytes: int) -> None:
-        if progress is None:
-            return
-        try:
-            progress(phase, nbytes)
-        except Exception as error:  # a broken progress bar is no reason to lose a checkpoint
-            _LOG.warning("the progress callback failed (%s)", error)
-
-    return report
-
-
-def checked_attachments(attach: Mapping[str, Any] | None) -> dict[str, Path | bytes]:
-    """Return files by name, as bytes or as paths that are there."""
-    if attach is None:
-        return {}
-    if not isinstance(attach, Mapping):
-        raise ArgumentError(f"attach ({attach!r}) must map names to bytes or paths; pass a dict")
-    return {_checked_name(name): _checked_content(name, content) for name, content in attach.items()}
-
-
-def _checked_name(name: Any) -> str:
-    if not isinstance(name, str) or not ATTACHMENT_NAME.fullmatch(name):
-        raise ArgumentError(
-            f"attach has the name {name!r}; use letters, digits, '_', '-', '.', and '/' between parts that begin with "
-            "none of the last two"
-        )
-    return name
-
-
-def _checked_content(name: str, content: Any) -> Path | bytes:
-    if isinstance(content, bytes | bytearray | memoryview):
-        return bytes(content)
-    if isinstance(content, str | os.PathLike):
-        path = Path(content)
-        if path.is_file():
-            return path
-        raise ArgumentError(f"attach[{name!r}] ({str(path)!r}) is no file; write it first, or pass its bytes")
-    raise ArgumentError(f"attach[{name!r}] is a {type(content).__name__}; pass bytes or the path of a file")

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json as json_format
 import time
-from collections.abc import Collection, Sequence
-from contextlib import ExitStack
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,21 +25,23 @@ from holdall.cli.conventions import AsJson, OptInt, OptPath, OptText, OptTexts, 
 from holdall.errors import ArgumentError, MissingPackageError
 from holdall.tools.bench import compare_buffers
 from holdall.tools.bench.buffer_libraries import setups_named
+from holdall.tools.bench.child_process import OnProgress
 from holdall.tools.bench.compare_buffers import CASES, BufferCase
-from holdall.tools.bench.ranking import bench_tables, rankings
 from holdall.tools.bench.run import (
     ResultWriter,
+    bench_tables,
     expected_seconds,
     header,
     planned_runs,
+    rankings,
     read_results,
     run_bench,
     runs_of,
 )
 from holdall.tools.bench.search import Search, SearchTrial
 from holdall.tools.bench.settings import BenchSettings, Calibration, calibrate, settings_of
-from holdall.tools.report import TrainingRun
-from holdall.units import format_bytes
+from holdall.tools.report.results import TrainingRun
+from holdall.units import format_bytes, format_seconds
 
 FAILED_EXIT_CODE, STOPPED_EXIT_CODE = 3, 130
 _LONG_S = 3_600
@@ -84,10 +86,17 @@ def wide_console() -> Console:
     return console if console.is_terminal else Console(highlight=False, width=_WIDTH_WITHOUT_TERMINAL)
 
 
-def _progress(console: Console, *columns: progress.ProgressColumn) -> progress.Progress:
-    """Return a bar that is gone when the work is done."""
+@contextmanager
+def _bar(console: Console, total: float, *columns: progress.ProgressColumn) -> Iterator[OnProgress]:
+    """Show a bar that is gone when the work is done; yield what moves it."""
     shown = (progress.TextColumn("{task.description}"), progress.BarColumn(), *columns)
-    return progress.Progress(*shown, console=console, transient=True)
+    with progress.Progress(*shown, console=console, transient=True) as bars:
+        task = bars.add_task("", total=total)
+        yield lambda what, done: bars.update(task, description=what, completed=done)
+
+
+def _times() -> tuple[progress.ProgressColumn, ...]:
+    return progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
 
 
 def buffers(
@@ -115,12 +124,9 @@ def buffers(
             with writing("out", out):
                 lines = stack.enter_context(out.open("w", encoding="utf-8"))
         share = progress.TextColumn("{task.percentage:3.0f}%")
-        bars = stack.enter_context(_progress(console, share, progress.TimeElapsedColumn()))
-        task = bars.add_task("", total=1.0)
+        on_progress = stack.enter_context(_bar(console, 1.0, share, progress.TimeElapsedColumn()))
         try:
-            for record in compare_buffers.measure_buffers(
-                cases, ways, transitions, rounds, lambda what, done: bars.update(task, description=what, completed=done)
-            ):
+            for record in compare_buffers.measure_buffers(cases, ways, transitions, rounds, on_progress):
                 records.append(record)
                 if lines is not None:
                     print(json_format.dumps(record), file=lines, flush=True)
@@ -175,17 +181,14 @@ def search(
     study = Search(settings_of(env, algo, ["balanced"], timesteps, 1, [buffer], limit), storage)
     if before := len(study.trials()):
         console.print(f"{before} trials are in {storage} already.")
-    columns = (
-        progress.MofNCompleteColumn(),
-        progress.TimeElapsedColumn(),
-        progress.TextColumn("left"),
-        progress.TimeRemainingColumn(),
-    )
-    with _progress(console, *columns) as bars:
-        task = bars.add_task("", total=trials, completed=before)
+    added: list[SearchTrial] = []
+    with _bar(console, trials, progress.MofNCompleteColumn(), *_times()) as on_progress:
         try:
-            for found in study.run(trials, lambda what, share: bars.update(task, description=f"{what}, {share:.0%}")):
-                bars.update(task, advance=1)
+            for found in study.run(
+                trials, lambda what, share: on_progress(f"{what}, {share:.0%}", before + len(added))
+            ):
+                added.append(found)
+                on_progress("", before + len(added))
                 if json:
                     typer.echo(json_format.dumps(asdict(found)))
         except KeyboardInterrupt:
@@ -254,7 +257,8 @@ def profiles(
     else:
         which, kinds = profiles or ["all"], buffers or ["sb3", "holdall"]
         settings = settings_of(env, algo, which, timesteps, seeds, kinds, limit, fills=fill, threads=threads)
-        calibration, done = _calibrated(settings, console), []
+        with _bar(console, 1.0) as on_progress:
+            calibration, done = calibrate(settings, on_progress), []
         first = header(settings, calibration, expected_seconds(settings, calibration))
     _announce(settings, calibration, done, console)
     with ExitStack() as stack:
@@ -276,12 +280,6 @@ def profiles(
         raise typer.Exit(FAILED_EXIT_CODE)
 
 
-def _calibrated(settings: BenchSettings, console: Console) -> Calibration:
-    with _progress(console) as bars:
-        task = bars.add_task("", total=1.0)
-        return calibrate(settings, lambda what, done: bars.update(task, description=what, completed=done))
-
-
 def _announce(settings: BenchSettings, calibration: Calibration, done: list[TrainingRun], console: Console) -> None:
     console.print(f"Limit: {format_bytes(settings.limit_bytes)} ({settings.limit_said}).", soft_wrap=True)
     for name, size in calibration.sizes.items():
@@ -291,7 +289,7 @@ def _announce(settings: BenchSettings, calibration: Calibration, done: list[Trai
         console.print(f"  {name}: {size.share:.0%}, {format_bytes(size.limit_bytes)}: {held}", soft_wrap=True)
     count = len(planned_runs(settings)) - len(done)
     seconds = expected_seconds(settings, calibration, done)
-    console.print(f"{count} runs, which take about {_minutes(seconds)}.", style="bold")
+    console.print(f"{count} runs, which take about {format_seconds(round(seconds))}.", style="bold")
     if seconds > _LONG_S:
         console.print("Filling the buffers takes long; a lower --limit, fewer --profiles or --seeds make it shorter.")
 
@@ -302,21 +300,16 @@ def _run_all(
     runs = list(done)
     total = expected_seconds(settings, calibration, done)
     start = time.perf_counter()
-    with _progress(
-        console, progress.TimeElapsedColumn(), progress.TextColumn("left"), progress.TimeRemainingColumn()
-    ) as bars:
-        task = bars.add_task("", total=total)
+    with _bar(console, total, *_times()) as on_progress:
         try:
-            for run in run_bench(
-                settings, calibration, done, lambda what, behind: bars.update(task, description=what, completed=behind)
-            ):
+            for run in run_bench(settings, calibration, done, on_progress):
                 runs.append(run)
                 lines.write(run.as_dict())
         except KeyboardInterrupt:
             return runs, True
     took = time.perf_counter() - start
     lines.write({"kind": "time", "announced_seconds": total, "seconds": took})
-    console.print(f"Took {_minutes(took)}; {_minutes(total)} was announced.")
+    console.print(f"Took {format_seconds(round(took))}; {format_seconds(round(total))} was announced.")
     return runs, False
 
 
@@ -339,12 +332,6 @@ def _show_results(as_json: bool, first: dict[str, Any], runs: list[TrainingRun],
     for part in bench_tables(first, runs, found):
         console.print(part, soft_wrap=True)
     console.print(f"Results: {out}", style="dim", soft_wrap=True)
-
-
-def _minutes(seconds: float) -> str:
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.1f} min" if seconds < 2 * _LONG_S else f"{seconds / 3_600:.1f} h"
 
 
 def _require_sb3() -> None:

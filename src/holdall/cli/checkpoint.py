@@ -52,9 +52,13 @@ def ls(url: Url, json: AsJson = False, verbose: Verbose = False) -> None:
     if json:
         typer.echo(json_.dumps({"url": reader.url, "checkpoints": entries}))
         return
-    table = Table("number", "saved", "transitions", "lanes", "segments", "bytes", "files", "state")
+    table = Table(box=None, pad_edge=False)  # lines between columns would leave a terminal of 80 no room for dates
+    for name in ("number", "saved (UTC)", "transitions", "lanes", "segments", "bytes", "files", "state"):
+        table.add_column(name, no_wrap=name not in {"files", "state"}, overflow="fold")
     for entry in entries:
-        table.add_row(*(str(entry[name]) for name in ("number", "saved", "transitions", "num_envs", "segments")),
+        saved = entry["saved"].partition("+")[0]
+        counts = (str(entry[name]) for name in ("transitions", "num_envs", "segments"))
+        table.add_row(str(entry["number"]), saved, *counts,
                       format_bytes(entry["bytes"]), ", ".join(entry["attached"]) or "-", entry["state"])  # fmt: skip
     Console().print(table)
 
@@ -75,15 +79,23 @@ def _facts(manifest: Manifest) -> dict[str, Any]:
     with malformed_refused("its schema"):
         lanes = schema_of(manifest.schema).num_envs
     transitions = (manifest.next_tick - manifest.first_tick) * lanes
-    saved = datetime.datetime.fromtimestamp(manifest.time, datetime.UTC)
     return {
-        "saved": saved.isoformat(sep=" ", timespec="seconds"),
+        "saved": _date(manifest.time),
         "transitions": transitions + sum(shard.transitions for shard in manifest.shards),
         "num_envs": lanes,
         "segments": len(manifest.segments),
         "bytes": sum(manifest.files.values()) + sum(shard.nbytes for shard in manifest.shards),
         "attached": sorted(manifest.attached),
     }
+
+
+def _date(seconds: float) -> str:
+    """Return a date; a manifest may hold any number."""
+    try:
+        saved = datetime.datetime.fromtimestamp(seconds, datetime.UTC)
+    except (OverflowError, ValueError, OSError):
+        return "?"
+    return saved.isoformat(sep=" ", timespec="seconds")
 
 
 @checkpoint.command()
@@ -198,8 +210,9 @@ def import_(
 
 
 def _save(memory: ReplayMemory, url: str) -> None:
-    with memory:
-        saved = memory.save(url).result()
+    with memory, _progress(progress.DownloadColumn(binary_units=True), progress.TransferSpeedColumn()) as bar:
+        task = bar.add_task("saving", total=None)
+        saved = memory.save(url, progress=lambda _, done, total: bar.update(task, completed=done, total=total)).result()
     typer.echo(f"checkpoint {saved.number} of {saved.transitions} transitions, {format_bytes(saved.bytes_written)}")
 
 

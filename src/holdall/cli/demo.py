@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from holdall.cli.conventions import AsJson, OptText, Verbose, option
-from holdall.tools.demo import run_demo, table, verdict
+from holdall.tools.demo.walkthrough import run_demo, table, verdict
 from holdall.units import parse_bytes
 
 DIFFERENT = 3  # exit code: the demo ran, and what it promises does not hold

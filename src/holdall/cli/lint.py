@@ -16,10 +16,8 @@ import typer
 import holdall
 from holdall.cli.conventions import OptText, OptTexts, Verbose, option
 from holdall.errors import ArgumentError
-from holdall.tools.lint.engine import LintSettings, check_text, find_files, find_settings, read_text, write_text
+from holdall.tools.lint import engine
 from holdall.tools.lint.finding import Finding, apply_edits
-from holdall.tools.lint.output import as_json, as_sarif, as_text
-from holdall.tools.lint.output import explain as explain_rule
 from holdall.tools.lint.rules import RULES
 
 FOUND = 3  # exit code: the files were read, and something was found
@@ -58,7 +56,7 @@ def lint(
         return
     if not paths:
         raise ArgumentError("paths (none) must name at least one script, YAML file or directory")
-    settings = find_settings(Path.cwd()).but(
+    settings = engine.find_settings(Path.cwd()).but(
         select=_ids(select),
         ignore=_ids(ignore),
         fail_on=fail_on,
@@ -68,7 +66,7 @@ def lint(
         exclude=None if exclude is None else tuple(exclude),
     )
     fails_from = settings.fails_from
-    files = find_files(paths, settings.exclude)
+    files = engine.find_files(paths, settings.exclude)
     findings = _check(files, settings, fix)
     typer.echo(_format_findings(findings, len(files), LintFormat.JSON if json else form))
     if fails_from is not None and any(finding.severity >= fails_from for finding in findings):
@@ -80,26 +78,30 @@ def _ids(given: list[str] | None) -> tuple[str, ...] | None:
     return None if given is None else tuple(one.strip() for item in given for one in item.split(",") if one.strip())
 
 
-def _check(files: list[Path], settings: LintSettings, fix: bool) -> list[Finding]:
+def _check(files: list[Path], settings: engine.LintSettings, fix: bool) -> list[Finding]:
     rules, machine = settings.rules(), settings.machine()
     findings: list[Finding] = []
     for path in files:
-        text = read_text(path)
-        found = check_text(text, str(path), rules, machine)
+        text = engine.read_text(path)
+        found = engine.check_text(text, str(path), rules, machine)
         corrected, made = apply_edits(text, found) if fix else (text, [])
         if made:
-            write_text(path, corrected)
+            engine.write_text(path, corrected)
             rules_and_lines = ", ".join(f"{one.rule} in line {one.place.line}" for one in made)
             typer.echo(f"{path}: corrected {rules_and_lines}", err=True)
-            found = check_text(corrected, str(path), rules, machine)
+            found = engine.check_text(corrected, str(path), rules, machine)
         findings += found
     return findings
 
 
 def _format_findings(findings: list[Finding], files: int, form: LintFormat) -> str:
     if form is LintFormat.TEXT:
-        return as_text(findings)
-    data = as_json(findings, files) if form is LintFormat.JSON else as_sarif(findings, RULES, holdall.__version__)
+        return engine.as_text(findings)
+    data = (
+        engine.as_json(findings, files)
+        if form is LintFormat.JSON
+        else engine.as_sarif(findings, RULES, holdall.__version__)
+    )
     return json_.dumps(data, indent=2)
 
 
@@ -107,4 +109,4 @@ def _explain(name: str) -> str:
     rule = next((rule for rule in RULES.values() if name in {rule.id, rule.name}), None)
     if rule is None:
         raise ArgumentError(f"explain ({name!r}) is no rule; rules are {', '.join(RULES)}")
-    return explain_rule(rule)
+    return engine.explain(rule)

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from holdall.cli.conventions import ERROR_CODE, AsJson, OptBool, OptPath, OptText, OptTexts, Verbose, option, writing
-from holdall.tools.plan.config import parse_count, read_config_file, spec_from_settings
+from holdall.tools.plan.config import OPTIONS, parse_count, read_config_file, spec_from_settings
 from holdall.tools.plan.phases import RunPhase, largest_phase
 from holdall.tools.plan.planner import Plan, count_or_dash, make_plan
 from holdall.units import format_bytes, parse_bytes
@@ -62,14 +62,10 @@ def plan(
     verbose: Verbose = False,
 ) -> None:
     """Check whether a training run fits in memory before you start it, phase by phase, and see what would fit."""
-    given: dict[str, Any] = {
-        "obs": obs or None, "action": action, "algo": algo, "capacity": capacity, "num_envs": num_envs,
-        "n_steps": n_steps, "batch_size": batch_size, "policy": policy, "vec_env": vec_env,
-        "start_method": start_method, "preloads": preload, "device": device, "total_timesteps": timesteps,
-        "frame_stack": frame_stack, "buffer_class": buffer_class, "optimize_memory_usage": optimize_memory_usage,
-        "handle_timeout_termination": False if no_timeouts else None, "saves_buffer": save_buffer,
-        "uses_holdall": holdall, "sb3": sb3, "env": env, "wrapper": wrapper, "budget": budget,
-        "memory": memory, "vram": vram,
+    given: dict[str, Any] = {name: value for name, value in context.params.items() if name in OPTIONS}
+    given |= {
+        "obs": obs or None, "preloads": preload, "total_timesteps": timesteps, "saves_buffer": save_buffer,
+        "uses_holdall": holdall, "handle_timeout_termination": False if no_timeouts else None,
     }  # fmt: skip
     context.meta[ERROR_CODE] = 64  # 1 and 2 are verdicts of this command
     if net_arch is not None:

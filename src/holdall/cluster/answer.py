@@ -19,31 +19,14 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from holdall.batch import Batch
+from holdall import storage
+from holdall.batch import Batch, Draw
 from holdall.cluster.encode import column_leaves
 from holdall.cluster.protocol import ShardCounters, whole
-from holdall.delivery import Delivery, ObservationAssembler
+from holdall.delivery import Delivery, DrawnRows, HostBatches, ObservationAssembler
 from holdall.errors import DamageError
 from holdall.json_state import dtype_name, dtype_of
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage import (
-    MOST_SEGMENT_ROWS,
-    RECORD_FIELDS,
-    Buffer,
-    ClosedPart,
-    Codec,
-    Coded,
-    Cursors,
-    Dictionary,
-    KeptBlock,
-    Kernels,
-    Log,
-    Places,
-    Window,
-    codec_of,
-    pack,
-    records_in,
-)
 
 ANSWER = "answer"
 _MOST_BYTES = 2**28
@@ -58,14 +41,14 @@ _BY_WIDTH: dict[int, np.dtype[Any]] = {2: np.dtype(np.uint16), 4: _U4}
 Ids = NDArray[np.int64]
 Payload = bytes | tuple[Any, ...]
 """A record, or a record and the arrays of decoded slices that it names."""
-FindDictionary = Callable[[str], Dictionary]
+FindDictionary = Callable[[str], storage.Dictionary]
 
 
 class SliceForm(NamedTuple):
     """How the slices of some rows are cut, and their bytes: units that are all coded alike, or plain bytes."""
 
-    window: Window
-    slices: Coded | Bytes
+    window: storage.Window
+    slices: storage.Coded | Bytes
     words: str = ""  # the cut and the codec as they are sent; nothing for plain bytes
 
 
@@ -74,8 +57,8 @@ class FoundField:
     """One sliced leaf of some rows: which slices make up its observations, and these."""
 
     form: NDArray[np.int32]  # (rows,): which of `forms` a row's slices have
-    cursors: Cursors  # (rows,)
-    log: Log  # slice numbers, each among the slices of its row's form
+    cursors: storage.Cursors  # (rows,)
+    log: storage.Log  # slice numbers, each among the slices of its row's form
     forms: tuple[SliceForm, ...]
 
 
@@ -111,7 +94,7 @@ def pack_answer(answer: Answer) -> Payload:
         forms: list[list[Any]] = []
         for form in field.forms:
             slices = form.slices
-            if isinstance(slices, Coded):
+            if isinstance(slices, storage.Coded):
                 data = np.asarray(slices.data)
                 arrays += [slices.palette, slices.offsets, data]
                 forms.append([form.words, len(slices.offsets), slices.palette.size, data.size])
@@ -122,7 +105,7 @@ def pack_answer(answer: Answer) -> Payload:
     reward = dtype_name(answer.columns["reward.0"].dtype)
     head = {"rows": len(answer.rows), "reward": reward, "fields": fields}
     body = b"".join([answer.counters.packed(), *_aligned(arrays)])
-    record = b"".join(pack(ANSWER, head, {"body": body}, frozenset()))
+    record = b"".join(storage.pack(ANSWER, head, {"body": body}, frozenset()))
     return (record, *beside) if beside else record
 
 
@@ -131,7 +114,7 @@ class AnswerReader:
 
     def __init__(self, schema: Schema) -> None:
         self._schema = schema
-        self._known: dict[tuple[int, str], tuple[Window, Codec]] = {}
+        self._known: dict[tuple[int, str], tuple[storage.Window, storage.Codec]] = {}
         self._known_columns: dict[tuple[Any, ...], list[tuple[str, Leaf]]] = {}
 
     def read(self, payload: Payload, find: FindDictionary) -> Answer:
@@ -141,12 +124,12 @@ class AnswerReader:
         """
         content, *beside = (payload,) if isinstance(payload, bytes) else payload
         try:
-            (record,) = records_in(content)
+            (record,) = storage.records_in(content)
             if record.kind != ANSWER:
                 raise DamageError(f"a record of kind {record.kind!r} was received in place of an answer")
             head, body = record.head, _Body(record.part("body", lambda start, n: content[start : start + n]))
-            count = whole(head["rows"], MOST_SEGMENT_ROWS)
-            counters = ShardCounters.of(body.take(_U1, ShardCounters.NBYTES).tobytes())
+            count = whole(head["rows"], storage.MOST_SEGMENT_ROWS)
+            counters = ShardCounters.of(body.take(_U1, ShardCounters.LAYOUT.size).tobytes())
             rows, scaled = body.take(_I8, count), body.take(_F8, count)
             columns = self._columns(head, count, body)
             fields = {
@@ -173,7 +156,7 @@ class AnswerReader:
         forms = []
         for described in words["forms"]:
             if len(described) == 2:
-                forms.append(SliceForm(Window.whole(leaf), _plain(beside.pop(0), *described)))
+                forms.append(SliceForm(storage.Window.whole(leaf), _plain(beside.pop(0), *described)))
                 continue
             text, offsets, palette_bytes, data_bytes = described
             window, codec = self._form(words["leaf"], text, find)
@@ -181,19 +164,19 @@ class AnswerReader:
             begins = body.take(_U4, whole(offsets, _MOST_BYTES))
             data = body.take(_U1, whole(data_bytes, _MOST_BYTES))
             slices = (len(begins) - 1) * codec.group
-            forms.append(SliceForm(window, Coded(codec, slices, begins, palette, data), text))
+            forms.append(SliceForm(window, storage.Coded(codec, slices, begins, palette, data), text))
         if count and not 0 <= int(form.min()) <= int(form.max()) < len(forms):
             raise DamageError("an answer has rows of no form; nothing of it is used")
         return FoundField(form, cursors, log, tuple(forms))
 
-    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[Window, Codec]:
+    def _form(self, leaf: int, text: str, find: FindDictionary) -> tuple[storage.Window, storage.Codec]:
         """Return how slices are cut and coded; answers say it in the same words over and over."""
         known = self._known.get((leaf, text))
         if known is None:
             words = json.loads(text)
             outer, run_bytes, count, shift = (whole(number, _MOST_BYTES) for number in words["cut"])
-            window, named = Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
-            codec = codec_of(words["codec"], {} if named is None else {named: find(named)})
+            window, named = storage.Window(0, 1, count, outer, run_bytes, shift), words["codec"]["dictionary"]
+            codec = storage.codec_of(words["codec"], {} if named is None else {named: find(named)})
             fits = codec.transform.slice_bytes == window.slice_bytes and 1 <= shift <= count
             if not fits or count * window.slice_bytes != self._schema.observation.leaves[leaf].nbytes:
                 raise DamageError("an answer has slices that do not fit their window; nothing of it is used")
@@ -237,9 +220,9 @@ class _Body:
             raise ValueError("it is longer than its arrays")
 
 
-def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
+def _aligned(arrays: Sequence[Array]) -> list[storage.Buffer]:
     """Return arrays as the bytes that travel, little-endian, each filled up to where the next may begin."""
-    buffers: list[Buffer] = []
+    buffers: list[storage.Buffer] = []
     for array in arrays:
         little = array if _IS_LITTLE else array.astype(array.dtype.newbyteorder("<"))
         buffers.append(little.data if little.flags.c_contiguous else little.tobytes())
@@ -249,22 +232,13 @@ def _aligned(arrays: Sequence[Array]) -> list[Buffer]:
 
 
 class Deliverer:
-    """Decodes and assembles."""
+    """Decodes the rows of answers, and makes batches of them as a local memory does of its own."""
 
-    def __init__(self, schema: Schema, kernels: Kernels, device: str | None) -> None:
+    def __init__(self, schema: Schema, kernels: storage.Kernels, device: str | None) -> None:
         self._schema = schema
         self._kernels = kernels
-        self._assembler = ObservationAssembler(kernels, 1 << 62)
-        self._delivery = Delivery(device, schema.leaves)
-
-    @property
-    def staging_bytes(self) -> int:
-        """Bytes kept for the next batches."""
-        return self._assembler.staging.nbytes
-
-    def keep(self, batches: int) -> None:
-        """Have memory for so many batches in use at the same time."""
-        self._assembler.staging.most = max(self._assembler.staging.most, batches + 1)
+        self.assembler = ObservationAssembler(kernels, 1 << 62)
+        self.batches = HostBatches(schema, self.assembler, Delivery(device, schema.leaves))
 
     def batch(self, answers: Sequence[Answer], where: Sequence[Ids], ids: Ids, weights: NDArray[np.float32]) -> Batch:
         """Make a batch.
@@ -272,36 +246,24 @@ class Deliverer:
         Args:
             where: For every answer, the positions of its rows in the batch.
         """
-        schema, hand_over = self._schema, self._delivery.hand_over
-        count = len(ids)
 
         def column(name: str) -> Array:
-            if len(answers) == 1:
-                return _own(answers[0].columns[name])
             first = answers[0].columns[name]
-            merged = np.empty((count, *first.shape[1:]), first.dtype)
+            if len(answers) == 1:
+                return _own(first)
+            merged = np.empty((len(ids), *first.shape[1:]), first.dtype)
             for answer, rows in zip(answers, where, strict=True):
                 merged[rows] = answer.columns[name]
             return merged
 
-        pairs = [self._pair(i, answers, where, count, column) for i in range(len(schema.observation.leaves))]
-        actions = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
+        schema = self._schema
+        pairs = {i: self._pair(i, answers, where, len(ids), column) for i in range(len(schema.observation.leaves))}
+        action = [column(f"action.{i}") for i in range(len(schema.action.leaves))]
         extras = [column(f"extras.{i}") for i in range(len(schema.extras.leaves))]
-        return Batch(
-            obs=schema.observation.build([hand_over(pair[0]) for pair in pairs]),
-            action=schema.action.build([hand_over(array) for array in actions]),
-            reward=hand_over(column("reward.0")),
-            next_obs=schema.observation.build([hand_over(pair[1]) for pair in pairs]),
-            terminated=hand_over(column("terminated.0")),
-            truncated=hand_over(column("truncated.0")),
-            extras=schema.extras.build([hand_over(array) for array in extras]),
-            ids=ids,
-            weights=hand_over(_own(weights)),
-        )
-
-    def dismiss(self) -> None:
-        """End the threads."""
-        self._assembler.close()
+        reward, terminated, truncated = (column(f"{name}.0") for name in ("reward", "terminated", "truncated"))
+        ended = (terminated > truncated).astype(np.float32)
+        rows = storage.Rows(pairs, (), None, action, reward, terminated, truncated, extras, ended)
+        return self.batches.make(Draw(ids, _own(weights)), DrawnRows(rows, None, None))
 
     def _pair(
         self, leaf: int, answers: Sequence[Answer], where: Sequence[Ids], count: int, column: Any
@@ -309,20 +271,20 @@ class Deliverer:
         if leaf not in answers[0].fields:
             return column(f"obs.{leaf}"), column(f"next.{leaf}")
         found = [answer.fields[leaf] for answer in answers]
-        return self._assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
+        return self.assembler.assemble(self._places(found, where, count), 0, self._schema.observation.leaves[leaf])
 
-    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> Places:
+    def _places(self, found: Sequence[FoundField], where: Sequence[Ids], count: int) -> storage.Places:
         """Describe where the slices lie, to the loops that decode them."""
         segment, cursors = np.zeros(count, np.int32), np.zeros(count, np.uint32)
-        parts: list[ClosedPart] = []
+        parts: list[storage.ClosedPart] = []
         for each, rows in zip(found, where, strict=True):
             segment[rows], cursors[rows] = each.form + np.int32(len(parts)), each.cursors
             log = each.log.reshape(-1, 1)
             for form in each.forms:
                 block = self._block(form)
-                parts.append(ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
-        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(RECORD_FIELDS))
-        return Places(
+                parts.append(storage.ClosedPart(form.window, log, len(log), block, block.used, len(rows), block.used))
+        records = np.array([part.record() for part in parts], np.int64).reshape(len(parts), len(storage.RECORD_FIELDS))
+        return storage.Places(
             records=[records],
             segment=segment,
             cursors=[cursors],
@@ -331,11 +293,11 @@ class Deliverer:
             held=(tuple(part.held for part in parts),),
         )
 
-    def _block(self, form: SliceForm) -> KeptBlock:
+    def _block(self, form: SliceForm) -> storage.KeptBlock:
         slice_bytes, slices = form.window.slice_bytes, form.slices
-        if isinstance(slices, Coded):
-            return KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
-        return KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
+        if isinstance(slices, storage.Coded):
+            return storage.KeptBlock(slice_bytes, slices.count, self._kernels.coder.adopt(slices))
+        return storage.KeptBlock(slice_bytes, slices.size // slice_bytes, slices)
 
 
 def _own(array: Array) -> Array:

@@ -11,7 +11,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -20,7 +19,6 @@ import ray
 from holdall.cluster.memory import ReplayMemory
 from holdall.cluster.writer import Writer
 from holdall.errors import ShardError
-from holdall.json_state import schema_of
 from holdall.schema import Array, Leaf, Tree
 from holdall.units import require_count
 
@@ -91,7 +89,7 @@ class Player:
                 self._failure = error
 
     def _play(self, env: Any, act: Any, writer: Writer, seed: int) -> None:
-        schema = schema_of(writer.words)
+        schema = writer.schema
         obs, _ = env.reset(seed=seed)
         played = 0.0
         while not self._stopped.is_set():
@@ -153,22 +151,15 @@ class Collection:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
 
 
 def collect(
-    env_fn: Callable[[], Any],
-    num_actors: int,
-    memory: ReplayMemory,
-    make_act: MakeAct | None = None,
+    env_fn: Callable[[], Any], num_actors: int, memory: ReplayMemory, make_act: MakeAct | None = None,
     *,
-    seed: int = 0,
-    num_cpus: float = 1.0,
-    spread: int | None = None,
-) -> Collection:
+    seed: int = 0, num_cpus: float = 1.0, spread: int | None = None,
+) -> Collection:  # fmt: skip
     """Start actors that play and feed a memory.
 
     Args:

@@ -15,35 +15,8 @@ from typing import Any
 import numpy as np
 import ray
 
+from holdall import storage
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage import (
-    COST_CAPS,
-    Buffer,
-    CarriedSlices,
-    ClosedPart,
-    Codec,
-    Coded,
-    Coder,
-    Cursors,
-    Dictionary,
-    KeptBlock,
-    Kernels,
-    Method,
-    OpenPart,
-    RowChunk,
-    SealedSegment,
-    Tick,
-    Transform,
-    Window,
-    WindowSearches,
-    choose,
-    codec_of,
-    codec_words,
-    pack,
-    records_in,
-    reserve,
-    window_words,
-)
 
 ROW_BYTES = 256
 """Observation leaves up to this size are sent as rows, obs and next_obs: cutting them into slices saves nothing."""
@@ -56,13 +29,14 @@ _SEGMENT_BYTES = 4 * 2**20
 class _OpenField:
     """One sliced leaf of the segment that is being filled."""
 
-    def __init__(self, kernels: Kernels, leaf: Leaf, window: Window, lanes: int, ticks: int) -> None:
+    def __init__(self, kernels: storage.Kernels, leaf: Leaf, window: storage.Window, lanes: int, ticks: int) -> None:
         self.leaf = leaf
         self.window = window
         arena_bytes = (ticks + 1) * 2 * lanes * leaf.nbytes
-        slices = kernels.new_block(window.slice_bytes, reserve(arena_bytes))
-        self.part: OpenPart = kernels.new_part(window, lanes, slices, arena_bytes)
-        self.cursors: Cursors = np.zeros((ticks, lanes), np.uint32)
+        slices = kernels.new_block(window.slice_bytes, storage.reserve(arena_bytes))
+        self.part: storage.OpenPart = kernels.new_part(window, lanes, slices, arena_bytes)
+        self.cursors: storage.Cursors = np.zeros((ticks, lanes), np.uint32)
+        self.plain = plain_codec(window)
 
     @property
     def raw(self) -> Bytes:
@@ -88,7 +62,7 @@ class Encoder:
         ticks: Most ticks of a segment.
     """
 
-    def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: Kernels) -> None:
+    def __init__(self, schema: Schema, lanes: int, ticks: int, kernels: storage.Kernels) -> None:
         self._lanes = lanes
         self._ticks = ticks
         self._kernels = kernels
@@ -100,16 +74,16 @@ class Encoder:
             for name, leaf in column_leaves(schema, self._sliced).items()
         }
         self._invalid: Array | None = None
-        self._searches = WindowSearches(lanes)
+        self._searches = storage.WindowSearches(lanes)
         self._segments_since_search: dict[int, int] = {}
         self._used = 0
         self._next_tick = 0  # counted from this writer's first one
         self.leaves = [observed[i] for i in self._sliced]
         self.fields: list[_OpenField] = []
         for i, leaf in enumerate(self.leaves):
-            self.fields.append(_OpenField(kernels, leaf, Window.whole(leaf), lanes, ticks))
+            self.fields.append(_OpenField(kernels, leaf, storage.Window.whole(leaf), lanes, ticks))
             self._searches.begin(i, leaf)
-        self._changed_windows: dict[int, Window] = {}
+        self._changed_windows: dict[int, storage.Window] = {}
         self._tick_bytes = 2 * lanes * sum(leaf.nbytes for leaf in self.leaves)
 
     @property
@@ -131,12 +105,12 @@ class Encoder:
             return False
         return sum(field.part.added_bytes for field in self.fields) >= _SEGMENT_BYTES
 
-    def add(self, tick: Tick) -> None:
+    def add(self, tick: storage.Tick) -> None:
         """Write one tick to the segment, which is not full."""
         self._put(tick, self._used)
         self._append([tick.obs[i] for i in self._sliced], [tick.next_obs[i] for i in self._sliced])
 
-    def extend(self, steps: Tick, start: int) -> int:
+    def extend(self, steps: storage.Tick, start: int) -> int:
         """Write ticks, which have a time axis, from `start` on until the segment is full; return how many it took."""
         first, count = self._used, min(self._ticks - self._used, len(steps.reward) - start)
         self._put(steps.cut(slice(start, start + count)), slice(first, first + count))
@@ -175,11 +149,11 @@ class Encoder:
         self._used = now + 1
         if self._searches.under_way:
             for i in self._searches.look(obs, next_obs):
-                window = self._searches.end(i) or Window.whole(self.leaves[i])
+                window = self._searches.end(i) or storage.Window.whole(self.leaves[i])
                 if window != self.fields[i].window:
                     self._changed_windows[i] = window
 
-    def _put(self, tick: Tick, where: int | slice) -> None:
+    def _put(self, tick: storage.Tick, where: int | slice) -> None:
         """Write all other fields of one tick, or of several."""
         columns = self._columns
         if "reward.0" not in columns:
@@ -197,7 +171,7 @@ class Encoder:
         if self._invalid is not None:
             self._invalid[where] = False if tick.valid is None else ~tick.valid
 
-    def close(self, codecs: Mapping[int, Codec]) -> SealedSegment:
+    def close(self, codecs: Mapping[int, storage.Codec]) -> storage.SealedSegment:
         """Return the segment, its slices coded as `codecs` says for their fields, and begin the next one."""
         used = self._used
         if not used:
@@ -216,9 +190,9 @@ class Encoder:
                 field.part.clear()
         self._changed_windows = {}
         first, self._next_tick = self._next_tick, self._next_tick + used
-        return SealedSegment(RowChunk(first, used, columns, {}), parts)
+        return storage.SealedSegment(storage.RowChunk(first, used, columns, {}), parts)
 
-    def _close_field(self, i: int, field: _OpenField, codec: Codec | None) -> ClosedPart:
+    def _close_field(self, i: int, field: _OpenField, codec: storage.Codec | None) -> storage.ClosedPart:
         closed = field.part.closed()
         if closed.log is None:
             raise ValueError("the slices of a segment that travels are always numbered")
@@ -227,21 +201,21 @@ class Encoder:
         # Behind the end of a short lane's log stand numbers of older segments, which nothing points to.
         log = np.minimum(closed.log, closed.log.dtype.type(len(field.raw) - 1))
         coded = self._coded(field, codec)
-        block = KeptBlock(field.window.slice_bytes, coded.count, CarriedSlices(coded))
+        block = storage.KeptBlock(field.window.slice_bytes, coded.count, storage.CarriedSlices(coded))
         return replace(closed, log=log, block=block, slice_count=coded.count)
 
-    def _coded(self, field: _OpenField, codec: Codec | None) -> Coded:
+    def _coded(self, field: _OpenField, codec: storage.Codec | None) -> storage.Coded:
         """Compress the slices, padded to whole units: a shard sends units of many segments as one block."""
         chosen = codec if codec is not None and codec.transform.slice_bytes == field.window.slice_bytes else None
         raw = field.raw
-        for attempt in (chosen, plain_codec(field.window)):
+        for attempt in (chosen, field.plain):
             if attempt is not None:
                 sealed = self._coder.seal(field.padded(attempt.group), attempt)
                 if sealed is not None:
                     return sealed.coded
-        stored = Codec(Method.STORED, 0, Transform(field.window.slice_bytes))
+        stored = storage.Codec(storage.Method.STORED, 0, storage.Transform(field.window.slice_bytes))
         offsets = (np.arange(len(raw) + 1, dtype=np.uint64) * raw.shape[1]).astype(np.uint32)
-        return Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
+        return storage.Coded(stored, len(raw), offsets, np.empty(0, np.uint8), raw.reshape(-1).copy())
 
     def _consider_search(self, i: int, leaf: Leaf) -> None:
         """Search a field again from time to time: a wrapper may change its mind."""
@@ -251,10 +225,10 @@ class Encoder:
             self._searches.begin(i, leaf)
 
 
-def plain_codec(window: Window) -> Codec:
+def plain_codec(window: storage.Window) -> storage.Codec:
     """Return the codec of slices that nothing was measured on yet."""
     together = max(1, min(8, 2**18 // window.slice_bytes))
-    return Codec(Method.ZSTD, 1, Transform(window.slice_bytes), None, together)
+    return storage.Codec(storage.Method.ZSTD, 1, storage.Transform(window.slice_bytes), None, together)
 
 
 def sliced_leaves(schema: Schema) -> list[int]:
@@ -288,23 +262,23 @@ class SharedCodecs:
         prefer: How much slower sampling may get, see `holdall.ReplayMemory`.
     """
 
-    def __init__(self, roster: Any, coder: Coder, leaves: Sequence[Leaf], lanes: int, prefer: str) -> None:
+    def __init__(self, roster: Any, coder: storage.Coder, leaves: Sequence[Leaf], lanes: int, prefer: str) -> None:
         self._roster = roster
         self._coder = coder
         self._leaves = leaves
         self._lanes = lanes
-        self._cap = COST_CAPS[prefer]
-        self._codecs: dict[int, tuple[Window, Codec]] = {}
+        self._cap = storage.COST_CAPS[prefer]
+        self._codecs: dict[int, tuple[storage.Window, storage.Codec]] = {}
         self._samples: dict[int, list[Bytes]] = {}
         self._asked: dict[int, int] = {}
-        self._questions: dict[int, tuple[Window, Any]] = {}
+        self._questions: dict[int, tuple[storage.Window, Any]] = {}
         self._choosing: set[int] = set()
 
-    def codecs(self, windows: Sequence[Window]) -> dict[int, Codec]:
+    def codecs(self, windows: Sequence[storage.Window]) -> dict[int, storage.Codec]:
         """Return the codecs of fields that are cut by these windows, as far as they were chosen."""
         return {field: codec for field, (window, codec) in self._codecs.items() if window == windows[field]}
 
-    def look(self, field: int, window: Window, slices: Bytes) -> None:
+    def look(self, field: int, window: storage.Window, slices: Bytes) -> None:
         """Look at the slices of a segment that is about to be closed, if there is something to choose."""
         known = self._codecs.get(field)
         if field in self._choosing or (known is not None and known[0] == window):
@@ -347,16 +321,16 @@ class SharedCodecs:
         else:
             self._asked[field] = _ASK_AGAIN
 
-    def _choose(self, field: int, window: Window, slices: Bytes) -> None:
+    def _choose(self, field: int, window: storage.Window, slices: Bytes) -> None:
         try:
-            chosen = choose(self._coder, self._leaves[field], window, slices, self._cap, 1, self._lanes)
+            chosen = storage.choose(self._coder, self._leaves[field], window, slices, self._cap, 1, self._lanes)
             codec = _quicker(self._coder, chosen, slices)
             self._questions[field] = window, self._roster.chose.remote(_key(field, window), pack_codec(codec))
         finally:
             self._choosing.discard(field)
 
 
-def _quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
+def _quicker(coder: storage.Coder, codec: storage.Codec, slices: Bytes) -> storage.Codec:
     """Return the codec at a lower level if that takes hardly more bytes: steps of an environment wait for it."""
     hurried = codec.hurried()
     sealed, quick = (coder.seal(slices, each) for each in (codec, hurried))
@@ -365,20 +339,20 @@ def _quicker(coder: Coder, codec: Codec, slices: Bytes) -> Codec:
     return hurried if quick.coded.data.nbytes <= _HARDLY_MORE * sealed.coded.data.nbytes else codec
 
 
-def pack_codec(codec: Codec) -> bytes:
+def pack_codec(codec: storage.Codec) -> bytes:
     """Return a codec, with its dictionary, as a record."""
-    parts: dict[str, Buffer] = {} if codec.dictionary is None else {"dictionary": codec.dictionary.content}
-    return b"".join(pack(CODEC, {"codec": codec_words(codec)}, parts, frozenset()))
+    parts: dict[str, storage.Buffer] = {} if codec.dictionary is None else {"dictionary": codec.dictionary.content}
+    return b"".join(storage.pack(CODEC, {"codec": storage.codec_words(codec)}, parts, frozenset()))
 
 
-def unpack_codec(payload: bytes) -> Codec:
+def unpack_codec(payload: bytes) -> storage.Codec:
     """Read a codec that was received."""
-    (record,) = records_in(payload)
+    (record,) = storage.records_in(payload)
     words = record.head["codec"]
     named = words["dictionary"]
     content = None if named is None else record.part("dictionary", lambda start, n: payload[start : start + n])
-    return codec_of(words, {} if content is None else {named: Dictionary(content)})
+    return storage.codec_of(words, {} if content is None else {named: storage.Dictionary(content)})
 
 
-def _key(field: int, window: Window) -> str:
-    return json.dumps([field, window_words(window)])
+def _key(field: int, window: storage.Window) -> str:
+    return json.dumps([field, storage.window_words(window)])

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 from holdall.batch import Batch
 from holdall.checkpoint import Checkpoint
 from holdall.cluster.answer import Answer, AnswerReader, Deliverer, Payload
-from holdall.cluster.fleet import LOSSES, Cluster
 from holdall.cluster.protocol import ShardCounters, dictionary_of, ids_of, rows_of, shards_of
+from holdall.cluster.status import LOSSES, Cluster
 from holdall.errors import ArgumentError, CheckpointError, HoldallError, ShardError, TransitionIdError
 from holdall.sampling import Prioritized, Sampler
 from holdall.schema import Array, Schema, as_array, as_ids
@@ -104,15 +104,9 @@ class Drawing:
     """
 
     def __init__(
-        self,
-        cluster: Cluster,
-        schema: Schema,
-        deliverer: Deliverer,
-        sampler: Sampler,
-        generator: np.random.Generator,
-        policy: str,
-        patience_s: float,
-    ) -> None:
+        self, cluster: Cluster, schema: Schema, deliverer: Deliverer, sampler: Sampler,
+        generator: np.random.Generator, policy: str, patience_s: float,
+    ) -> None:  # fmt: skip
         self._cluster = cluster
         self._reader = AnswerReader(schema)
         self._deliverer = deliverer
@@ -150,6 +144,25 @@ class Drawing:
         weights = weights_of(answers, where, [each.mass for each in asked], beta)
         return self._deliverer.batch(answers, where, ids, weights)
 
+    def gather(self, wanted: Ids) -> Batch:
+        """Return the transitions `wanted`, in that order."""
+        numbers, shards = set(self._cluster.numbers), shards_of(wanted)
+        unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
+        if unknown.size:
+            raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
+        calls = []
+        for shard in np.unique(shards).tolist() or [min(numbers)]:
+            rows = np.flatnonzero(shards == shard)
+            calls.append((shard, rows, self._cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
+        answers = []
+        for shard, _, call in calls:
+            try:
+                answers.append(self.answer(shard, received(call, self._patience_s)))
+            except LOSSES as error:
+                raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
+        where = [rows for _, rows, _ in calls]
+        return self._deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
+
     def answer(self, shard: int, payload: Payload) -> Answer:
         """Read a shard's answer, and fetch the dictionaries that it names."""
         answer = self._reader.read(payload, lambda name: self.learn(shard, name))
@@ -174,7 +187,7 @@ class Drawing:
         try:
             payload = self._payload(shard, call)
             call.is_heard = True
-            if isinstance(payload, bytes) and len(payload) == ShardCounters.NBYTES:
+            if isinstance(payload, bytes) and len(payload) == ShardCounters.LAYOUT.size:
                 self._cluster.note(shard, ShardCounters.of(payload))
                 return None
             return self.answer(shard, payload)
@@ -271,29 +284,6 @@ def saved_by(cluster: Cluster, url: str, calls: Mapping[int, Any], patience_s: f
     return found
 
 
-def gathered(
-    wanted: NDArray[np.int64], cluster: Cluster, drawing: Drawing, deliverer: Deliverer, patience_s: float
-) -> Batch:
-    """Return the transitions `wanted`, in that order."""
-    numbers = set(cluster.numbers)
-    shards = shards_of(wanted)
-    unknown = np.flatnonzero(~np.isin(shards, list(numbers)))
-    if unknown.size:
-        raise TransitionIdError(f"ids holds {int(wanted[unknown[0]])}, which is of no shard of this memory")
-    calls = []
-    for shard in np.unique(shards).tolist() or [min(numbers)]:
-        rows = np.flatnonzero(shards == shard)
-        calls.append((shard, rows, cluster.handle(shard).gather.remote(rows_of(wanted[rows]).tobytes())))
-    answers, where = [], []
-    for shard, rows, call in calls:
-        try:
-            answers.append(drawing.answer(shard, received(call, patience_s)))
-        except LOSSES as error:
-            raise ShardError(f"shard {shard} does not answer, and ids are wanted that it holds") from error
-        where.append(rows)
-    return deliverer.batch(answers, where, wanted, np.ones(len(wanted), np.float32))
-
-
 Draw = Callable[[int], list[Request]]
 """Draws so many batches."""
 
@@ -339,11 +329,8 @@ class ClusterJob:
 
     def receive(self) -> Batch:
         """Return the batch."""
-        if self._batch is None:
-            self.work()
-        batch, self._batch = self._batch, None
-        if batch is None:
-            raise ShardError("a batch was received before it was made; report this")
+        batch = self._drawing.finish(self._request) if self._batch is None else self._batch
+        self._batch = None
         return batch
 
 

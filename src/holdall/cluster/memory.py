@@ -17,43 +17,25 @@ import threading
 import time
 from collections.abc import Mapping
 from dataclasses import replace
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import ray
 from gymnasium import spaces
 
+from holdall import checkpoint
 from holdall.batch import Batch
-from holdall.checkpoint import (
-    CheckpointReader,
-    Manifest,
-    SaveHandle,
-    Savers,
-    ShardsSnapshot,
-    newest,
-    normalized_url,
-    open_reader,
-    restored_state,
-    shard_url,
-)
 from holdall.cluster.answer import Deliverer
-from holdall.cluster.fleet import Cluster, ClusterSettings, Fleet, single
-from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, gathered, saved_by, together
+from holdall.cluster.fleet import ClusterSettings, Fleet, single
+from holdall.cluster.learner import BatchesAhead, Drawing, Priorities, Request, checked, saved_by, together
 from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import RateLimit
 from holdall.cluster.security import require_safe_cluster
-from holdall.cluster.status import LearnerMetrics, ShardStatus, added_up, status_of
+from holdall.cluster.status import Cluster, Gauges, ShardStatus, added_up, status_of
 from holdall.cluster.writer import Address, Writer, copy_transitions
 from holdall.delivery import Loader
 from holdall.errors import ArgumentError, ClosedError
-from holdall.json_state import (
-    generator_of,
-    generator_state,
-    restored_generator,
-    schema_of,
-    schema_words,
-)
+from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
 from holdall.sampling import Prioritized, Sampler
@@ -65,6 +47,14 @@ _SPARE_ROWS = 1024
 """Rows that a shard of a local memory's transitions has beyond its share: they are not spread evenly."""
 
 
+class SavedShards(NamedTuple):
+    """Shards that begin with what a checkpoint holds, or empty."""
+
+    rows: int  # most rows of each
+    generator: np.random.Generator  # that draws go on with
+    places: Mapping[int, tuple[str, int] | None]  # by number: where its checkpoint lies, and which one it is
+
+
 class ReplayMemory:
     """Replay memory over shards, each an actor of Ray's.
 
@@ -72,7 +62,7 @@ class ReplayMemory:
         observation_space: As for `holdall.ReplayMemory`, and so are action_space, num_envs, prefer, device, seed and
             extras.
         capacity: Transitions over all shards; each holds its share.
-        shards: Actors that hold transitions.
+        shards: Actors that hold transitions; `load` passes those of a checkpoint.
         durability: "memory": what a shard held is lost with it. "segment": an acknowledged transition was written to
             `url` first, and a restarted shard goes on with it.
         on_shard_loss: What `sample` does while a shard does not answer: "degrade" draws from the others, "block" waits,
@@ -89,69 +79,49 @@ class ReplayMemory:
     """
 
     def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        capacity: int = 1_000_000,
-        num_envs: int = 1,
+        self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
+        capacity: int = 1_000_000, num_envs: int = 1,
         *,
-        shards: int = 8,
-        durability: str = "memory",
-        url: str | os.PathLike[str] | None = None,
-        on_shard_loss: str = "degrade",
-        prefer: str = "balanced",
-        device: str | None = None,
-        seed: int | None = None,
-        extras: Mapping[str, spaces.Space[Any]] | None = None,
-        sampler: Sampler | None = None,
-        limit: RateLimit | None = None,
-        placement: str = "spread",
-        resources: Mapping[str, float] | None = None,
+        shards: int | SavedShards = 8, durability: str = "memory", url: str | os.PathLike[str] | None = None,
+        on_shard_loss: str = "degrade", prefer: str = "balanced", device: str | None = None, seed: int | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
+        limit: RateLimit | None = None, placement: str = "spread", resources: Mapping[str, float] | None = None,
         patience_s: float = 10.0,
-    ) -> None:
-        require_count("num_envs", num_envs, 1)
-        require_count("shards", shards, 1)
-        require_count("capacity", capacity, num_envs * shards, " (num_envs times shards)")
-        schema = Schema.of(observation_space, action_space, extras, num_envs)
-        rows = capacity // num_envs // shards * num_envs
+    ) -> None:  # fmt: skip
+        if isinstance(observation_space, Schema):
+            self.schema = observation_space
+        else:
+            require_count("num_envs", num_envs, 1)
+            self.schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # as there
+        self.num_envs = self.schema.num_envs
+        if not isinstance(shards, SavedShards):
+            require_count("shards", shards, 1)
+            require_count("capacity", capacity, self.num_envs * shards, " (num_envs times shards)")
+            rows = capacity // self.num_envs // shards * self.num_envs
+            shards = SavedShards(rows, generator_of(seed), dict.fromkeys(range(shards)))
         settings = ClusterSettings(
             durability, url, on_shard_loss, prefer, device, patience_s, limit, placement, resources
         )
-        self._set_up(schema, rows, settings, single(sampler), seed, generator_of(seed), dict.fromkeys(range(shards)))
-
-    def _set_up(
-        self,
-        schema: Schema,
-        shard_rows: int,
-        settings: ClusterSettings,
-        sampler: Sampler,
-        seed: int | None,
-        generator: np.random.Generator,
-        shards: Mapping[int, tuple[str, int] | None],
-    ) -> None:
-        """Start the shards, each with the place and number of the checkpoint that it begins with, if any."""
+        self.sampler = single(sampler)
         require_safe_cluster()
-        self._sampler = sampler
-        self._schema = schema
-        self._lanes = schema.num_envs
         kernels = chosen_kernels()
-        self._deliverer = Deliverer(schema, kernels, settings.device)
-        self._savers = Savers(kernels.coder)
-        self._words = schema_words(schema)
+        self._deliverer = Deliverer(self.schema, kernels, device)
+        self._savers = checkpoint.Savers(kernels.coder)
+        self._words = schema_words(self.schema)
         self._lock = threading.RLock()
         self._closed = self._has_saved = False
         self._name = f"holdall-{secrets.token_hex(8)}"
-        self._metrics = LearnerMetrics(self._name)
-        url = None if settings.url is None else normalized_url(settings.url)
-        self._fleet = Fleet(self._name, self._words, shard_rows, sampler, seed, url, settings)
-        patience = settings.patience_s
-        self._address = Address(self._words, self._name, url is not None, settings.prefer, patience, settings.limit)
-        self._cluster = Cluster(self._address)
-        self._writer = Writer(self._address, self._lanes)
-        policy = settings.on_shard_loss
-        self._drawing = Drawing(self._cluster, schema, self._deliverer, sampler, generator, policy, patience)
-        self._priorities = Priorities(self._cluster, patience)
-        for number, saved in shards.items():
+        self._metrics = Gauges("learner", memory=self._name)
+        place = None if url is None else checkpoint.normalized_url(url)
+        self._fleet = Fleet(self._name, self._words, shards.rows, self.sampler, seed, place, settings)
+        self._address = Address(self._words, self._name, place is not None, prefer, patience_s, limit)
+        self._cluster = Cluster(self._address.roster(), patience_s)
+        self._writer = Writer(self._address, self.num_envs)
+        self._drawing = Drawing(
+            self._cluster, self.schema, self._deliverer, self.sampler, shards.generator, on_shard_loss, patience_s
+        )
+        self._priorities = Priorities(self._cluster, patience_s)
+        for number, saved in shards.places.items():
             self._fleet.start(number, saved)
         self._fleet.settle()
         self._cluster.refresh()
@@ -179,23 +149,16 @@ class ReplayMemory:
             spread: Shards that it sends to; None: all. With many actors, 2 keep connections few.
         """
         self._open()
-        lanes = self._lanes if num_envs is None else num_envs
+        lanes = self.num_envs if num_envs is None else num_envs
         require_count("num_envs", lanes, 1)
         if spread is not None:
             require_count("spread", spread, 1)
         return Writer(self._address, lanes, spread)
 
     def add(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`."""
         with self._lock:
             self._open()
@@ -206,16 +169,9 @@ class ReplayMemory:
         return False
 
     def extend(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add whole trajectories, see `holdall.ReplayMemory.extend`."""
         with self._lock:
             self._open()
@@ -243,7 +199,7 @@ class ReplayMemory:
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
         self._open()
-        self._deliverer.keep(prefetch + 2)
+        self._deliverer.batches.keep(prefetch + 2)
         batches = 1 if self._address.limit is not None else together(prefetch, self.num_shards)
         ahead = BatchesAhead(self._drawing, lambda count: self._start(batch_size, count), batches)
         return Loader(ahead, max(0, prefetch - batches + 1))
@@ -252,7 +208,7 @@ class ReplayMemory:
         """Return the transitions `ids`, in that order."""
         wanted = as_ids(ids)
         self.flush()
-        return gathered(wanted, self._cluster, self._drawing, self._deliverer, self._address.patience_s)
+        return self._drawing.gather(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set how much it would pay to see transitions again, see `holdall.ReplayMemory.update_priorities`.
@@ -261,9 +217,9 @@ class ReplayMemory:
         call.
         """
         self._open()
-        if not isinstance(self._sampler, Prioritized):
+        if not isinstance(self.sampler, Prioritized):
             raise ArgumentError(
-                f"update_priorities was called, but the memory's sampler ({type(self._sampler).__name__}) has no "
+                f"update_priorities was called, but the memory's sampler ({type(self.sampler).__name__}) has no "
                 "priorities; construct the memory with sampler=Prioritized(...)"
             )
         update = checked(ids, priorities)
@@ -281,24 +237,9 @@ class ReplayMemory:
         return self._fleet.shard_rows * len(self._cluster.numbers)
 
     @property
-    def num_envs(self) -> int:
-        """Lanes of `add`."""
-        return self._lanes
-
-    @property
     def num_shards(self) -> int:
         """Shards, those that do not answer now among them."""
         return len(self._cluster.numbers)
-
-    @property
-    def sampler(self) -> Sampler:
-        """How `sample` draws; its beta may be changed."""
-        return self._sampler
-
-    @property
-    def schema(self) -> Schema:
-        """What a transition consists of."""
-        return self._schema
 
     @property
     def first_id(self) -> int:
@@ -322,9 +263,9 @@ class ReplayMemory:
         asked = [self._cluster.handle(shard).report.remote() for shard in known]
         fields = added_up(ray.get(asked, timeout=self._address.patience_s))
         transitions = sum(counters.transitions for counters in known.values())
-        return MemoryReport(transitions, fields, self._deliverer.staging_bytes, len(known))
+        return MemoryReport(transitions, fields, self._deliverer.assembler.staging.nbytes, len(known))
 
-    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> SaveHandle:
+    def save(self, url: str | os.PathLike[str], *, keep: int = 3) -> checkpoint.SaveHandle:
         """Write a checkpoint in the background, and return at once, see `holdall.ReplayMemory.save`.
 
         Every shard writes what is new of its own, and one manifest names them all. `holdall.ReplayMemory.load`
@@ -333,36 +274,29 @@ class ReplayMemory:
         require_count("keep", keep, 1)
         self.flush()
         self._cluster.refresh()
-        place, self._has_saved = normalized_url(url), True
+        place, self._has_saved = checkpoint.normalized_url(url), True
         state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
-            "sampler": {"kind": type(self._sampler).__name__},
+            "sampler": {"kind": type(self.sampler).__name__},
         }
         calls = {
-            number: self._cluster.call(number, "begin_save", shard_url(place, number)) for number in self._fleet.actors
+            number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
+            for number in self._fleet.actors
         }
-        ticks, patience = self.capacity // self._lanes, self._address.patience_s
-        snapshot = ShardsSnapshot(
+        ticks, patience = self.capacity // self.num_envs, self._address.patience_s
+        snapshot = checkpoint.ShardsSnapshot(
             self._words, ticks, state, {}, lambda: saved_by(self._cluster, place, calls, patience)
         )
         return self._savers.to(place).save(snapshot, int(keep), None, None)
 
     @classmethod
     def load(
-        cls,
-        url: str | os.PathLike[str],
-        device: str | None = None,
-        sampler: Sampler | None = None,
+        cls, url: str | os.PathLike[str], device: str | None = None, sampler: Sampler | None = None,
         *,
-        durability: str = "memory",
-        journal_url: str | os.PathLike[str] | None = None,
-        on_shard_loss: str = "degrade",
-        prefer: str = "balanced",
-        limit: RateLimit | None = None,
-        patience_s: float = 10.0,
-        shards: int = 8,
-    ) -> Self:
+        durability: str = "memory", journal_url: str | os.PathLike[str] | None = None, on_shard_loss: str = "degrade",
+        prefer: str = "balanced", limit: RateLimit | None = None, patience_s: float = 10.0, shards: int = 8,
+    ) -> Self:  # fmt: skip
         """Load the newest checkpoint that is whole; draws go on where they were.
 
         A memory over shards is loaded on as many shards as it was saved from. Of a local memory, every transition is
@@ -375,41 +309,41 @@ class ReplayMemory:
                 already go before the checkpoint's.
         """
         require_count("shards", shards, 1)
-        settings = ClusterSettings(durability, journal_url, on_shard_loss, prefer, device, patience_s, limit)
-        reader = open_reader(url)
-        return newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
+        settings: dict[str, Any] = {
+            "durability": durability, "url": journal_url, "on_shard_loss": on_shard_loss, "prefer": prefer,
+            "device": device, "patience_s": patience_s, "limit": limit,
+        }  # fmt: skip
+        ClusterSettings(**settings)  # refuses before anything is read
+        reader = checkpoint.open_reader(url)
+        return checkpoint.newest(reader, lambda manifest: cls._loaded(manifest, reader, settings, sampler, shards))
 
     @classmethod
     def _loaded(
-        cls,
-        manifest: Manifest,
-        reader: CheckpointReader,
-        settings: ClusterSettings,
-        sampler: Sampler | None,
-        shards: int,
-    ) -> Self:
-        state, schema = restored_state(manifest, reader), schema_of(manifest.schema)
+        cls, manifest: checkpoint.Manifest, reader: checkpoint.CheckpointReader, settings: Mapping[str, Any],
+        sampler: Sampler | None, shards: int,
+    ) -> Self:  # fmt: skip
+        state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
         kind = state["sampler"]["kind"]
         if sampler is None and kind != "Uniform":
             raise ArgumentError(
                 f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
                 "settings, or another one to start again"
             )
-        memory = cls.__new__(cls)
-        chosen, generator = single(sampler), restored_generator(state["generator"])
+        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
+        places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(shards))
         if manifest.shards:
-            saved = {
+            rows = int(state["shard_rows"])
+            places = {
                 int(shard.folder[-5:]): (f"{reader.url}/{shard.folder}", shard.number) for shard in manifest.shards
             }
-            memory._set_up(schema, int(state["shard_rows"]), settings, chosen, None, generator, saved)
-            return memory
-        rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
-        memory._set_up(schema, rows, settings, chosen, None, generator, dict.fromkeys(range(shards)))
-        try:
-            copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
-        except BaseException:
-            memory.close()
-            raise
+        saved = SavedShards(rows, restored_generator(state["generator"]), places)
+        memory = cls(schema, None, shards=saved, sampler=sampler, **settings)
+        if not manifest.shards:
+            try:
+                copy_transitions(reader.url, Writer(replace(memory._address, limit=None), schema.num_envs))
+            except BaseException:
+                memory.close()
+                raise
         return memory
 
     def close(self) -> None:
@@ -418,16 +352,16 @@ class ReplayMemory:
             if self._closed:
                 return
             self._closed = True
-            self._savers.close()
-            self._fleet.end(has_saved=self._has_saved)
-            self._deliverer.dismiss()
+            try:
+                self._savers.close()
+            finally:
+                self._fleet.end(has_saved=self._has_saved)
+                self._deliverer.assembler.close()
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def _open(self) -> None:
@@ -467,7 +401,7 @@ class ReplayMemory:
         limit = self._address.limit
         if self._cluster.roster_was_lost:
             self._cluster.roster_was_lost = False
-            self._fleet.readmit()
+            self._fleet.roster.admit.remote(self._fleet.actors)  # it was restarted, and knows none of them
         if limit is None:
             return
         limit.require("batch", count)

@@ -85,14 +85,31 @@ def dictionary_of(payload: bytes) -> Dictionary:
     return dictionary
 
 
-_COUNTERS = struct.Struct("<qqqqqqqd")
+class Packed:
+    """What travels as a few numbers of fixed widths: a dataclass whose fields are those of `LAYOUT`, in its order."""
+
+    __slots__: tuple[str, ...] = ()
+    LAYOUT: ClassVar[struct.Struct]
+    REFUSED: ClassVar[str]  # what is said of bytes that are none
+
+    def packed(self) -> bytes:
+        """Return it as bytes."""
+        return self.LAYOUT.pack(*(getattr(self, name) for name in self.__slots__))  # a third of astuple's time
+
+    @classmethod
+    def of(cls, raw: bytes) -> Self:
+        """Read it back."""
+        if len(raw) != cls.LAYOUT.size:
+            raise DamageError(f"{len(raw)} bytes are {cls.REFUSED}")
+        return cls(*cls.LAYOUT.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)
-class ShardCounters:
+class ShardCounters(Packed):
     """One shard at one moment."""
 
-    NBYTES: ClassVar[int] = _COUNTERS.size
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<qqqqqqqd")
+    REFUSED: ClassVar[str] = "no shard's counters; nothing of them is used"
 
     epoch: int  # another one after every restart
     first_row: int
@@ -103,20 +120,8 @@ class ShardCounters:
     backlog: int  # bytes that wait to be made durable
     mass: float  # what its draws are in proportion to: transitions, or the sum of scaled priorities
 
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return _COUNTERS.pack(*(getattr(self, name) for name in self.__slots__))  # a third of astuple's time
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        """Read it back."""
-        if len(raw) != _COUNTERS.size:
-            raise DamageError(f"{len(raw)} bytes are no shard's counters; nothing of them is used")
-        return cls(*_COUNTERS.unpack(raw))
-
 
 _MOST_CLIENTS = 4096
-_CALL_ORDER = struct.Struct("<16sqq")
 
 
 class CallOrderError(ShardError):
@@ -124,23 +129,15 @@ class CallOrderError(ShardError):
 
 
 @dataclass(frozen=True, slots=True)
-class CallOrder:
+class CallOrder(Packed):
     """One call's place in its client's order; it travels as one argument, as every one of a call takes Ray time."""
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqq")
+    REFUSED: ClassVar[str] = "no call's order; nothing is done"
 
     client: bytes  # 16
     epoch: int  # of the shard, as the client knows it
     number: int
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return _CALL_ORDER.pack(self.client, self.epoch, self.number)
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        """Read it back."""
-        if len(raw) != _CALL_ORDER.size:
-            raise DamageError(f"{len(raw)} bytes are no call's order; nothing is done")
-        return cls(*_CALL_ORDER.unpack(raw))
 
 
 class CallQueue:
@@ -174,7 +171,6 @@ class CallQueue:
                 self._changed.notify_all()
 
 
-_SEGMENT_HEADER = struct.Struct("<16sqq")
 _ACK = struct.Struct("<qqq64s")
 
 
@@ -189,23 +185,15 @@ class AckKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class SegmentHeader:
+class SegmentHeader(Packed):
     """Who sends which segment to whom."""
+
+    LAYOUT: ClassVar[struct.Struct] = struct.Struct("<16sqq")
+    REFUSED: ClassVar[str] = "no header; the segment is not used"
 
     writer: bytes  # 16
     epoch: int
     sequence: int
-
-    def packed(self) -> bytes:
-        """Return it as bytes."""
-        return _SEGMENT_HEADER.pack(self.writer, self.epoch, self.sequence)
-
-    @classmethod
-    def of(cls, raw: bytes) -> Self:
-        """Read it back."""
-        if len(raw) != _SEGMENT_HEADER.size:
-            raise DamageError(f"{len(raw)} bytes are no header; the segment is not used")
-        return cls(*_SEGMENT_HEADER.unpack(raw))
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +268,7 @@ class SegmentStream:
         self._survives = survives
         self._patience_s = patience_s
         self._under_way: deque[_SentSegment] = deque()
-        self._sequence = 0
+        self.sequence = 0  # of the next segment
         self._epoch = -1
         self._credits = 1
         self.counters: ShardCounters | None = None  # when the shard last said so
@@ -295,19 +283,14 @@ class SegmentStream:
         return taken + sum(segment.rows for segment in self._under_way)
 
     @property
-    def next_sequence(self) -> int:
-        """The number of the next segment."""
-        return self._sequence
-
-    @property
     def unacknowledged_bytes(self) -> int:
         """Bytes of the segments under way."""
         return sum(len(segment.payload) for segment in self._under_way)
 
     def send(self, payload: bytes, rows: int) -> None:
         """Send a segment; wait while as many are under way as the shard allows. If that fails, the segment is kept."""
-        segment = _SentSegment(self._sequence, payload, rows, None)
-        self._sequence += 1
+        segment = _SentSegment(self.sequence, payload, rows, None)
+        self.sequence += 1
         self._under_way.append(segment)
         self.hear()
         start = time.monotonic()
@@ -393,12 +376,12 @@ class SegmentStream:
         """Go on after a segment that was not accepted."""
         if ack.kind is AckKind.REFUSED:
             self._under_way.popleft()
-            self._sequence = oldest.sequence
+            self.sequence = oldest.sequence
             for later in self._under_way:
-                later.sequence, self._sequence = self._sequence, self._sequence + 1
+                later.sequence, self.sequence = self.sequence, self.sequence + 1
             raise ShardError(f"shard {self.number} refused a segment, which is dropped: {ack.reason}")
         if ack.kind is AckKind.CLOSED:
-            self._forget_accepted()
+            self._drop_before(self._asked().expected)
             raise ShardClosedError(f"shard {self.number} takes nothing more")
         if ack.kind is AckKind.NEEDS_DICTIONARY:
             ray.get([self._shard.learn.remote(record) for record in self._dictionaries(oldest.payload)])
@@ -406,32 +389,29 @@ class SegmentStream:
 
     def _meet(self) -> None:
         """Ask the shard what it expects, and send from there on again; wait while it restarts."""
-        calls = [segment.call for segment in self._under_way if segment.call is not None]
-        if calls:  # one that still runs could be accepted after it was sent again; it would be refused then
-            ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
         ack = self._asked()
         lost_all = self._epoch >= 0 and ack.counters.epoch != self._epoch and not self._survives
         self._epoch, self._credits = ack.counters.epoch, max(1, ack.credits)
         self.counters = ack.counters
         if lost_all:
-            self._sequence = ack.expected
+            self.sequence = ack.expected
             for segment in self._under_way:
-                segment.sequence, self._sequence = self._sequence, self._sequence + 1
-        while self._under_way and self._under_way[0].sequence < ack.expected:
-            self._under_way.popleft()  # accepted; its acknowledgement was lost
+                segment.sequence, self.sequence = self.sequence, self.sequence + 1
+        self._drop_before(ack.expected)
         self.resent += sum(segment.call is not None for segment in self._under_way)
         for segment in self._under_way:
             self._call(segment)
 
-    def _forget_accepted(self) -> None:
-        """Keep the segments that a shard did not accept before it was closed."""
-        calls = [segment.call for segment in self._under_way if segment.call is not None]
-        ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
-        expected = self._asked().expected
+    def _drop_before(self, expected: int) -> None:
+        """Forget the segments that were accepted and whose acknowledgements were lost."""
         while self._under_way and self._under_way[0].sequence < expected:
             self._under_way.popleft()
 
     def _asked(self) -> Ack:
+        """Ask which segment the shard expects, once no call runs that could still be accepted."""
+        calls = [segment.call for segment in self._under_way if segment.call is not None]
+        if calls:
+            ray.wait(calls, num_returns=len(calls), timeout=self._patience_s)
         until = time.monotonic() + self._patience_s
         while True:
             try:

@@ -20,7 +20,7 @@ from typing import Any
 import ray
 
 from holdall.cluster.protocol import MOST_LIVES, ShardCounters
-from holdall.cluster.status import LimiterMetrics
+from holdall.cluster.status import Gauges
 from holdall.errors import ArgumentError
 from holdall.units import require_count, require_number
 
@@ -134,7 +134,7 @@ class Roster:
         self._lock = threading.Lock()
         self._version = 0
         self._limiter = None if limit is None else Limiter(limit)
-        self._metrics = None if limit is None else LimiterMetrics(memory)
+        self._metrics = None if limit is None else Gauges("limiter", memory=memory)
         self._survives = survives
         self._inserted: dict[tuple[int, int], int] = {}
         self._looked_at = 0.0
@@ -152,27 +152,24 @@ class Roster:
             life = self._lives[shard] = max(first, self._first_life, self._lives.get(shard, -1) + 1)
             return life
 
-    def admit(self, handles: dict[int, Any]) -> int:
+    def admit(self, handles: dict[int, Any]) -> None:
         """Add shards to the list; all of them are passed, since the roster may have been restarted and know none."""
         with self._lock:
-            self._shards = {shard: (handle, True) for shard, handle in handles.items()} | self._shards
-            self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
-            return self._version
+            self._list({shard: (handle, True) for shard, handle in handles.items()} | self._shards)
 
-    def retire(self, shard: int) -> int:
+    def retire(self, shard: int) -> None:
         """Have no new segments sent to a shard."""
         with self._lock:
-            handle, _ = self._shards[shard]
-            self._shards[shard] = (handle, False)
-            self._version = max(self._version + 1, time.time_ns())
-            return self._version
+            self._list(self._shards | {shard: (self._shards[shard][0], False)})
 
-    def dismiss(self, shard: int) -> int:
+    def dismiss(self, shard: int) -> None:
         """Take a shard off the list."""
         with self._lock:
-            self._shards.pop(shard, None)
-            self._version = max(self._version + 1, time.time_ns())
-            return self._version
+            self._list({number: known for number, known in self._shards.items() if number != shard})
+
+    def _list(self, shards: dict[int, tuple[Any, bool]]) -> None:
+        self._shards = shards
+        self._version = max(self._version + 1, time.time_ns())  # also higher than one before a restart
 
     def shards(self, known: int) -> tuple[int, dict[int, tuple[Any, bool]] | None]:
         """Return the list and its version; no list if the version is known."""
@@ -218,9 +215,7 @@ class Roster:
         """Say how the limiter stands."""
         self._look_at_shards()
         with self._lock:
-            if self._limiter is None:
-                return {}
-            return self._limiter.words()
+            return {} if self._limiter is None else self._limiter.words()
 
     def _look_at_shards(self) -> None:
         """Ask the shards what they took, now and then."""

@@ -17,29 +17,9 @@ import ray
 from numpy.typing import NDArray
 
 from holdall.checkpoint import Checkpoint, Restored, SaveHandle, open_reader, restored
+from holdall.cluster import protocol
 from holdall.cluster.answer import Payload
-from holdall.cluster.journal import (
-    Committer,
-    Entry,
-    Journal,
-    SegmentMove,
-    Staged,
-    journal_of,
-    journals_in_use,
-)
-from holdall.cluster.protocol import (
-    Ack,
-    AckKind,
-    CallOrder,
-    CallOrderError,
-    CallQueue,
-    SegmentHeader,
-    ShardCounters,
-    dictionary_of,
-    first_row_of,
-    life_of,
-    packed_dictionary,
-)
+from holdall.cluster.journal import Committer, Entry, Journal, SegmentMove, Staged, journal_of, journals_in_use
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.shard_data import ShardData
 from holdall.cluster.status import Process, ShardMetrics
@@ -72,22 +52,15 @@ class Shard:
     """
 
     def __init__(
-        self,
-        number: int,
-        words: dict[str, Any],
-        capacity: int,
-        sampler: Sampler,
-        seed: int | None,
-        memory: str,
-        url: str | None = None,
-        saved: tuple[str, int] | None = None,
-    ) -> None:
+        self, number: int, words: dict[str, Any], capacity: int, sampler: Sampler, seed: int | None, memory: str,
+        url: str | None = None, saved: tuple[str, int] | None = None,
+    ) -> None:  # fmt: skip
         self._number = number
         self._memory = memory
         self._url = url
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self._call_queue = CallQueue()
+        self._call_queue = protocol.CallQueue()
         self._process = Process()
         self._metrics = ShardMetrics(memory, number)
         self._expected: dict[bytes, int] = {}  # the number of every writer's next segment, staged ones counted
@@ -99,11 +72,11 @@ class Shard:
         self._committer: Committer | None = None
         self._data = ShardData(words, capacity, sampler, generator_of(seed), self._lock)
         checkpoint = None if saved is None else _checkpoint_of(*saved)
-        first_life = 0 if checkpoint is None else life_of(checkpoint.manifest.next_tick)
+        first_life = 0 if checkpoint is None else protocol.life_of(checkpoint.manifest.next_tick)
         if url is None:
             roster: Any = ray.get_actor(memory, NAMESPACE)
             self._epoch: int = ray.get(roster.begin_life.remote(number, first_life))
-            self._data.begin_at(first_row_of(self._epoch))
+            self._data.begin_at(protocol.first_row_of(self._epoch))
         else:
             journal = journal_of(url, number)
             self._take_over(journal)
@@ -134,26 +107,26 @@ class Shard:
     def insert(self, header: bytes, payload: bytes) -> bytes:
         """Take a segment over, if it is the next one of its writer."""
         with self._metrics.timed("insert"):
-            return self._insert(SegmentHeader.of(header), payload)
+            return self._insert(protocol.SegmentHeader.of(header), payload)
 
-    def _insert(self, sent: SegmentHeader, payload: bytes) -> bytes:
+    def _insert(self, sent: protocol.SegmentHeader, payload: bytes) -> bytes:
         try:
             with self._lock:
                 if sent.epoch != self._epoch or sent.sequence < self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, AckKind.EXPECTED_ANOTHER)
+                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
                 if self._is_closed.is_set():
-                    return self._ack(sent.writer, AckKind.CLOSED)
+                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
                 if not segment_needs(payload)[1] <= self._data.dictionaries.keys():
-                    return self._ack(sent.writer, AckKind.NEEDS_DICTIONARY)
+                    return self._ack(sent.writer, protocol.AckKind.NEEDS_DICTIONARY)
                 dictionaries = dict(self._data.dictionaries)
             segment = self._data.unpacked(payload, dictionaries)
             staged = Staged(Entry(sent.writer, sent.sequence, payload), segment)
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due(sent), _OVERTAKEN_S)
                 if self._is_closed.is_set():
-                    return self._ack(sent.writer, AckKind.CLOSED)
+                    return self._ack(sent.writer, protocol.AckKind.CLOSED)
                 if sent.sequence != self._expected.get(sent.writer, 0):
-                    return self._ack(sent.writer, AckKind.EXPECTED_ANOTHER)
+                    return self._ack(sent.writer, protocol.AckKind.EXPECTED_ANOTHER)
                 self._data.store.require(segment)
                 self._expected[sent.writer] = sent.sequence + 1
                 if self._committer is None:
@@ -164,10 +137,10 @@ class Shard:
                 self._changed.notify_all()
             staged.wait()
             with self._lock:
-                return self._ack(sent.writer, AckKind.ACCEPTED)
+                return self._ack(sent.writer, protocol.AckKind.ACCEPTED)
         except (ArgumentError, DamageError) as error:
             with self._lock:
-                return self._ack(sent.writer, AckKind.REFUSED, str(error))
+                return self._ack(sent.writer, protocol.AckKind.REFUSED, str(error))
 
     @ray.method(concurrency_group="insert")
     def expect(self, writer: bytes) -> bytes:
@@ -176,12 +149,12 @@ class Shard:
             # The writer forgets what was accepted, so nothing counts as accepted that could still be lost.
             if not self._changed.wait_for(lambda: not self._staged[writer], _SETTLED_S):
                 raise ShardError(f"shard {self._number} waits for its disk; ask again")
-            return self._ack(writer, AckKind.EXPECTED_ANOTHER)
+            return self._ack(writer, protocol.AckKind.EXPECTED_ANOTHER)
 
     @ray.method(concurrency_group="control")
     def learn(self, record: bytes) -> None:
         """Keep a dictionary that segments will name."""
-        dictionary = dictionary_of(record)
+        dictionary = protocol.dictionary_of(record)
         with self._lock:
             self._data.dictionaries[dictionary_name(dictionary)] = dictionary
 
@@ -192,7 +165,7 @@ class Shard:
             found = self._data.dictionaries.get(name)
         if found is None:
             raise DamageError(f"shard {self._number} has no dictionary {name}; report this")
-        return packed_dictionary(found)
+        return protocol.packed_dictionary(found)
 
     @ray.method(concurrency_group="sample")
     def sample(self, order: bytes, counts: list[int]) -> Payload:
@@ -342,16 +315,16 @@ class Shard:
         with self._lock:
             return [asdict(field) for field in self._data.store.report()]
 
-    def _required(self, sent: bytes) -> CallOrder:
+    def _required(self, sent: bytes) -> protocol.CallOrder:
         """Return a call's order; refuse one that counts on what was said to this shard before it was restarted."""
-        order = CallOrder.of(sent)
+        order = protocol.CallOrder.of(sent)
         if order.epoch != self._epoch:
-            raise CallOrderError(
+            raise protocol.CallOrderError(
                 f"shard {self._number} was restarted since; its epoch is {self._epoch}, not {order.epoch}"
             )
         return order
 
-    def _is_due(self, sent: SegmentHeader) -> bool:
+    def _is_due(self, sent: protocol.SegmentHeader) -> bool:
         return sent.sequence <= self._expected.get(sent.writer, 0)
 
     def _apply(self, staged: list[Staged]) -> int:
@@ -369,19 +342,17 @@ class Shard:
         self._changes += 1
         staged.done.set()
 
-    def _ack(self, writer: bytes, kind: AckKind, reason: str = "") -> bytes:
-        return Ack(kind, self._expected.get(writer, 0), self._credits(), self._counters(), reason).packed()
+    def _ack(self, writer: bytes, kind: protocol.AckKind, reason: str = "") -> bytes:
+        counters = self._counters()
+        # Segments that a writer may have under way: fewer when much waits to be made durable.
+        under_way = _MOST_CREDITS if counters.backlog < _CROWDED_BYTES else 1
+        return protocol.Ack(kind, self._expected.get(writer, 0), under_way, counters, reason).packed()
 
-    def _credits(self) -> int:
-        """Blocks that a writer may have under way: fewer when much waits to be made durable."""
-        waiting = 0 if self._committer is None else self._committer.backlog
-        return _MOST_CREDITS if waiting < _CROWDED_BYTES else 1
-
-    def _counters(self) -> ShardCounters:
+    def _counters(self) -> protocol.ShardCounters:
         data, store = self._data, self._data.store
         backlog = 0 if self._committer is None else self._committer.backlog
         rows = (store.first_tick, store.next_tick, store.transitions)
-        return ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, data.mass())
+        return protocol.ShardCounters(self._epoch, *rows, data.inserted, self._changes, backlog, data.mass())
 
 
 def _checkpoint_of(url: str, number: int) -> Restored:

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall import storage
 from holdall.checkpoint import Restored, SaveHandle, Savers, Snapshot, WriterRun, runs_of, runs_state
 from holdall.cluster.answer import MOST_KNOWN_FORMS, Answer, FoundField, Payload, SliceForm, pack_answer
 from holdall.cluster.encode import sliced_leaves
@@ -28,31 +29,6 @@ from holdall.json_state import generator_state, restored_generator, schema_of
 from holdall.native import chosen_kernels
 from holdall.sampling import Held, Prioritized, Sampler
 from holdall.schema import Array, Leaf, Schema
-from holdall.storage import (
-    NEXT_IS_WHOLE,
-    RECORD_FIELDS,
-    Budget,
-    CarriedSlices,
-    Codec,
-    Coded,
-    Dictionary,
-    Extent,
-    Kernels,
-    Log,
-    Places,
-    Rows,
-    SealedSegment,
-    SealedSlices,
-    SliceBlock,
-    Store,
-    Window,
-    bring_places,
-    codec_words,
-    dictionary_name,
-    pack_segment,
-    unpack_segment,
-)
-from holdall.storage import Held as HeldArrays
 
 _LOADED = bytes(16)
 """Stands for the writer of segments that a checkpoint brought."""
@@ -60,7 +36,7 @@ _NO_TICK = 2**40 - 1
 """First tick of a segment whose rows are not known to follow each other: it was held by another shard."""
 _DECODED_FROM = 0.25
 """Share of the decoded bytes from which on a shard decodes what it sends; measured on one machine, see decision 076."""
-_CUT = slice(RECORD_FIELDS.index("outer"), RECORD_FIELDS.index("shift") + 1)
+_CUT = slice(storage.RECORD_FIELDS.index("outer"), storage.RECORD_FIELDS.index("shift") + 1)
 
 Ids = NDArray[np.int64]
 
@@ -75,57 +51,53 @@ class ShardData:
     """
 
     def __init__(
-        self,
-        words: dict[str, Any],
-        capacity: int,
-        sampler: Sampler,
-        generator: np.random.Generator,
+        self, words: dict[str, Any], capacity: int, sampler: Sampler, generator: np.random.Generator,
         lock: threading.Lock,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self.capacity = capacity
         self.sampler = sampler
         self.generator = generator
         self.inserted = 0  # transitions ever accepted
-        self.dictionaries: dict[str, Dictionary] = {}
+        self.dictionaries: dict[str, storage.Dictionary] = {}
         self._words = words | {"num_envs": 1}
         self._schema = schema_of(self._words)
         self._lock = lock
         self._kernels = chosen_kernels()
         self._finder = RowFinder(self._schema, self._kernels)
         self._savers = Savers(self._kernels.coder)
-        self._codecs: dict[Codec, Codec] = {}
+        self._codecs: dict[storage.Codec, storage.Codec] = {}
         self._runs: deque[WriterRun] = deque()
         self.store = self.begin_at(0)
 
-    def begin_at(self, first_row: int) -> Store:
+    def begin_at(self, first_row: int) -> storage.Store:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
-        self.store = Store(
+        self.store = storage.Store(
             self._schema,
             self.capacity,
             self._kernels,
             self._lock,
-            Budget.of(None, "balanced", 1),
+            storage.Budget.of(None, "balanced", 1),
             first_tick=first_row,
             large=sliced_leaves(self._schema),
         )
         return self.store
 
-    def unpacked(self, payload: bytes, dictionaries: dict[str, Dictionary]) -> SealedSegment:
+    def unpacked(self, payload: bytes, dictionaries: dict[str, storage.Dictionary]) -> storage.SealedSegment:
         """Read a segment; the codecs that segments have in common are kept once, so that answers can compare them."""
-        segment = unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
+        segment = storage.unpack_segment(payload, self._schema, dictionaries, self._kernels.coder)
         for part in segment.parts:
             self._share_codec(part.block)
         return segment
 
-    def _share_codec(self, block: SliceBlock) -> None:
+    def _share_codec(self, block: storage.SliceBlock) -> None:
         """Have a block in memory, with a codec that others have too."""
         if block.sealed is not None:
             coded = block.sealed.coded.in_memory()
             codec = self._codecs.setdefault(coded.codec, coded.codec)
-            block.sealed = CarriedSlices(replace(coded, codec=codec))
+            block.sealed = storage.CarriedSlices(replace(coded, codec=codec))
 
-    def take(self, writer: bytes, segment: SealedSegment) -> None:
+    def take(self, writer: bytes, segment: storage.SealedSegment) -> None:
         """Take a segment of a writer over."""
         first = self.store.adopt(segment)
         rows, tick, lanes = self.store.next_tick - first, segment.rows.first_tick, segment.lanes
@@ -135,14 +107,14 @@ class ShardData:
             self._runs.popleft()
         self.inserted += rows
 
-    def segment_at(self, row: int) -> tuple[int, SealedSegment]:
+    def segment_at(self, row: int) -> tuple[int, storage.SealedSegment]:
         """Return the first row of a segment that is held, and the segment as one that another shard can adopt."""
         segment = self.store.segment_at(row)
         return segment.rows.first_tick, replace(segment, rows=replace(segment.rows, first_tick=_NO_TICK))
 
-    def packed(self, segment: SealedSegment) -> bytes:
+    def packed(self, segment: storage.SealedSegment) -> bytes:
         """Return a segment as bytes."""
-        return pack_segment(segment, self._kernels.coder)
+        return storage.pack_segment(segment, self._kernels.coder)
 
     def replay(self, journal: Journal, memory: str) -> None:
         """Take a journal over for a memory of this name, and hold all that it holds and shows."""
@@ -167,7 +139,7 @@ class ShardData:
             self._share_codec(block)
             named = None if block.sealed is None else block.sealed.codec.dictionary
             if named is not None:
-                self.dictionaries[dictionary_name(named)] = named
+                self.dictionaries[storage.dictionary_name(named)] = named
         store = self.begin_at(checkpoint.manifest.first_tick)
         checkpoint.fill(store)
         state = checkpoint.state
@@ -223,13 +195,13 @@ class ShardData:
         drawn = [self.sampler.draw(self.held(), count, self.generator).ids for count in counts]
         return drawn[0] if len(drawn) == 1 else np.concatenate(drawn)
 
-    def found(self, rows: Ids) -> tuple[NDArray[np.float64], Rows]:
+    def found(self, rows: Ids) -> tuple[NDArray[np.float64], storage.Rows]:
         """Look rows up: what each was drawn in proportion to, and where it lies."""
         sampler = self.sampler
         scaled = sampler.scaled(self.held(), rows) if isinstance(sampler, Prioritized) else np.ones(len(rows))
         return scaled, self.store.read(rows)
 
-    def answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: Rows) -> Payload:
+    def answer(self, counters: ShardCounters, rows: Ids, scaled: NDArray[np.float64], found: storage.Rows) -> Payload:
         """Make an answer of what was looked up; that takes no lock."""
         columns, fields = self._finder.columns(found), self._finder.fields(found)
         return pack_answer(Answer(counters, rows, scaled, columns, fields))
@@ -248,14 +220,14 @@ class ShardData:
 class RowFinder:
     """Finds what a learner needs of some rows of a shard's store; several threads may use it."""
 
-    def __init__(self, schema: Schema, kernels: Kernels) -> None:
+    def __init__(self, schema: Schema, kernels: storage.Kernels) -> None:
         self._leaves = schema.observation.leaves
         self._kernels = kernels
         self._threads = self._kernels.new_pool()
         self._staging = host_pool()
-        self._words: dict[tuple[int, ...], tuple[Codec, str]] = {}
+        self._words: dict[tuple[int, ...], tuple[storage.Codec, str]] = {}
 
-    def columns(self, rows: Rows) -> dict[str, Array]:
+    def columns(self, rows: storage.Rows) -> dict[str, Array]:
         """Name the small fields as they are sent."""
         found = {f"obs.{i}": pair[0] for i, pair in rows.small.items()}
         found |= {f"next.{i}": pair[1] for i, pair in rows.small.items()}
@@ -263,7 +235,7 @@ class RowFinder:
         found |= {f"extras.{i}": column for i, column in enumerate(rows.extras)}
         return found | {"reward.0": rows.reward, "terminated.0": rows.terminated, "truncated.0": rows.truncated}
 
-    def fields(self, rows: Rows) -> dict[int, FoundField]:
+    def fields(self, rows: storage.Rows) -> dict[int, FoundField]:
         """Find the slices of the large fields; no lock is needed."""
         places = rows.places
         if places is None or not len(places.segment):
@@ -275,7 +247,7 @@ class RowFinder:
             found[i] = self._compressed(places, field, leaf) or self._decoded(places, field, leaf)
         return found
 
-    def _compressed(self, places: Places, field: int, leaf: Leaf) -> FoundField | None:
+    def _compressed(self, places: storage.Places, field: int, leaf: Leaf) -> FoundField | None:
         """Put the units together that hold the slices of the rows; None where these are better decoded here.
 
         An array operation costs more here than what it does for the rows of one answer, so there are few.
@@ -289,7 +261,7 @@ class RowFinder:
         form_of, forms, groups = self._forms(cuts.tolist(), coded)
         tables = [each.offsets for each in coded]
         cursors = places.cursors[field]
-        flags = cursors & NEXT_IS_WHOLE
+        flags = cursors & storage.NEXT_IS_WHOLE
         count, shift = cuts[where, -2], cuts[where, -1]
         length = count + np.where(flags, count, shift)
         begin = length.cumsum()
@@ -318,11 +290,11 @@ class RowFinder:
             for each, (first, last) in zip(forms, pairwise(bounds.tolist()), strict=True)
         )
         numbers = (place - bounds[form][row]) * group[row] + within
-        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, Coded))
-        log: Log = numbers.astype(np.uint16) if is_narrow else numbers.astype(np.uint32)
+        is_narrow = all(each.slices.count <= 1 << 16 for each in joined if isinstance(each.slices, storage.Coded))
+        log: storage.Log = numbers.astype(np.uint16) if is_narrow else numbers.astype(np.uint32)
         return FoundField(form.astype(np.int32), begin.astype(np.uint32) | flags, log, joined)
 
-    def _forms(self, cuts: list[list[int]], coded: list[Coded]) -> tuple[Ids, list[SliceForm], Ids]:
+    def _forms(self, cuts: list[list[int]], coded: list[storage.Coded]) -> tuple[Ids, list[SliceForm], Ids]:
         """Number the forms that the slices of some segments have; return the forms, too, and the slices of a unit.
 
         Units of one form can be put together.
@@ -340,48 +312,48 @@ class RowFinder:
             number = keys.setdefault(key, len(forms))
             if number == len(forms):
                 outer, run_bytes, count, shift = cut
-                window = Window(0, 1, count, outer, run_bytes, shift)
+                window = storage.Window(0, 1, count, outer, run_bytes, shift)
                 forms.append(SliceForm(window, each, self._described(each.codec, cut)))
             numbers.append(number)
-        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, Coded)]
+        groups = [form.slices.codec.group for form in forms if isinstance(form.slices, storage.Coded)]
         return np.array(numbers), forms, np.array(groups)
 
-    def _described(self, codec: Codec, cut: list[int]) -> str:
+    def _described(self, codec: storage.Codec, cut: list[int]) -> str:
         """Describe a cut and a codec; the same ones are sent over and over."""
         key = (id(codec), *cut)
         known = self._words.get(key)
         if known is None or known[0] is not codec:
             if len(self._words) >= MOST_KNOWN_FORMS:
                 self._words.clear()
-            words = json.dumps({"cut": cut, "codec": codec_words(codec)}, sort_keys=True)
+            words = json.dumps({"cut": cut, "codec": storage.codec_words(codec)}, sort_keys=True)
             known = self._words[key] = codec, words
         return known[1]
 
-    def _decoded(self, places: Places, field: int, leaf: Leaf) -> FoundField:
+    def _decoded(self, places: storage.Places, field: int, leaf: Leaf) -> FoundField:
         """Decode the rows here: every observation and next observation is one slice."""
         count = len(places.segment)
         nbytes = count * leaf.nbytes
         if places.awaits_files:
-            bring_places(places)
+            storage.bring_places(places)
         both = self._staging.take(2 * nbytes)
         obs, next_obs = both[:nbytes].reshape(count, -1), both[nbytes:].reshape(count, -1)
         self._kernels.gather(places, field, obs, next_obs, self._threads)
         numbers = np.arange(count, dtype=np.uint32)
         log = np.stack([numbers, numbers + np.uint32(count)], axis=1).reshape(-1)
-        form = SliceForm(Window.whole(leaf), both)
+        form = SliceForm(storage.Window.whole(leaf), both)
         return FoundField(np.zeros(count, np.int32), 2 * numbers, log, (form,))
 
 
-def _joinable(held: tuple[HeldArrays, ...], segments: list[int]) -> tuple[list[Array], list[Coded]] | None:
+def _joinable(held: tuple[storage.Held, ...], segments: list[int]) -> tuple[list[Array], list[storage.Coded]] | None:
     """Return logs and coded slices of some segments; None unless all units are whole, and in memory."""
     logs: list[Array] = []
-    found: list[Coded] = []
+    found: list[storage.Coded] = []
     for segment in segments:
         log, content = held[segment]
-        if not isinstance(log, np.ndarray) or not isinstance(content, SealedSlices):
+        if not isinstance(log, np.ndarray) or not isinstance(content, storage.SealedSlices):
             return None
         coded = content.coded
-        if isinstance(coded.data, Extent) or coded.count % coded.codec.group:
+        if isinstance(coded.data, storage.Extent) or coded.count % coded.codec.group:
             return None
         logs.append(log)  # of one lane
         found.append(coded)
@@ -399,7 +371,7 @@ def _joined(form: SliceForm, units: list[Any], sizes: NDArray[np.uint32]) -> Sli
     offsets = np.zeros(len(units) + 1, np.uint32)
     np.cumsum(sizes, out=offsets[1:])
     data = np.frombuffer(b"".join(units), np.uint8)
-    return form._replace(slices=Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
+    return form._replace(slices=storage.Coded(like.codec, len(units) * like.codec.group, offsets, like.palette, data))
 
 
 def _unique(values: NDArray[Any]) -> tuple[Ids, Ids, Ids]:

@@ -8,23 +8,22 @@ it has, by what it holds. What is left on a machine is shared by all the shards 
 from __future__ import annotations
 
 import os
-import platform
-import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import ray
 
+from holdall.cluster.protocol import ShardCounters
 from holdall.cluster.roster import NAMESPACE
 from holdall.cluster.security import join_cluster, require_head
 from holdall.cluster.status import ShardStatus, actor_state
-from holdall.tools.watch.one_pass import AlertThrottle, WatchPass
+from holdall.tools.watch.process_watcher import AlertThrottle, WatchPass
 from holdall.tools.watch.reading import AttributedPart, MemoryReading, ReadingHistory
-from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts, format_time_span
-from holdall.tools.watch.watcher_process import RECORD_FORMAT
-from holdall.units import format_bytes
+from holdall.tools.watch.verdicts import Severity, WatchVerdict, filling_verdicts
+from holdall.tools.watch.watcher_process import record_header
+from holdall.units import format_bytes, format_seconds
 
 _SILENT_S = 5.0
 """A shard that has not answered for so long is reported."""
@@ -33,176 +32,128 @@ _GROWN_ROWS = 1_000
 """Transitions between two looks at a process, for its growth to say what one takes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Grown:
-    """Where a shard stood when this life of it was first seen."""
-
-    epoch: int
-    inserted: int
-    transitions: int
-    uss_bytes: int
-    time: float
+def answering(memory: SeenMemory) -> Iterator[tuple[ShardStatus, ShardCounters]]:
+    """Yield what the shards of a memory said last that answer."""
+    for shard in memory.shards:
+        if shard.answers and shard.status is not None and shard.status.counters is not None:
+            yield shard.status, shard.status.counters
 
 
 @dataclass(slots=True)
 class ShardForecast:
     """Remembers how shards began, and judges how they go on."""
 
-    _begun: dict[tuple[str, int], _Grown] = field(default_factory=dict)
+    # How a shard stood when this life of it was first seen, and when that was.
+    _begun: dict[tuple[str, int], tuple[ShardStatus, ShardCounters, float]] = field(default_factory=dict)
 
     def verdicts(self, memories: Sequence[SeenMemory], moment: float) -> list[WatchVerdict]:
         """Judge, the gravest first."""
         found: list[WatchVerdict] = []
         for memory in memories:
-            self._remember(memory, moment)
+            for status, counters in answering(memory):
+                before = self._begun.get((memory.name, status.number))
+                if before is None or before[1].epoch != counters.epoch:
+                    self._begun[memory.name, status.number] = status, counters, moment
             found += [*_away(memory), *_restarted(memory), *_waiting(memory)]
         found += self._running_out(memories, moment)
         return sorted(found, key=lambda verdict: ("error", "warning", "info").index(verdict.severity))
 
     def rate(self, memory: SeenMemory, moment: float) -> float:
         """Return how many transitions a second a memory is given, since its shards were first seen."""
-        seen = [shard.status for shard in memory.shards if shard.status is not None and _answers(shard)]
-        return sum(self._rate(memory.name, status, moment) for status in seen)
+        return sum(self._rate(memory.name, *shard, moment) for shard in answering(memory))
 
-    def _rate(self, name: str, status: ShardStatus, moment: float) -> float:
-        begun = self._begun[name, status.number]
-        inserted = begun.inserted if status.counters is None else status.counters.inserted
-        return (inserted - begun.inserted) / (moment - begun.time) if moment > begun.time else 0.0
-
-    def _remember(self, memory: SeenMemory, moment: float) -> None:
-        for shard in memory.shards:
-            status = shard.status
-            if status is None or status.counters is None:
-                continue
-            before = self._begun.get((memory.name, shard.number))
-            counters = status.counters
-            if before is None or before.epoch != counters.epoch:
-                self._begun[memory.name, shard.number] = _Grown(
-                    counters.epoch, counters.inserted, counters.transitions, status.uss_bytes, moment
-                )
+    def _rate(self, name: str, status: ShardStatus, counters: ShardCounters, moment: float) -> float:
+        _, begun, since = self._begun[name, status.number]
+        return (counters.inserted - begun.inserted) / (moment - since) if moment > since else 0.0
 
     def _running_out(self, memories: Sequence[SeenMemory], moment: float) -> list[WatchVerdict]:
         """Compare what shards will still take with what is left where they are."""
-        by_limit: dict[tuple[str, str], list[tuple[str, ShardStatus]]] = {}
+        by_limit: dict[tuple[str, str], list[tuple[str, ShardStatus, ShardCounters]]] = {}
         for memory in memories:
-            for shard in memory.shards:
-                if shard.status is not None and _answers(shard):
-                    by_limit.setdefault((shard.status.node, shard.status.limit), []).append((memory.name, shard.status))
+            for status, counters in answering(memory):
+                by_limit.setdefault((status.node, status.limit), []).append((memory.name, status, counters))
         found = []
         for (node, limit), shards in by_limit.items():
-            to_come = sum(self._to_come(name, status) for name, status in shards)
-            left = min(status.limit_free_bytes for _, status in shards)
+            to_come = sum(self._to_come(*shard) for shard in shards)
+            left = min(status.limit_free_bytes for _, status, _ in shards)
             if to_come <= left:
                 continue
-            full = _fill([status for _, status in shards])
+            capacity = sum(status.capacity for _, status, _ in shards)
+            full = sum(counters.transitions for _, _, counters in shards) / max(1, capacity)
             reached = full + (1.0 - full) * left / to_come
-            capacity = sum(status.capacity for _, status in shards)
-            rate = sum(self._rate(name, status, moment) for name, status in shards)
+            rate = sum(self._rate(*shard, moment) for shard in shards)
             seconds = (reached - full) * capacity / rate if rate > 0 else None
-            when = "" if seconds is None else f", in {format_time_span(seconds)}"
-            numbers = _named([status.number for _, status in shards])
-            found.append(
-                WatchVerdict(
-                    name="running out",
-                    severity="error",
-                    text=(
-                        f"{numbers} on {node} will take {format_bytes(to_come)} more until full, and "
-                        f"{format_bytes(left)} are left ({limit}): used up when {100 * reached:.0f} % full{when}"
-                    ),
-                    remedy="a smaller capacity, fewer shards on that machine, or more machines and memory.add_shard()",
-                    evidence={
-                        "of": node, "limit": limit, "left": left, "to_come": to_come, "fill": full,
-                        "fill_then": reached, "seconds": seconds,
-                    },
-                )
-            )  # fmt: skip
+            when = "" if seconds is None else f", in {format_seconds(round(seconds))}"
+            numbers = _named([status.number for _, status, _ in shards])
+            text = (
+                f"{numbers} on {node} will take {format_bytes(to_come)} more until full, and {format_bytes(left)} are "
+                f"left ({limit}): used up when {100 * reached:.0f} % full{when}"
+            )
+            remedy = "a smaller capacity, fewer shards on that machine, or more machines and memory.add_shard()"
+            evidence = {
+                "of": node, "limit": limit, "left": left, "to_come": to_come, "fill": full, "fill_then": reached,
+                "seconds": seconds,
+            }  # fmt: skip
+            found.append(WatchVerdict("running out", "error", text, remedy, evidence))
         return found
 
-    def _to_come(self, name: str, status: ShardStatus) -> float:
+    def _to_come(self, name: str, status: ShardStatus, counters: ShardCounters) -> float:
         """Return the bytes that a shard will still take until it is full."""
-        counters = status.counters
-        if counters is None or counters.transitions == 0:
+        if counters.transitions == 0:
             return 0.0
-        begun = self._begun[name, status.number]
-        each = status.held_bytes / counters.transitions
-        if counters.transitions - begun.transitions >= _GROWN_ROWS:
-            each = (status.uss_bytes - begun.uss_bytes) / (counters.transitions - begun.transitions)
+        first, begun, _ = self._begun[name, status.number]
+        each, grown = status.held_bytes / counters.transitions, counters.transitions - begun.transitions
+        if grown >= _GROWN_ROWS:
+            each = (status.uss_bytes - first.uss_bytes) / grown
         return max(0.0, each) * max(0, status.capacity - counters.transitions)
 
 
-def _away(memory: SeenMemory) -> list[WatchVerdict]:
-    found = []
+_AWAY: dict[str, tuple[Severity, str, str]] = {
+    "lost": ("error", "ended for good", "make the memory again; with a journal, on the same url"),
+    "silent": (
+        "error", "no answer",
+        "its machine hangs or is cut off; Ray gives it up and restarts it, see docs/scale.md",
+    ),
+    "restarts": ("warning", "being restarted", "Ray restarts it where there is room; see `ray status`"),
+    "starts": ("warning", "not up yet", "Ray starts it where there is room for it; see `ray status`"),
+}  # fmt: skip
+"""By the state of shards: how bad it is, in words, and what to do."""
+
+
+def _away(memory: SeenMemory) -> Iterator[WatchVerdict]:
     if not memory.roster_answers:
         text = f"the roster of {memory.name} does not answer; shards go on, new writers and shards wait for it"
-        found.append(WatchVerdict("roster", "warning", text, "Ray restarts it; see `ray status`", {"of": memory.name}))
-    remedies: dict[str, tuple[Severity, str]] = {
-        "lost": ("error", "make the memory again; with a journal, on the same url"),
-        "silent": ("error", "its machine hangs or is cut off; Ray gives it up and restarts it, see docs/scale.md"),
-        "restarts": ("warning", "Ray restarts it where there is room; see `ray status`"),
-        "starts": ("warning", "Ray starts it where there is room for it; see `ray status`"),
-    }
-    for state, (severity, remedy) in remedies.items():
-        away = [
-            each for each in memory.shards if each.state == state and (state == "lost" or each.silent_s >= _SILENT_S)
-        ]
-        if not away:
-            continue
-        longest = max(each.silent_s for each in away)
-        said = {"lost": "ended for good", "silent": "no answer", "restarts": "being restarted", "starts": "not up yet"}
-        text = (
-            f"{_named([each.number for each in away])} of {memory.name}: {said[state]}, for {format_time_span(longest)}"
-        )
-        evidence = {"of": memory.name, "shards": [each.number for each in away], "seconds": longest}
-        found.append(WatchVerdict(state, severity, text, remedy, evidence))
-    return found
+        yield WatchVerdict("roster", "warning", text, "Ray restarts it; see `ray status`", {"of": memory.name})
+    for state, (severity, said, remedy) in _AWAY.items():
+        least = 0.0 if state == "lost" else _SILENT_S
+        away = [each for each in memory.shards if each.state == state and each.silent_s >= least]
+        if away:
+            numbers, longest = [each.number for each in away], max(each.silent_s for each in away)
+            text = f"{_named(numbers)} of {memory.name}: {said}, for {format_seconds(round(longest))}"
+            evidence = {"of": memory.name, "shards": numbers, "seconds": longest}
+            yield WatchVerdict(state, severity, text, remedy, evidence)
 
 
-def _restarted(memory: SeenMemory) -> list[WatchVerdict]:
-    again = [shard for shard in memory.shards if shard.restarts and shard.status is not None]
-    if not again:
-        return []
-    kept = all(shard.status is not None and shard.status.is_durable for shard in again)
-    what = "they went on with their journals" if kept else "what they held is lost"
-    return [
-        WatchVerdict(
-            name="restarted",
-            severity="info" if kept else "warning",
-            text=f"{_named([shard.number for shard in again])} of {memory.name}: "
-            f"{sum(shard.restarts for shard in again)} restarts since the watch began; {what}",
-            remedy="look for the machine's out-of-memory killer: `dmesg`, or the control group's memory.events",
-            evidence={"of": memory.name, "shards": [shard.number for shard in again]},
-        )
-    ]
+def _restarted(memory: SeenMemory) -> Iterator[WatchVerdict]:
+    again = [(shard, shard.status) for shard in memory.shards if shard.restarts and shard.status is not None]
+    if again:
+        kept = all(status.is_durable for _, status in again)
+        what = "they went on with their journals" if kept else "what they held is lost"
+        numbers, count = [shard.number for shard, _ in again], sum(shard.restarts for shard, _ in again)
+        text = f"{_named(numbers)} of {memory.name}: {count} restarts since the watch began; {what}"
+        remedy = "look for the machine's out-of-memory killer: `dmesg`, or the control group's memory.events"
+        evidence = {"of": memory.name, "shards": numbers}
+        yield WatchVerdict("restarted", "info" if kept else "warning", text, remedy, evidence)
 
 
-def _waiting(memory: SeenMemory) -> list[WatchVerdict]:
-    behind = {
-        shard.number: shard.status.counters.backlog
-        for shard in memory.shards
-        if shard.status is not None and shard.status.counters is not None and _answers(shard)
-    }
-    slow = [number for number, nbytes in behind.items() if nbytes >= _WAITS_BYTES]
-    if not slow:
-        return []
-    total = sum(behind[number] for number in slow)
-    return [
-        WatchVerdict(
-            name="slow journal",
-            severity="warning",
-            text=f"{_named(slow)} of {memory.name}: {format_bytes(total)} wait to be made durable, and writers wait",
-            remedy="a faster disk or store for the journal, or more shards",
-            evidence={"of": memory.name, "shards": slow, "waiting": total},
-        )
-    ]
-
-
-def _answers(shard: SeenShard) -> bool:
-    return shard.state in {"answers", "drains"}
-
-
-def _fill(shards: Sequence[ShardStatus]) -> float:
-    held = sum(0 if status.counters is None else status.counters.transitions for status in shards)
-    return held / max(1, sum(status.capacity for status in shards))
+def _waiting(memory: SeenMemory) -> Iterator[WatchVerdict]:
+    behind = {s.number: counters.backlog for s, counters in answering(memory) if counters.backlog >= _WAITS_BYTES}
+    if behind:
+        slow, total = list(behind), sum(behind.values())
+        text = f"{_named(slow)} of {memory.name}: {format_bytes(total)} wait to be made durable, and writers wait"
+        evidence = {"of": memory.name, "shards": slow, "waiting": total}
+        remedy = "a faster disk or store for the journal, or more shards"
+        yield WatchVerdict("slow journal", "warning", text, remedy, evidence)
 
 
 def _named(numbers: Sequence[int]) -> str:
@@ -271,28 +222,16 @@ class ClusterWatch:
 
     def header(self) -> dict[str, Any]:
         """Return the first line of a record; a cluster has as many limits as machines, so it names none."""
-        return {
-            "kind": "header",
-            "format": RECORD_FORMAT,
-            "pid": os.getpid(),
-            "command": ["ray", self.monitor.address],
-            "host": socket.gethostname(),
-            "started": time.time(),
-            "interval": self._interval_s,
-            "limits": dict.fromkeys(("memory", "cgroup", "vram", "disk")),
-            "system": platform.system(),
-        }
+        limits = dict.fromkeys(("memory", "cgroup", "vram", "disk"))
+        return record_header(os.getpid(), ["ray", self.monitor.address], self._interval_s) | {"limits": limits}
 
     def _reading(self, memories: list[SeenMemory], moment: float) -> MemoryReading:
         parts: list[AttributedPart] = []
         headroom: dict[str, int] = {}
         for memory in memories:
-            for shard in memory.shards:
-                status = shard.status
-                if status is None or status.counters is None or shard.state not in {"answers", "drains"}:
-                    continue
-                fill = status.counters.transitions / max(1, status.capacity)
-                name = f"{memory.name}.{shard.number}"
+            for status, counters in answering(memory):
+                fill = counters.transitions / max(1, status.capacity)
+                name = f"{memory.name}.{status.number}"
                 parts.append(AttributedPart("buffers", name, status.pss_bytes, status.pss_bytes, round(fill, 4)))
                 place = f"{status.node}: {status.limit}"
                 headroom[place] = min(status.limit_free_bytes, headroom.get(place, status.limit_free_bytes))
@@ -325,6 +264,11 @@ class SeenShard:
     silent_s: float = 0.0  # since its last answer, or since it was asked first
     restarts: int = 0  # since the monitor began
     status: ShardStatus | None = None  # what it said last
+
+    @property
+    def answers(self) -> bool:
+        """Whether it answers now."""
+        return self.state in {"answers", "drains"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,12 +69,12 @@ class Writer:
 
     def _begin(self) -> None:
         schema = schema_of(self._address.words)
-        self._schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
+        self.schema = Schema(schema.observation, schema.action, schema.extras, self._lanes)
         self._name = secrets.token_bytes(16)
         self._roster = self._address.roster()
         self._kernels = chosen_kernels()
         ticks = max(1, _SEGMENT_ROWS // self._lanes)
-        self._encoder = Encoder(self._schema, self._lanes, ticks, self._kernels)
+        self._encoder = Encoder(self.schema, self._lanes, ticks, self._kernels)
         self._codecs = SharedCodecs(
             self._roster, self._kernels.coder, self._encoder.leaves, self._lanes, self._address.prefer
         )
@@ -98,11 +98,6 @@ class Writer:
         self._begin()
 
     @property
-    def words(self) -> dict[str, Any]:
-        """The memory's schema, as plain words."""
-        return self._address.words
-
-    @property
     def waiting_rows(self) -> int:
         """Rows that were not sent yet."""
         return self._encoder.rows
@@ -123,37 +118,26 @@ class Writer:
         return sum(stream.waited_s for stream in self._streams.values())
 
     def add(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add one transition per lane, see `holdall.ReplayMemory.add`; after `flush` it can be sampled."""
-        self._write(self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid))
+        self._require_open()
+        tick = self._fit((self._lanes,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
+        if self._encoder.is_full:
+            self._send()
+        self._encoder.add(tick)
+        if self._encoder.is_full:
+            self._send()
 
     def extend(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes."""
-        count = len(reward)
-        steps = self._fit(
-            (count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid
-        )  # fmt: skip
         self._require_open()
-        taken = 0
+        count, taken = len(reward), 0
+        steps = self._fit((count, self._lanes), obs, action, reward, next_obs, terminated, truncated, extras, valid)
         while taken < count:
             if self._encoder.is_full:
                 self._send()
@@ -178,16 +162,8 @@ class Writer:
         if self._closed:
             raise ClosedError("the writer was closed; make a new one with memory.writer()")
 
-    def _write(self, tick: Tick) -> None:
-        self._require_open()
-        if self._encoder.is_full:
-            self._send()
-        self._encoder.add(tick)
-        if self._encoder.is_full:
-            self._send()
-
     def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        return Tick.fitted(self._schema, leading, self._encoder.reward_dtype, *arguments)
+        return Tick.fitted(self.schema, leading, self._encoder.reward_dtype, *arguments)
 
     def _send(self) -> None:
         """Close the segment and send it on its way; what could fail before that comes first, so that none is lost."""
@@ -252,7 +228,7 @@ class Writer:
         """Say to which shard `pass_on` will send a segment, under which writer's name, and as which of its segments."""
         self.flush()
         stream = self._stream()
-        return stream.number, self._name, stream.next_sequence
+        return stream.number, self._name, stream.sequence
 
     def pass_on(self, to: int, payload: bytes, dictionaries: Mapping[str, Dictionary], rows: int) -> None:
         """Send a segment that another shard held; it is acknowledged when this returns."""
@@ -273,28 +249,20 @@ class Writer:
 
     def _stream(self, excluded: int = -1) -> SegmentStream:
         """Return where the next segment goes: to the less filled of two, so that nobody has to know them all."""
-        self._look_around()
+        self.look_around()
         choices = [number for number in self._open_to if number != excluded]
         if not choices:
             raise ShardError("no shard takes transitions; add one with memory.add_shard()")
         pair = self._generator.choice(choices, min(2, len(choices)), replace=False).tolist()
         return self._streams[min(pair, key=lambda number: self._streams[number].inserted)]
 
-    def look_around(self) -> None:
-        """Ask at once which shards there are."""
-        self._looked_at = 0.0
-        self._look_around()
-
-    def _look_around(self) -> None:
-        """Ask which shards there are, from time to time."""
-        now = time.monotonic()
-        if self._version >= 0 and self._looked_at and now - self._looked_at < _LOOK_AGAIN_S:
+    def look_around(self, now: bool = False) -> None:
+        """Ask which shards there are, from time to time, or at once."""
+        if not now and self._version >= 0 and time.monotonic() - self._looked_at < _LOOK_AGAIN_S:
             return
-        self._looked_at = now
+        self._looked_at = time.monotonic()
         version, shards = self._listed()
-        if (
-            shards is None or version < self._version
-        ):  # one that was restarted knows less, until they are passed to it again
+        if shards is None or version < self._version:  # one that was restarted knows less, until they are passed again
             return
         self._version = version
         for number, (handle, _) in shards.items():

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import numpy as np
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
-from holdall.storage import Kernels, Places, Rows, Store, address, bring_places
+from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
+from holdall.threads import left
 
 if TYPE_CHECKING:
     import torch
@@ -27,9 +28,6 @@ if TYPE_CHECKING:
     from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 
 
-ALIGNMENT_BYTES = 64
-"""Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another
-order, so that the last bits differ."""
 _POOLED_BYTES = 1 << 16
 """Arrays below this are cheap to allocate; above it, fresh pages cost more than the copy."""
 _POOLED_BLOCKS = 4
@@ -47,7 +45,7 @@ class BlockPool:
     Args:
         allocate: Returns a block of so many bytes.
         view: Returns what a caller sees of a block, and an object that lives as long as any part of that is used.
-        least_bytes: Smaller blocks are not kept.
+        least_bytes: Smaller blocks are not kept, and are arrays on the host.
         most_bytes: Most bytes that are kept.
     """
 
@@ -64,13 +62,13 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
         if nbytes < self._least_bytes:
-            return self._view(self._allocate(nbytes))[0]
-        with self._lock:
+            return fresh_bytes(nbytes)
+        with left(self._lock):
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
@@ -88,13 +86,13 @@ class BlockPool:
 
     def arrays(self) -> list[Bytes]:
         """Return what a pool on the host keeps for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return [np.asarray(block.memory) for blocks in self._blocks_by_size.values() for block in blocks]
 
     @property
     def nbytes(self) -> int:
         """Bytes kept for the next batches."""
-        with self._lock:
+        with left(self._lock):
             return sum(size * len(blocks) for size, blocks in self._blocks_by_size.items())
 
 
@@ -115,9 +113,7 @@ def host_pool(most_bytes: int = 1 << 62) -> BlockPool:
 
 def aligned_block(nbytes: int) -> memoryview:
     """Allocate bytes on the host from an aligned address on."""
-    block = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-    start = -address(block) % ALIGNMENT_BYTES
-    return block.data[start : start + nbytes]
+    return fresh_bytes(nbytes).data
 
 
 def view_array(block: memoryview) -> tuple[Bytes, Bytes]:
@@ -150,6 +146,16 @@ class ObservationAssembler:
             self._kernels.gather(places, field, obs, next_obs, self._threads)
         shape = (rows, *leaf.shape)
         return ends[0].view(leaf.dtype).reshape(shape), ends[1].view(leaf.dtype).reshape(shape)
+
+    def complete(self, rows: Rows, leaves: Sequence[Leaf]) -> Rows:
+        """Return rows with the observations of all leaves, large ones too."""
+        places = rows.places
+        if places is None:
+            return rows
+        if places.awaits_files:
+            bring_places(places)
+        large = {leaf: self.assemble(places, field, leaves[leaf]) for field, leaf in enumerate(rows.large)}
+        return rows._replace(small=rows.small | large, large=(), places=None)
 
     def close(self) -> None:
         """End the threads."""
@@ -201,7 +207,8 @@ class Delivery:
         """Return the array, or a tensor that shares its memory or is its copy on the device."""
         if self.torch_device is None:
             return array
-        return self.torch.from_numpy(array).to(self.torch_device)
+        tensor = self.torch.from_numpy(array)
+        return tensor if self.torch_device.type == "cpu" else tensor.to(self.torch_device)
 
     def require(self, leaf: Leaf) -> None:
         """Refuse a leaf that cannot be handed over."""
@@ -240,16 +247,18 @@ class DrawnRows(NamedTuple):
     pinned: PinnedSnapshot | None = None  # where a device may read them on the host
 
     @classmethod
-    def of(cls, draw: Draw, store: Store) -> DrawnRows:
-        """Read the rows of a draw, all of whose ids are held."""
+    def of(cls, draw: Draw, store: Store, take: Callable[[int], Bytes]) -> DrawnRows:
+        """Read the rows of a draw into memory that `take` returns; raise if one id is not held."""
         return cls(
-            store.read(draw.ids.reshape(-1)),
-            None if draw.last_ids is None else store.read(draw.last_ids.reshape(-1)),
-            None if draw.goals is None else store.read(draw.goals.ids),
+            store.read(draw.ids.reshape(-1), take),
+            None if draw.last_ids is None else store.read(draw.last_ids.reshape(-1), take),
+            None if draw.goals is None else store.read(draw.goals.ids, take),
         )
 
     def fetch(self) -> None:
         """Fetch what will be read of files that are still on their way here."""
+        if self.rows.places is None:
+            return
         for rows in (self.rows, self.last, self.outcomes):
             if rows is not None and rows.places is not None and rows.places.awaits_files:
                 bring_places(rows.places)
@@ -297,6 +306,9 @@ class Batches(ABC):
         """End the threads, and release what is pinned."""
 
 
+_ByLeaf = dict[int, Array] | list[Array]
+
+
 class HostBatches(Batches):
     """Makes batches in arrays, and hands them over as they are or as tensors."""
 
@@ -307,7 +319,7 @@ class HostBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """See `Batches`."""
-        return DrawnRows.of(draw, store)
+        return DrawnRows.of(draw, store, self._assembler.staging.take)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""
@@ -319,18 +331,15 @@ class HostBatches(Batches):
         schema, rows = self._schema, drawn.rows
         last = drawn.last or rows
         pairs = [self.observation_pair(drawn, leaf) for leaf in range(len(schema.observation.leaves))]
-        obs, next_obs = dict(enumerate(pair[0] for pair in pairs)), dict(enumerate(pair[1] for pair in pairs))
+        obs, next_obs = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         reward = self.relabel_goals(draw, drawn, obs, next_obs)
-
-        def deliver(array: Array) -> Any:
-            return self._delivery.hand_over(array.reshape(*draw.ids.shape, *array.shape[1:]))
-
         hand_over = self._delivery.hand_over
+        deliver = hand_over if draw.ids.ndim == 1 else self._in_shape(draw.ids.shape)
         return Batch(
-            obs=schema.observation.build([deliver(array) for array in obs.values()]),
+            obs=schema.observation.build([deliver(array) for array in obs]),
             action=schema.action.build([deliver(array) for array in rows.action]),
             reward=deliver(reward),
-            next_obs=schema.observation.build([deliver(array) for array in next_obs.values()]),
+            next_obs=schema.observation.build([deliver(array) for array in next_obs]),
             terminated=deliver(last.terminated),
             truncated=deliver(last.truncated),
             extras=schema.extras.build([deliver(array) for array in rows.extras]),
@@ -339,6 +348,10 @@ class HostBatches(Batches):
             discount=None if draw.discount is None else hand_over(draw.discount),
             mask=None if draw.mask is None else hand_over(draw.mask),
         )
+
+    def _in_shape(self, leading: tuple[int, ...]) -> Callable[[Array], Any]:
+        """Return what hands rows over as sequences."""
+        return lambda array: self._delivery.hand_over(array.reshape(*leading, *array.shape[1:]))
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
@@ -372,7 +385,7 @@ class HostBatches(Batches):
         goals = draw.goals
         return goals is not None and any(self._leaf(k) in leaves for k in (goals.achieved_key, goals.desired_key))
 
-    def relabel_goals(self, draw: Draw, drawn: DrawnRows, obs: dict[int, Array], next_obs: dict[int, Array]) -> Array:
+    def relabel_goals(self, draw: Draw, drawn: DrawnRows, obs: _ByLeaf, next_obs: _ByLeaf) -> Array:
         """Return the rewards of a draw; put its other goals, if it has any, into rows that are not handed over yet."""
         reward = drawn.rows.reward if draw.reward is None else draw.reward
         goals = draw.goals

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.batches import ALIGNMENT_BYTES, aligned_block, view_array
+from holdall.delivery.batches import aligned_block, view_array
 from holdall.native import Cut, Names
 from holdall.schema import Array, Leaf
+from holdall.storage import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch

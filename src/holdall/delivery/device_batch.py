@@ -125,7 +125,7 @@ class DeviceBatches(Batches):
 
     def look_up(self, draw: Draw, store: Store) -> DrawnRows:
         """See `Batches`."""
-        return DrawnRows.of(draw, store)._replace(
+        return self.plain.look_up(draw, store)._replace(
             on_device=None if self._slices is None else self._slices.up_to_date(store),
             pinned=None if self._arenas is None else self._arenas.up_to_date(store),
         )

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.delivery.batches import ALIGNMENT_BYTES, Delivery, host_pool
+from holdall.delivery.batches import Delivery, host_pool
 from holdall.delivery.device import DeviceStream, StagingRing, StagingSlot, stream_to
 from holdall.schema import Array, Leaf
+from holdall.storage import ALIGNMENT_BYTES
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from holdall.native.kernels import NativeKernels, chosen_kernels, native_kernels
 from holdall.native.library import chosen_library, compiled_library, open_library, system_libraries
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer, ThreadPool
+from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer, ThreadPool, draw_slots
 from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.native.writing import NativeCoder
 
@@ -22,6 +22,7 @@ __all__ = [
     "chosen_library",
     "compiled_library",
     "copy_in_order",
+    "draw_slots",
     "estimate_advantages",
     "native_kernels",
     "open_library",

@@ -190,6 +190,136 @@ EXPORT int64_t holdall_gather(const part *parts, int64_t part_count, const int32
     return g.failed;
 }
 
+/* ---- short rows -------------------------------------------------------------------- */
+
+enum { ALIGNMENT_BYTES = 64, ROWS_AHEAD = 8 };
+
+/* Where `id` stands among ascending ids, or -1. The search begins where the id would stand if all episodes were of one
+ * length, and reaches out from there. */
+static int64_t place_of(int64_t id, const int64_t *ids, int64_t count) {
+    if (count == 0 || id < ids[0] || id > ids[count - 1]) return -1;
+    const double share = (double)(id - ids[0]) / (double)(ids[count - 1] - ids[0] + 1);
+    int64_t low = (int64_t)(share * (double)(count - 1)), high = low + 1;
+    for (int64_t reach = 1; ids[low] > id; reach *= 2) {
+        high = low;
+        low = low > reach ? low - reach : 0;
+    }
+    for (int64_t reach = 1; high < count && ids[high] <= id; reach *= 2) {
+        low = high;
+        high = high + reach < count ? high + reach : count;
+    }
+    while (high - low > 1) {
+        const int64_t middle = low + (high - low) / 2;
+        if (ids[middle] <= id) low = middle;
+        else high = middle;
+    }
+    return ids[low] == id ? low : -1;
+}
+
+/* Copy one column. `start` is where the row of id `first_id` stands; no id is so far behind that it passes the ring's end
+ * twice. */
+static void copy_column(const row_column *c, const int64_t *ids, int64_t rows, int64_t first_id, int64_t start,
+                        int64_t ring_rows, uint8_t *out) {
+    const uint8_t *const ring = (const uint8_t *)(intptr_t)c->ring;
+    const int64_t bytes = c->row_bytes, offset = start + c->later - first_id;
+#define ROW_OF(i) (ring + (ids[i] + offset - (ids[i] + offset >= ring_rows ? ring_rows : 0)) * bytes)
+#define COPY(n)                                                                                                       \
+    case n:                                                                                                           \
+        for (int64_t i = 0; i < rows; i++) memcpy(out + i * (n), ROW_OF(i), n);                                       \
+        break
+    switch (bytes) {
+        COPY(1);
+        COPY(4);
+        COPY(8);
+        COPY(12);
+        COPY(16);
+    default:
+        for (int64_t i = 0; i < rows; i++) {
+            if (i + ROWS_AHEAD < rows) FETCH_SOON(ROW_OF(i + ROWS_AHEAD));
+            memcpy(out + i * bytes, ROW_OF(i), (size_t)bytes);
+        }
+    }
+#undef COPY
+#undef ROW_OF
+    const int64_t *const apart_ids = (const int64_t *)(intptr_t)c->apart_ids;
+    const uint8_t *const apart = (const uint8_t *)(intptr_t)c->apart_rows;
+    if (c->apart_count == 0) return;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t place = place_of(ids[i], apart_ids, c->apart_count);
+        if (place >= 0) memcpy(out + i * bytes, apart + place * bytes, (size_t)bytes);
+    }
+}
+
+/* Fill one column with 1.0f where a flag is set and another one is not, else 0.0f. */
+static void copy_flags(const row_column *c, const int64_t *ids, int64_t rows, int64_t first_id, int64_t start,
+                       int64_t ring_rows, uint8_t *out) {
+    const uint8_t *const flags = (const uint8_t *)(intptr_t)c->ring, *const unless = (const uint8_t *)(intptr_t)c->unless;
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t at = start + ids[i] - first_id, slot = at >= ring_rows ? at - ring_rows : at;
+        const float value = flags[slot] > unless[slot] ? 1.0f : 0.0f;
+        memcpy(out + i * (int64_t)sizeof value, &value, sizeof value);
+    }
+}
+
+/* Copy all short fields of a batch, column after column, each from a multiple of ALIGNMENT_BYTES on in its block.
+ * Rings have `ring_rows` rows, and the row of a transition stands at its id modulo that.
+ * Returns -1; or the position of an id outside [first_id, next_id), and nothing was copied. */
+EXPORT int64_t holdall_read_rows(const row_column *columns, int64_t count, const int64_t *ids, int64_t rows,
+                                 int64_t first_id, int64_t next_id, int64_t ring_rows, uint8_t *observed,
+                                 uint8_t *rest) {
+    uint8_t *blocks[] = {observed, rest};
+    for (int64_t i = 0; i < rows; i++)
+        if (ids[i] < first_id || ids[i] >= next_id) return i;
+    for (int64_t k = 0; k < count && rows; k++)
+        if (first_id < 0 || columns[k].later < 0 || next_id - first_id > ring_rows - columns[k].later) return 0;
+    for (int64_t k = 0; k < count && rows; k++) {
+        const row_column *const c = &columns[k];
+        uint8_t **const block = &blocks[c->block != 0];
+        (c->unless ? copy_flags : copy_column)(c, ids, rows, first_id, first_id % ring_rows, ring_rows, *block);
+        *block += (rows * c->row_bytes + ALIGNMENT_BYTES - 1) / ALIGNMENT_BYTES * ALIGNMENT_BYTES;
+    }
+    return -1;
+}
+
+/* Numbers below `end`, drawn as NumPy's RandomState.randint does, whose sequence never changes. */
+static void draw_below(uint32_t (*next_uint32)(void *), void *state, uint32_t end, int64_t count, int64_t *out) {
+    const uint32_t most = end - 1; /* 0: nothing is drawn */
+    uint32_t mask = most;
+    for (int shift = 1; shift < 32; shift *= 2) mask |= mask >> shift;
+    for (int64_t i = 0; i < count; i++) {
+        uint32_t drawn = 0;
+        while (most != 0 && (drawn = next_uint32(state) & mask) > most) continue;
+        out[i] = drawn;
+    }
+}
+
+/* Draw slots, then lanes, and write the ids of the transitions there: tick t stands in slot t modulo `slots`, and the
+ * newest tick is `newest`. `lane` is memory for as many numbers; NULL: there is one lane, and none is drawn. */
+EXPORT void holdall_draw(uint32_t (*next_uint32)(void *), void *state, int64_t filled, int64_t slots, int64_t newest,
+                         int64_t lanes, int64_t rows, int64_t *ids, int64_t *lane) {
+    const int64_t newest_slot = newest % slots, turn = newest - newest_slot;
+    draw_below(next_uint32, state, (uint32_t)filled, rows, ids);
+    if (lane) draw_below(next_uint32, state, (uint32_t)lanes, rows, lane);
+    for (int64_t i = 0; i < rows; i++)
+        ids[i] = (ids[i] + (ids[i] > newest_slot ? turn - slots : turn)) * lanes + (lane ? lane[i] : 0);
+}
+
+/* Find the segment and the lane of every transition: segments begin at ascending ticks, the first at or before all. */
+EXPORT void holdall_find(const int64_t *first_ticks, int64_t segments, const int64_t *ids, int64_t rows, int64_t lanes,
+                         int32_t *segment, int32_t *lane) {
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t tick = lanes == 1 ? ids[i] : ids[i] / lanes;
+        int64_t low = 0, length = segments; /* the last segment that begins at `tick` or before */
+        while (length > 1) {
+            const int64_t half = length / 2;
+            if (first_ticks[low + half] <= tick) low += half;
+            length -= half;
+        }
+        segment[i] = (int32_t)(segments && first_ticks[low] <= tick ? low : -1);
+        lane[i] = (int32_t)(ids[i] - tick * lanes);
+    }
+}
+
 /* ---- slices by name ---------------------------------------------------------------- */
 
 /* For devices: which slices a batch is made of, each named once, and their bytes side by side. What several

@@ -21,7 +21,7 @@ int has_ssse3(void) {
 #endif
 
 /* Raised with every change of an exported function; library.py expects the same number. */
-EXPORT int64_t holdall_version(void) { return 10; }
+EXPORT int64_t holdall_version(void) { return 12; }
 
 /* A field of a struct; without a field name, the struct itself. */
 typedef struct {
@@ -157,6 +157,15 @@ static const struct_field FIELDS[] = {
     FIELD(part, window),
     FIELD(part, shift),
     FIELD(part, sealed),
+    STRUCT(row_column),
+    FIELD(row_column, ring),
+    FIELD(row_column, row_bytes),
+    FIELD(row_column, later),
+    FIELD(row_column, block),
+    FIELD(row_column, apart_count),
+    FIELD(row_column, apart_ids),
+    FIELD(row_column, apart_rows),
+    FIELD(row_column, unless),
     STRUCT(names),
     FIELD(names, part),
     FIELD(names, number),

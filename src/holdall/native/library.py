@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from holdall.errors import ArgumentError
-from holdall.storage import RECORD_FIELDS, TRANSFORM_FIELDS
+from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 10
+_VERSION = 12
 """What holdall_version must return; raised with every change of an exported function."""
 
 _LOG = logging.getLogger("holdall")
@@ -137,6 +137,12 @@ class PartStruct(ctypes.Structure):
     _fields_ = _numbers(" ".join(RECORD_FIELDS))
 
 
+class RowColumnStruct(ctypes.Structure):
+    """A row of a table of columns; Python writes such rows as arrays."""
+
+    _fields_ = _numbers(" ".join(COLUMN_FIELDS))
+
+
 class NamesStruct(ctypes.Structure):
     """The slices of a batch, each named once."""
 
@@ -147,7 +153,7 @@ _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
-    "tick_writer": TickWriterStruct, "part": PartStruct, "names": NamesStruct,
+    "tick_writer": TickWriterStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -185,6 +191,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),
     "holdall_decode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER]),
+    "holdall_read_rows": (NUMBER, [POINTER, NUMBER, POINTER, *[NUMBER] * 4, POINTER, POINTER]),
+    "holdall_draw": (None, [POINTER, POINTER, *[NUMBER] * 5, POINTER, POINTER]),
+    "holdall_find": (None, [POINTER, NUMBER, POINTER, NUMBER, NUMBER, POINTER, POINTER]),
     "holdall_expect": (None, [POINTER, NUMBER, POINTER, POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_gather": (
         NUMBER,

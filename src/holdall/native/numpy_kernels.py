@@ -17,6 +17,8 @@ from holdall.errors import DamageError
 from holdall.native.numpy_codec import PortableCoder
 from holdall.schema import Array, Bytes
 from holdall.storage import (
+    ALIGNMENT_BYTES,
+    COLUMN_FIELDS,
     NEXT_IS_WHOLE,
     NO_ROOM,
     NOT_CONTINUED,
@@ -61,6 +63,44 @@ class PortableKernels:
 
     def new_pool(self, threads: int | None = None) -> None:
         """Make none: NumPy's loops use one thread."""
+
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+    ) -> bool:
+        """See `RowReader`."""
+        if not ids.size:
+            return True
+        if not held[0] <= ids.min() <= ids.max() < held[1]:
+            return False
+        first = [0, 0]
+        for values in columns.tolist():
+            column = dict(zip(COLUMN_FIELDS, values, strict=True))
+            nbytes, block = column["row_bytes"], column["block"]
+            end = first[block] + len(ids) * nbytes
+            out = blocks[block][first[block] : end].reshape(len(ids), nbytes)
+            slot = (ids + column["later"]) % ring_rows
+            if column["unless"]:
+                ended, cut = (_memory(column[name], ring_rows)[slot] for name in ("ring", "unless"))
+                out[:] = (ended > cut).astype(np.float32).view(np.uint8).reshape(out.shape)
+            else:
+                out[:] = _memory(column["ring"], ring_rows * nbytes).reshape(ring_rows, nbytes)[slot]
+            if column["apart_count"]:
+                _put_apart(column, ids, out)
+            first[block] = -(-end // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        return True
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """See `Kernels.find`."""
+        ticks, lane = np.divmod(ids, lanes)
+        segment = np.searchsorted(first_ticks, ticks, side="right") - 1
+        return segment.astype(np.int32), lane.astype(np.int32)
 
     def gather(self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, _pool: Any = None) -> None:
         """See `Kernels.gather`."""
@@ -283,6 +323,15 @@ class PortableTickWriter(TickWriter):
             elif field.is_observation:
                 values.append((field.rows, next_slot, next(given)))
         return values
+
+
+def _put_apart(column: dict[str, int], ids: NDArray[np.int64], out: Bytes) -> None:
+    """Overwrite the rows of `out` that do not stand in the ring."""
+    count, nbytes = column["apart_count"], column["row_bytes"]
+    held = _memory(column["apart_ids"], 8 * count).view(np.int64)
+    place = held.searchsorted(ids)
+    found = (held.take(place, mode="clip") == ids).nonzero()[0]
+    out[found] = _memory(column["apart_rows"], count * nbytes).reshape(count, nbytes)[place[found]]
 
 
 def _numbers(

@@ -8,6 +8,7 @@ places hold is read: C checks every index, and one that is wrong is a `DamageErr
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -20,12 +21,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, HoldallError
-from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, NamesStruct
+from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, NamesStruct, chosen_library
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
-from holdall.threads import pool_threads
+from holdall.threads import left, pool_threads
 
+_MOST_DRAWN = (1 << 32) - 1
+"""NumPy draws numbers beyond in another way."""
 _DECODED_PLACES = 4096
 _MOST_READ_AT_ONCE = 1 << 20
 _PIECE_BYTES = 1 << 18
@@ -63,7 +66,7 @@ class ThreadPool:
     def __init__(self, threads: int | None = None) -> None:
         self.threads = threads or pool_threads()
         self.workspaces: list[Any] = []  # what the loops keep for each helper; belongs to the call that has `helping`
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process = 0
         self._address = 0
         self._end: weakref.finalize[Any, Any] | None = None
@@ -77,7 +80,7 @@ class ThreadPool:
         """
         helpers = min(wanted, self.threads - 1)
         self._forget_parent()
-        if helpers < 1 or not self._lock.acquire(blocking=False):
+        if helpers < 1 or not left(self._lock).acquire(blocking=False):
             yield 0, 0
             return
         try:
@@ -90,7 +93,7 @@ class ThreadPool:
     def dismiss(self) -> None:
         """End the threads, after the call that they help with; the pool may be used again."""
         self._forget_parent()
-        with self._lock:
+        with left(self._lock):
             if self._end is not None:
                 self._end()
             self._address, self._end, self.workspaces = 0, None, []
@@ -98,7 +101,7 @@ class ThreadPool:
     def _forget_parent(self) -> None:
         """In a forked child, leave the parent's threads: they are not here, and the lock may be held by one of them."""
         if self._process not in {0, os.getpid()}:
-            self._lock, self._process, self._address, self.workspaces = threading.Lock(), 0, 0, []
+            self._lock, self._process, self._address, self.workspaces = threading.RLock(), 0, 0, []
             if self._end is not None:
                 self._end.detach()
                 self._end = None
@@ -241,6 +244,32 @@ class NativeReading:
         """See `Kernels.namer`."""
         return SliceNamer(self._library, self.coder if isinstance(self.coder, NativeDecoder) else None)
 
+    def read_rows(
+        self,
+        columns: NDArray[np.int64],
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        ring_rows: int,
+        blocks: tuple[Bytes, Bytes],
+    ) -> bool:
+        """See `RowReader`."""
+        first, rest = blocks
+        wrong = self._library.holdall_read_rows(
+            _pointer(columns), len(columns), _pointer(ids), len(ids), *held, ring_rows, _pointer(first), _pointer(rest)
+        )
+        return bool(wrong < 0)
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """See `Kernels.find`."""
+        rows = len(ids)
+        segment, lane = np.empty(rows, np.int32), np.empty(rows, np.int32)
+        self._library.holdall_find(
+            _pointer(first_ticks), len(first_ticks), _pointer(ids), rows, lanes, _pointer(segment), _pointer(lane)
+        )
+        return segment, lane
+
     def gather(
         self, places: Places, field: int, obs: Bytes | None, next_obs: Bytes | None, pool: ThreadPool | None = None
     ) -> None:
@@ -278,6 +307,37 @@ class NativeReading:
                 failed = fill(min(nbytes // _PIECE_BYTES, rows), threads, helpers)
         if failed >= 0:
             raise places.damage(field, failed, error.value)
+
+
+def draw_slots(rows: int, filled: int, slots: int, newest: int, lanes: int) -> NDArray[np.int64]:
+    """Draw transitions from NumPy's global generator: slots as `randint(filled)` does, then lanes as `randint(lanes)`.
+
+    Tick t stands in slot t modulo `slots`, and the newest tick is `newest`. Ids are returned, those of slots that were
+    not written to yet below 0.
+    """
+    draw = _drawing_loop()
+    if draw is None or not (0 < filled <= _MOST_DRAWN and 0 < lanes <= _MOST_DRAWN):
+        ticks = newest - (newest - np.random.randint(0, filled, size=rows)) % slots  # noqa: NPY002  as they ask for
+        return ticks * lanes + np.random.randint(0, high=lanes, size=rows)  # noqa: NPY002  likewise
+    generator = np.random.get_bit_generator()  # type: ignore[attr-defined]  # NumPy documents it
+    ids = np.empty(rows, np.int64)
+    lane = None if lanes == 1 else _pointer(np.empty(rows, np.int64))
+    with generator.lock:
+        draw(*_drawn_from(generator), filled, slots, newest, lanes, rows, _pointer(ids), lane)
+    return ids
+
+
+@functools.cache
+def _drawing_loop() -> Any:
+    library = chosen_library()
+    return None if library is None else library.holdall_draw
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn_from(generator: Any) -> tuple[ctypes.c_void_p, int]:
+    """Return what C calls for the next number, and with which argument."""
+    interface = generator.ctypes
+    return ctypes.cast(interface.next_uint32, ctypes.c_void_p), interface.state_address
 
 
 # ---------------------------------------------------------------- slices by name

@@ -179,6 +179,19 @@ typedef struct {
     int64_t sealed;      /* address of a sealed_block that holds the slices instead, or 0 */
 } part;
 
+/* A column of a batch that is copied from a ring of short rows: a row of a table of int64_t, whose columns Python names
+ * COLUMN_FIELDS. */
+typedef struct {
+    int64_t ring;        /* address of the rows */
+    int64_t row_bytes;
+    int64_t later;       /* rows by which a transition's row stands behind the transition's own place */
+    int64_t block;       /* which of two blocks the column goes to */
+    int64_t apart_count; /* rows that do not stand in the ring ... */
+    int64_t apart_ids;   /* ... the address of their ids, ascending ... */
+    int64_t apart_rows;  /* ... and of the rows */
+    int64_t unless;      /* address of a second ring of flags: 1.0f where the first flag is set and this one is not; or 0 */
+} row_column;
+
 /* The slices of a batch, each named once, and the table that finds them. */
 typedef struct {
     int32_t *part;    /* of each slice named, and ... */

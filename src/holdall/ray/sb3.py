@@ -34,16 +34,10 @@ class ReplayBuffer(LocalReplayBuffer):
     """
 
     def __init__(
-        self,
-        buffer_size: int,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        device: th.device | str = "auto",
-        n_envs: int = 1,
-        optimize_memory_usage: bool = False,
-        handle_timeout_termination: bool = True,
-        **settings: Any,
-    ) -> None:
+        self, buffer_size: int, observation_space: spaces.Space[Any], action_space: spaces.Space[Any],
+        device: th.device | str = "auto", n_envs: int = 1, optimize_memory_usage: bool = False,
+        handle_timeout_termination: bool = True, **settings: Any,
+    ) -> None:  # fmt: skip
         self._settings = settings
         super().__init__(
             buffer_size,

@@ -17,8 +17,8 @@ from stable_baselines3.common.callbacks import BaseCallback
 from holdall import lint
 from holdall.errors import ArgumentError, HoldallError
 from holdall.sb3.checkpoint import CheckpointCallback
+from holdall.tools.lint.engine import as_line
 from holdall.tools.lint.finding import Finding, Severity
-from holdall.tools.lint.output import as_line
 from holdall.tools.watch.guard import OnPressure
 from holdall.tools.watch.reading import GROUPS, MemoryReading
 from holdall.tools.watch.session import Watch, start

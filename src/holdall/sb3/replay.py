@@ -24,9 +24,11 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
+from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.schema import stored_space
+from holdall.storage import fresh_bytes
 from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
@@ -99,10 +101,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Add one transition per environment."""
         cut = self._nothing_cut
         if self.handle_timeout_termination:
-            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
-            if True in timeouts:
-                cut = np.array(timeouts, np.bool_)
-                done = np.asarray(done, np.bool_) ^ cut
+            for info in infos:  # a loop: most often none was cut, and it ends with that
+                if info.get("TimeLimit.truncated", False):
+                    cut = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
+                    done = np.asarray(done, np.bool_) ^ cut
+                    break
         ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
         if not ticks:
             self.memory.add(
@@ -120,28 +123,39 @@ class ReplayBuffer(buffers.ReplayBuffer):
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         # Its own buffer draws differently with optimize_memory_usage; this one never does.
-        upper_bound = self.buffer_size if self.full else self.pos
-        slots = np.random.randint(0, upper_bound, size=batch_size)  # noqa: NPY002  its generator
-        return self._get_samples(slots, env=env)
+        filled, newest = self.size(), self.memory.next_id // self.n_envs - 1
+        if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
+            return self._get_samples(np.random.randint(0, filled, size=batch_size), env=env)  # noqa: NPY002  as they do
+        return self._samples(self._held(draw_slots(batch_size, filled, self.buffer_size, newest, self.n_envs)), env)
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  likewise
-        ids = self._ids(batch_inds, env_indices)
-        left_early = ids < self.memory.first_id  # a budget without a disk tier may hold less than all slots
-        if left_early.any():
-            held = np.random.randint(self.memory.first_id, self.memory.next_id, size=len(ids))  # noqa: NPY002
-            ids = np.where(left_early, held, ids)
-        return self._samples(ids, env)
+        env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  its generator
+        return self._samples(self._held(self._ids(batch_inds, env_indices)), env)
+
+    def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Draw again for ids that are gone: a budget without a disk tier may hold less than all slots."""
+        first_id, next_id = self.memory.first_id, self.memory.next_id
+        if next_id - first_id < self.size() * self.n_envs and (left_early := ids < first_id).any():
+            held = np.random.randint(first_id, next_id, size=len(ids))  # noqa: NPY002  its generator
+            return np.where(left_early, held, ids)
+        return ids
 
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
         """Gather transitions, or the n-step returns that begin with them."""
-        if self.n_steps == 1:
-            batch = self.memory.gather(ids)
-            return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
-        rewards, ends = self._following(ids)
-        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
-        batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs))
-        return self._as_samples(batch, returns, env, discounts)
+        if self.n_steps > 1:
+            rewards, ends = self._following(ids)
+            returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+            batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs))
+            return self._as_samples(batch, returns, env, discounts)
+        rows = self.memory.rows(ids)
+        obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
+        next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
+        if not self._is_dict:
+            obs, next_obs = obs[""], next_obs[""]
+        rewards = self._normalize_reward(rows.reward.reshape(-1, 1), env)
+        # Rows begin where tensors do; what was computed from them may begin anywhere.
+        tensor_of = th.from_numpy if env is None and self.device.type == "cpu" else self._tensor
+        return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None, tensor_of)
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -155,15 +169,23 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _as_samples(self, batch: Batch, rewards: Any, env: VecNormalize | None, discounts: Any = None) -> Any:
         """Return a batch as Stable-Baselines3's tuple of tensors."""
-        dones = (batch.terminated > batch.truncated).astype(np.float32).reshape(-1, 1)
+        ended = fresh_bytes(_FLOAT32.itemsize * len(batch)).view(_FLOAT32)
+        np.greater(batch.terminated, batch.truncated, out=ended)
+        return self._tensors_of(batch.obs, batch.action, batch.next_obs, ended, rewards, env, discounts, self._tensor)
+
+    def _tensors_of(
+        self, obs: Any, action: Any, next_obs: Any, ended: Any, rewards: Any, env: Any, discounts: Any,
+        tensor_of: Callable[[Any], th.Tensor],
+    ) -> Any:  # fmt: skip
+        """Return arrays of a batch as Stable-Baselines3's tuple of tensors."""
         kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
         return kind(
-            observations=self._tensors(self._normalize_obs(batch.obs, env)),
-            actions=self._tensor(batch.action),
-            next_observations=self._tensors(self._normalize_obs(batch.next_obs, env)),
-            dones=self._tensor(dones),
-            rewards=self._tensor(rewards),
-            discounts=None if discounts is None else self._tensor(discounts),
+            observations=self._tensors(self._normalize_obs(obs, env), tensor_of),
+            actions=tensor_of(action),
+            next_observations=self._tensors(self._normalize_obs(next_obs, env), tensor_of),
+            dones=tensor_of(ended.reshape(-1, 1)),
+            rewards=tensor_of(rewards),
+            discounts=None if discounts is None else tensor_of(discounts),
         )
 
     def reset(self) -> None:
@@ -265,8 +287,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         ids = self._ids(*np.divmod(positions, self.n_envs))
         return np.where(ids >= self.memory.first_id, ids, -1)
 
-    def _tensors(self, observed: Any) -> Any:
-        return {key: self._tensor(rows) for key, rows in observed.items()} if self._is_dict else self._tensor(observed)
+    def _tensors(self, observed: Any, tensor_of: Callable[[Any], th.Tensor]) -> Any:
+        return {key: tensor_of(rows) for key, rows in observed.items()} if self._is_dict else tensor_of(observed)
 
     def _tensor(self, array: Any) -> th.Tensor:
         """Return a gathered array as a tensor; its memory is the batch's own, so it is copied only to align it."""

@@ -1,6 +1,6 @@
 """Storage: one transition's way into memory and out again.
 
-    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, sealer -> store
+    layout -> blocks, codec -> slices -> snapshot, rings -> records, segment -> tiers, spill, sealer -> store
 
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
@@ -30,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import Window, WindowSearches, as_bytes
+from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -93,6 +93,7 @@ from holdall.storage.snapshot import (
     UnchangedStore,
     is_settled,
 )
+from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
 from holdall.storage.ticks import (
     NO_ROOM,
@@ -106,9 +107,11 @@ from holdall.storage.ticks import (
     TickWriter,
     steps_in,
 )
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage.tiers import Budget
 
 __all__ = [
+    "ALIGNMENT_BYTES",
+    "COLUMN_FIELDS",
     "COST_CAPS",
     "DICTIONARY",
     "MOST_SEGMENT_ROWS",
@@ -183,6 +186,7 @@ __all__ = [
     "codec_of",
     "codec_words",
     "dictionary_name",
+    "fresh_bytes",
     "gather_padded",
     "gather_rows",
     "is_settled",

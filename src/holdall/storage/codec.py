@@ -23,7 +23,7 @@ from holdall.schema import Bytes, Leaf
 from holdall.storage.layout import Window
 
 if TYPE_CHECKING:
-    from holdall.storage.blocks import Coder
+    from holdall.storage.blocks import Coder, SealedSlices
 
 
 _WIDEST_CHANNELS = 4
@@ -226,7 +226,8 @@ class MeasuredCodec:
 
     codec: Codec
     ratio: float
-    decode_us: float
+    decode_us: float  # on the machine of reference, see `_settled_us`
+    timed_us: float = 0.0  # here and now
 
 
 def choose(coder: Coder, leaf: Leaf, window: Window, slices: Bytes, cap: float, threads: int, lanes: int = 1) -> Codec:
@@ -322,23 +323,156 @@ def _measure_one(
         order = np.random.default_rng(0).permutation(len(samples)).astype(np.int64)
     wanted = order
     out = np.empty((len(wanted), samples.shape[1]), np.uint8)
-    decode_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3))
-    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us / len(wanted))
+    timed_us = min(_timed_us(lambda: coder.decode(sealed, wanted, out)) for _ in range(3)) / len(wanted)
+    decode_us = _settled_us(timed_us, _counted_us(sealed, wanted))
+    return MeasuredCodec(codec, samples.nbytes / max(sealed.nbytes, 1), decode_us, timed_us)
 
 
 def _raw_us(coder: Coder, samples: Bytes) -> float:
-    """Time copying slices that no cache holds, as those of a large memory are, in us each."""
+    """Return what it takes to copy a slice that no cache holds, as those of a large memory are."""
     out = np.empty_like(samples)
     order = np.random.default_rng(0).permutation(len(samples))
     times = []
-    for _ in range(5):
+    for _ in range(3):
         coder.chill(samples)
         coder.chill(out)
         times.append(_timed_us(lambda: samples.take(order, axis=0, out=out, mode="clip")))
-    return _LARGE_MEMORY * float(np.median(times)) / len(samples)
+    reference = _COPY_US[0] + _COPY_US[1] * samples.shape[1] / 1000
+    return _LARGE_MEMORY * _settled_us(min(times) / len(samples), reference)
+
+
+# ---------------------------------------------------------------- what decoding takes, without a clock
+
+_GROSSLY = 3.0
+"""What is counted decides, unless the clock differs by more than this factor: loads of other processes make less of a
+difference to CPU time, and another machine or coder may make more."""
+_UNIT_US = {
+    # Of a unit, a kilobyte that comes of it, a sequence, a literal of Huffman's code, a table of that code.
+    Method.STORED: (0.0, 0.02, 0.0, 0.0, 0.0),
+    Method.LZ4: (0.05, 0.030, 0.0038, 0.0, 0.0),
+    Method.ZSTD: (0.17, 0.023, 0.0121, 0.0007, 1.13),
+}
+"""Microseconds on the machine of docs/benchmarks.md, fitted to 670 codecs of 18 recorded fields: 9 in 10 of them take
+from 0.9 to 1.4 times as long."""
+_TRANSFORM_US = {"copy": 0.02, "left": 0.16, "up": 0.06, "green": 0.06, "shuffle": 0.26, "words": 0.21}
+"""The same for a kilobyte of a slice: to copy it out of its group, and to undo each transform."""
+_COPY_US = (0.03, 0.088)
+"""The same for a slice that is copied, and a kilobyte of it."""
+_SPEED_US = 76.0
+"""What `_machine_speed` takes there."""
+_COUNTED_BYTES = 2**16
+"""Compressed bytes that are counted, at least one unit."""
+
+
+def _counted_us(sealed: SealedSlices, order: NDArray[np.int64]) -> float:
+    """Say how long decoding takes by what has to be done: the same data gives the same answer, whatever else runs."""
+    codec, form = sealed.codec, sealed.codec.transform
+    units = order // codec.group
+    counted, counted_bytes, total_us = 0, 0, 0.0
+    for number in units[np.sort(np.unique(units, return_index=True)[1])].tolist():
+        packed = sealed.coded.unit(number)
+        slices = min(codec.group, sealed.coded.count - number * codec.group)
+        work = _work_in(packed, codec.method, slices * form.coded_bytes)
+        method = codec.method if len(packed) < slices * form.coded_bytes else Method.STORED
+        total_us += sum(us * amount for us, amount in zip(_UNIT_US[method], work, strict=True))
+        counted, counted_bytes = counted + 1, counted_bytes + len(packed)
+        if counted_bytes > _COUNTED_BYTES:
+            break
+    decoded = 1 + np.count_nonzero(np.diff(units))  # neighbours in one unit are decoded once
+    undone = {
+        "copy": codec.group > 1, "left": form.predictor is Predictor.LEFT, "up": form.predictor is Predictor.UP,
+        "green": form.green, "shuffle": form.shuffle > 0, "words": form.word_bytes > 0,
+    }  # fmt: skip
+    per_slice = sum(_TRANSFORM_US[name] for name, is_done in undone.items() if is_done) * form.coded_bytes / 1000
+    return float(total_us / max(counted, 1) * decoded / len(order) + per_slice)
+
+
+def _work_in(packed: bytes, method: Method, unpacked: int) -> tuple[float, ...]:
+    """Count what `_UNIT_US` names in one unit."""
+    sequences, literals, tables = 0, 0, 0
+    if len(packed) < unpacked and method is Method.LZ4:
+        sequences = _lz4_sequences(packed)
+    elif len(packed) < unpacked and method is Method.ZSTD:
+        sequences, literals, tables = _zstd_work(packed)
+    return 1, unpacked / 1000, sequences, literals, tables
+
+
+def _lz4_sequences(packed: bytes) -> int:
+    """Count the sequences of an LZ4 block: a token, literals, and a match each."""
+    place, found = 0, 0
+    while place < len(packed):
+        token, place, found = packed[place], place + 1, found + 1
+        literals = token >> 4
+        if literals == 15:
+            more = _long_length(packed, place)
+            literals, place = literals + more, place + more // 255 + 1
+        place += literals + 2
+        if token & 15 == 15:
+            place += _long_length(packed, place) // 255 + 1
+    return found
+
+
+def _long_length(packed: bytes, place: int) -> int:
+    """Read the rest of a length: bytes of 255, and a last one below."""
+    last = place
+    while last < len(packed) and packed[last] == 255:
+        last += 1
+    return 255 * (last - place) + (packed[last] if last < len(packed) else 0)
+
+
+def _zstd_work(packed: bytes) -> tuple[int, int, int]:
+    """Count the sequences, literals of Huffman's code and its tables in a frame, by the headers of its blocks."""
+    head = packed[4]
+    is_single = head >> 5 & 1
+    place = 5 + (1 - is_single) + (0, 1, 2, 4)[head & 3] + (is_single, 2, 4, 8)[head >> 6]
+    sequences, literals, tables, is_last = 0, 0, 0, False
+    while not is_last and place + 3 <= len(packed):
+        block = int.from_bytes(packed[place : place + 3], "little")
+        is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
+        place += 3
+        if kind == 2:
+            counted = _zstd_block(packed, place)
+            sequences, literals, tables = sequences + counted[0], literals + counted[1], tables + counted[2]
+        place += 1 if kind == 1 else size
+    return sequences, literals, tables
+
+
+def _zstd_block(packed: bytes, place: int) -> tuple[int, int, int]:
+    kind, form = packed[place] & 3, packed[place] >> 2 & 3
+    literals = 0
+    if kind < 2:  # literals as they are, or one of them repeated
+        head, shift = ((1, 3), (2, 4), (1, 3), (3, 4))[form]
+        count = int.from_bytes(packed[place : place + head], "little") >> shift
+        place += head + (count if kind == 0 else 1)
+    else:
+        head, bits = ((3, 10), (3, 10), (4, 14), (5, 18))[form]
+        sizes = int.from_bytes(packed[place : place + head], "little") >> 4
+        literals = sizes & ((1 << bits) - 1)
+        place += head + (sizes >> bits)
+    first, second, third = (*packed[place : place + 3], 0, 0, 0)[:3]
+    sequences = first if first < 128 else (first - 128 << 8) + second if first < 255 else second + (third << 8) + 0x7F00
+    return sequences, literals, int(kind == 2)
+
+
+def _settled_us(timed_us: float, reference_us: float) -> float:
+    """Return the reference, unless this machine or coder is quite another: then what the clock says."""
+    here_us = timed_us / _machine_speed()
+    return reference_us if reference_us / _GROSSLY <= here_us <= reference_us * _GROSSLY else here_us
+
+
+@functools.cache
+def _machine_speed() -> float:
+    """Say how many times as long as the machine of reference this one takes to compute; asked once a process."""
+    packed = zstandard.ZstdCompressor().compress(np.random.default_rng(0).integers(0, 4, 2**16, np.uint8).tobytes())
+    decompressor = zstandard.ZstdDecompressor()
+    return min(_timed_us(lambda: decompressor.decompress(packed)) for _ in range(5)) / _SPEED_US
+
+
+_CLOCK = time.thread_time if time.get_clock_info("thread_time").resolution < 1e-6 else time.perf_counter
+"""CPU time, which does not count the time of others; Windows reads it too coarsely."""
 
 
 def _timed_us(act: Callable[[], object]) -> float:
-    start = time.perf_counter()
+    start = _CLOCK()
     act()
-    return (time.perf_counter() - start) * 1e6
+    return (_CLOCK() - start) * 1e6

@@ -10,7 +10,6 @@ file's before anything is allocated, and a part is handed out only if its own ch
 
 from __future__ import annotations
 
-import json
 import struct
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,17 @@ import numpy as np
 import zstandard
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError, NewerFormatError
-from holdall.json_state import count_of, decode_state, dtype_name, dtype_of, encode_state, malformed_refused
+from holdall.errors import CheckpointError, DamageError, NewerFormatError
+from holdall.json_state import (
+    count_of,
+    decode_state,
+    dtype_name,
+    dtype_of,
+    encode_state,
+    malformed_refused,
+    parsed,
+    unparsed,
+)
 from holdall.schema import Array, Bytes, Leaf
 from holdall.storage.blocks import Coded, Coder, Extent, SegmentFile
 from holdall.storage.codec import TRANSFORM_FIELDS, Codec, Dictionary, Method, Predictor, Transform
@@ -87,15 +95,11 @@ def pack(kind: str, fields: Mapping[str, Any], parts: Mapping[str, Buffer], unch
         fields: What else the head says; JSON's own types only.
         unchecked: Parts whose content has checksums of its own.
     """
-    sized = []
-    for name, content in parts.items():
-        described: dict[str, Any] = {"name": name, "bytes": memoryview(content).nbytes}
-        if name not in unchecked:
-            described["crc32"] = zlib.crc32(content)
-        sized.append(described)
-    words = {**fields, "kind": kind, "parts": sized}
-    head = json.dumps(words, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
-    body = sum(part["bytes"] for part in sized)
+    sums = {name: {"crc32": zlib.crc32(content)} for name, content in parts.items() if name not in unchecked}
+    sizes = {name: memoryview(content).nbytes for name, content in parts.items()}
+    sized = [{"name": name, "bytes": nbytes, **sums.get(name, {})} for name, nbytes in sizes.items()]
+    head = unparsed({**fields, "kind": kind, "parts": sized})
+    body = sum(sizes.values())
     start = PREAMBLE.pack(MAGIC, len(head), zlib.crc32(head), body, 0, 0)[:24]
     return [start + struct.pack("<II", zlib.crc32(start), 0), head, *parts.values()]
 
@@ -110,7 +114,7 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
         raise DamageError(f"there is no record at byte {start}; the file is damaged, or none of holdall's")
     if magic != MAGIC:
         raise NewerFormatError(
-            f"the record at byte {start} has format version {magic[-1]}, and this holdall reads {MAGIC[-1]}; upgrade it"
+            f"the record at byte {start} has format version {magic[-1]}, not {MAGIC[-1]}; upgrade holdall"
         )
     whole = PREAMBLE.size + head_bytes + body_bytes
     if head_bytes > MOST_HEAD_BYTES or start + whole > file_bytes:
@@ -119,7 +123,7 @@ def unpack(read: Read, start: int, file_bytes: int) -> Record:
     if len(raw) != head_bytes or zlib.crc32(raw) != head_crc:
         raise DamageError(f"the head of the record at byte {start} is damaged; nothing of it is used")
     with malformed_refused(f"the head of the record at byte {start}"):
-        head = json.loads(raw)
+        head = parsed(raw)
         return Record(start, whole, head, _parts_of(head, start + PREAMBLE.size + head_bytes, body_bytes))
 
 
@@ -160,7 +164,7 @@ def dictionary_name(dictionary: Dictionary) -> str:
 
 def pack_dictionary(dictionary: Dictionary) -> list[Buffer]:
     """Return a dictionary as a record."""
-    return pack(DICTIONARY, {"name": dictionary_name(dictionary)}, {"content": dictionary.content}, frozenset())
+    return pack(DICTIONARY, {"name": dictionary.name}, {"content": dictionary.content}, frozenset())
 
 
 def unpack_dictionary(record: Record, file: SegmentFile) -> Dictionary:
@@ -168,7 +172,7 @@ def unpack_dictionary(record: Record, file: SegmentFile) -> Dictionary:
     if record.parts.get("content") is not None and record.parts["content"].nbytes > _MOST_DICTIONARY_BYTES:
         raise DamageError(f"the dictionary at byte {record.start} of {file.path} is larger than any; it is not used")
     dictionary = Dictionary(record.part("content", file.read))
-    if dictionary_name(dictionary) != record.head.get("name"):
+    if dictionary.name != record.head.get("name"):
         raise DamageError(f"the dictionary at byte {record.start} of {file.path} is not what its name says")
     return dictionary
 
@@ -230,7 +234,7 @@ def codec_words(codec: Codec) -> dict[str, Any]:
         "level": codec.level,
         "group": codec.group,
         "transform": {name: int(getattr(codec.transform, name)) for name in TRANSFORM_FIELDS},
-        "dictionary": None if codec.dictionary is None else dictionary_name(codec.dictionary),
+        "dictionary": None if codec.dictionary is None else codec.dictionary.name,
     }
 
 
@@ -243,19 +247,16 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
     )  # fmt: skip
     name = head["dictionary"]
     dictionary = None if name is None else dictionaries[name]
-    method, level, group = (
-        Method(count_of(head["method"], _MOST_SETTING)),
-        count_of(head["level"], _MOST_SETTING),
-        count_of(head["group"], _MOST_SETTING),
-    )
-    return Codec(method, level, transform, dictionary, group)
+    method, level, group = (count_of(head[key], _MOST_SETTING) for key in ("method", "level", "group"))
+    return Codec(Method(method), level, transform, dictionary, group)
 
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
 PIECE_BYTES = 4 * 2**20
 _WORTH_IT = 0.9
+_FRAME_HEAD_BYTES = 18
 _MOST_BYTES = 2**31
-"""Of one part as it was before it was compressed; none of holdall's comes near."""
+"""Of all parts of a record as they were before they were compressed; none of holdall's comes near."""
 
 Like = Mapping[str, tuple[tuple[int, ...], np.dtype[Any]]]
 
@@ -265,6 +266,7 @@ class _Parts:
 
     def __init__(self, *, compresses: bool = True) -> None:
         self._compresses = compresses
+        self._raw_bytes = 0
         self.content: dict[str, Buffer] = {}
         self.coded: list[str] = []
 
@@ -272,23 +274,23 @@ class _Parts:
         """Add an array, in little-endian order."""
         little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
         raw = little.reshape(-1).view(np.uint8).data
-        is_tried = self._compresses and raw.nbytes > 0
-        small = zstandard.ZstdCompressor(level=1).compress(raw) if is_tried else b""
-        if is_tried and len(small) < _WORTH_IT * raw.nbytes:
+        small = zstandard.ZstdCompressor(level=1).compress(raw) if self._compresses else raw
+        if len(small) < _WORTH_IT * raw.nbytes:
             self.content[name] = small
             self.coded.append(name)
+            self._raw_bytes += raw.nbytes
         else:
             self.content[name] = raw
 
     def packed(self, kind: str, head: Mapping[str, Any]) -> list[Buffer]:
+        if self._raw_bytes > _MOST_BYTES:
+            raise CheckpointError(f"{self._raw_bytes} bytes of {kind} are more than one record takes; use fewer lanes")
         return pack(kind, {**head, "coded": self.coded}, self.content, frozenset())
 
 
 def _array(record: Record, name: str, read: Read, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
     """Read a part as an array whose shape and dtype are known."""
     nbytes = prod(shape) * dtype.itemsize
-    if nbytes > _MOST_BYTES:
-        raise DamageError(f"the {record.kind} record at byte {record.start} claims {nbytes} bytes in one part")
     raw = record.part(name, read)
     if name in record.head["coded"]:
         raw = _inflated(raw, nbytes, record)
@@ -312,10 +314,18 @@ def _inflated(raw: bytes, nbytes: int, record: Record) -> bytes:
         raise DamageError(f"the {record.kind} record at byte {record.start} cannot be decompressed") from error
 
 
-def require_kind(record: Record, kind: str) -> None:
-    """Refuse a record of another kind."""
-    if record.kind != kind or not isinstance(record.head.get("coded", []), list):
+def require_kind(record: Record, kind: str, read: Read) -> None:
+    """Refuse a record of another kind, or one whose parts claim too much, before any of them is decompressed."""
+    coded = record.head.get("coded", [])
+    if record.kind != kind or not isinstance(coded, list):
         raise DamageError(f"a record of kind {record.kind!r} stands where one of kind {kind!r} should")
+    starts = [part.start for name, part in record.parts.items() if name in coded]
+    try:
+        sizes = [zstandard.frame_content_size(read(start, _FRAME_HEAD_BYTES)) for start in starts]
+    except zstandard.ZstdError as error:
+        raise DamageError(f"the {kind} record at byte {record.start} cannot be decompressed") from error
+    if sum(sizes) > _MOST_BYTES:
+        raise DamageError(f"the {kind} record at byte {record.start} claims to hold {sum(sizes)} bytes")
 
 
 def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
@@ -334,7 +344,7 @@ def pack_rows(chunk: RowChunk, *, compresses: bool = True) -> list[Buffer]:
 
 def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: Like) -> RowChunk:
     """Read a chunk of rows whose ticks and columns are known."""
-    require_kind(record, ROWS)
+    require_kind(record, ROWS, read)
     head = record.head
     columns = [[name, dtype_name(dtype), list(shape)] for name, (shape, dtype) in like.items()]
     if (head["first_tick"], head["ticks"]) != (first_tick, ticks) or sorted(head["columns"]) != sorted(columns):
@@ -343,8 +353,7 @@ def unpack_rows(record: Record, read: Read, first_tick: int, ticks: int, like: L
     apart = {}
     for name, count in head["apart"].items():
         (lanes, *shape), dtype = like[name]
-        if type(count) is not int or not 0 <= count <= ticks * lanes:
-            raise DamageError(f"the rows at byte {record.start} keep {count!r} apart, of {ticks * lanes}")
+        count_of(count, ticks * lanes)
         ids = _array(record, f"{name}/ids", read, np.dtype(np.int64), (count,))
         ascending = (np.diff(ids) > 0).all() and (count == 0 or first_tick * lanes <= ids[0])
         if not ascending or (count and ids[-1] >= (first_tick + ticks) * lanes):
@@ -377,7 +386,7 @@ def unpack_logs(
     record: Record, read: Read, lanes: int, leaves: Sequence[Leaf], blocks: Sequence[Any]
 ) -> list[ClosedPart]:
     """Read the logs of a segment, field by field; `blocks` are the blocks that they name."""
-    require_kind(record, LOGS)
+    require_kind(record, LOGS, read)
     fields = record.head["fields"]
     if len(fields) != len(leaves) or len(blocks) != len(leaves):
         raise DamageError(f"the logs at byte {record.start} are of {len(fields)} fields, not {len(leaves)}")
@@ -408,8 +417,9 @@ def pack_piece(slices: NDArray[np.uint8], slice_bytes: int, first: int) -> list[
 
 def unpack_piece(record: Record, read: Read, slice_bytes: int, first: int, most: int) -> NDArray[np.uint8]:
     """Read some slices of a block, from number `first` on."""
-    require_kind(record, PIECE)
+    require_kind(record, PIECE, read)
     count = count_of(record.head["count"])
+    most = min(most, max(1, PIECE_BYTES // slice_bytes))
     if (record.head["slice_bytes"], record.head["first"]) != (slice_bytes, first) or count > most:
         raise DamageError(f"the slices at byte {record.start} are others than the manifest says")
     found: NDArray[np.uint8] = _array(record, "slices", read, np.dtype(np.uint8), (count * slice_bytes,))
@@ -423,19 +433,16 @@ def pack_state(state: Mapping[str, Any]) -> list[Buffer]:
     parts = _Parts()
     for number, array in enumerate(arrays):
         parts.put(str(number), array)
-    text = json.dumps(words, sort_keys=True, allow_nan=False).encode()
-    parts.content["tree"] = text
+    parts.content["tree"] = unparsed(words)
     return parts.packed(STATE, {"sizes": [array.nbytes for array in arrays]})
 
 
 def unpack_state(record: Record, read: Read) -> dict[str, Any]:
     """Read a tree back."""
-    require_kind(record, STATE)
-    arrays = {
-        number: _array(record, str(number), read, np.dtype(np.uint8), (count_of(nbytes),)).tobytes()
-        for number, nbytes in enumerate(record.head["sizes"])
-    }
-    tree = decode_state(json.loads(record.part("tree", read)), arrays)
+    require_kind(record, STATE, read)
+    sizes = [count_of(nbytes) for nbytes in record.head["sizes"]]
+    arrays = {i: _array(record, str(i), read, np.dtype(np.uint8), (nbytes,)) for i, nbytes in enumerate(sizes)}
+    tree = decode_state(parsed(record.part("tree", read)), arrays)
     if not isinstance(tree, dict):
         raise DamageError(f"the state at byte {record.start} is no tree")
     return tree
@@ -448,7 +455,7 @@ def pack_file(content: bytes) -> list[Buffer]:
 
 def unpack_file(record: Record, read: Read) -> bytes:
     """Read a piece of a trainer's own file."""
-    require_kind(record, FILE)
+    require_kind(record, FILE, read)
     return record.part("content", read)
 
 

@@ -7,9 +7,10 @@ megabytes whatever the size of the file; pages that are not here take no room on
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -105,9 +106,26 @@ def bring(demands: Iterable[Demand]) -> None:
         for file, starts, ends in wanted:
             file.bring(starts, ends)
         return
-    with ThreadPoolExecutor(_FILES_AT_ONCE, thread_name_prefix="holdall-fetch") as pool:
-        for done in [pool.submit(file.bring, starts, ends) for file, starts, ends in awaited]:
-            done.result()
+    left, errors = list(awaited), list[BaseException]()
+
+    def fetch() -> None:
+        while left and not errors:
+            with contextlib.suppress(IndexError):  # another thread took the last
+                file, starts, ends = left.pop()
+                try:
+                    file.bring(starts, ends)
+                except BaseException as error:
+                    errors.append(error)
+
+    # Not a pool: the end of the program would wait for its threads, and they for a store that is gone.
+    threads = [threading.Thread(target=fetch, name="holdall-fetch", daemon=True) for _ in awaited[1:_FILES_AT_ONCE]]
+    for thread in threads:
+        thread.start()
+    fetch()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
 
 def bring_slices(sealed: SealedSlices, numbers: NDArray[np.int64]) -> None:

@@ -7,18 +7,19 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Leaf, Schema
-from holdall.storage.blocks import reserve
-from holdall.storage.layout import Window, WindowScout, as_bytes
-from holdall.storage.slices import Places
+from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
+from holdall.storage.blocks import address, reserve
+from holdall.storage.layout import RowTable, Window, WindowScout, as_bytes
+from holdall.storage.slices import Cursors, Kernels, Places
 from holdall.storage.snapshot import Apart, RowsById, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Tick
 
@@ -92,6 +93,20 @@ class ObservationRing:
         if self._has_apart:
             self._apart.replace(next_obs, ids)
         return obs, next_obs
+
+    @property
+    def following(self) -> Array | Apart:
+        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
+        return self._apart.held if self._paired is None else self._paired
+
+    def describe_columns(self) -> list[list[int]]:
+        """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
+        ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
+        obs = [ring, nbytes, 0, 0, 0, 0, 0, 0]
+        if not isinstance(following, Apart):
+            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0, 0]]
+        ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
+        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0]]
 
     @property
     def is_shared(self) -> bool:
@@ -184,6 +199,7 @@ class Rows(NamedTuple):
     terminated: Array
     truncated: Array
     extras: list[Array]
+    ended: Array  # float32: 1.0 where an episode ended and was not cut short
 
 
 class Rings:
@@ -206,6 +222,7 @@ class Rings:
         self.truncated = self._ring(_FLAG)
         self.invalid: Array | None = None
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
+        self._table: RowTable | None = None
         self._counted = (0, first_tick, first_tick)  # lanes that made no transition in ticks [first, end)
 
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
@@ -224,8 +241,8 @@ class Rings:
         rings = [FlatField(ring, None, is_observation=False) for ring in rest if ring is not None]
         return [ring.flat() for ring in self.small.values()] + rings
 
-    def keep_apart(self, next_tick: int, obs: list[Array]) -> None:
-        """Save the next observations of the newest tick that these observations would be written over."""
+    def keep_apart(self, next_tick: int, obs: Mapping[int, Array]) -> None:
+        """Save the next observations of the newest tick that these, by leaf, would be written over."""
         for i, ring in self.small.items():
             ring.keep_apart(next_tick - 1, obs[i])
 
@@ -270,19 +287,56 @@ class Rings:
             self.invalid = self._ring(_FLAG)
         return self.reward
 
-    def read(self, ids: NDArray[np.int64], large: tuple[int, ...], places: Places | None) -> Rows:
-        """Copy all fields of `ids` that are here; the others lie at `places`."""
-        slot, next_slot = self.slots(ids), self.slots(ids, 1)
+    def read(
+        self,
+        kernels: Kernels,
+        ids: NDArray[np.int64],
+        held: tuple[int, int],
+        cursors: list[Cursors],
+        take: Callable[[int], Bytes],
+    ) -> list[Array]:
+        """Copy all fields of `ids` that are here, and the cursors to the others, into one array a column.
+
+        Args:
+            held: The first id held, and the one behind the last; others are refused.
+            take: Returns memory, from an aligned address on.
+        """
+        table = self._table
+        if table is None or not table.fits(len(self.small), self._rest_count, cursors):
+            table = self._table = RowTable(
+                self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
+            )
+        columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
+        if columns is None:
+            require_in_range(ids, *held)
+            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
+        return columns
+
+    def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
+        """Name the columns that `read` returned; the fields that are not here lie at `places`."""
+        first = 2 * len(self.small)
+        flags = first + len(self.action)
+        extras = flags + 2 + len(self.extras)
         return Rows(
-            small={i: ring.read(ids, slot, next_slot) for i, ring in self.small.items()},
+            small={i: (columns[2 * k], columns[2 * k + 1]) for k, i in enumerate(self.small)},
             large=large,
             places=places,
-            action=[_take(ring, slot) for ring in self.action],
-            reward=np.empty(0, np.float32) if self.reward is None else _take(self.reward, slot),
-            terminated=_take(self.terminated, slot),
-            truncated=_take(self.truncated, slot),
-            extras=[_take(ring, slot) for ring in self.extras],
+            action=columns[first:flags],
+            reward=np.empty(0, np.float32) if self.reward is None else columns[extras],
+            terminated=columns[flags],
+            truncated=columns[flags + 1],
+            extras=columns[flags + 2 : extras],
+            ended=columns[extras if self.reward is None else extras + 1],
         )
+
+    def _rest(self) -> list[Array]:
+        """All rings but those of observations, in the order in which `rows` names them."""
+        reward = [] if self.reward is None else [self.reward]
+        return [*self.action, self.terminated, self.truncated, *self.extras, *reward]
+
+    @property
+    def _rest_count(self) -> int:
+        return len(self.action) + 2 + len(self.extras) + (self.reward is not None)
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape."""

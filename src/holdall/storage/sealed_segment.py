@@ -133,7 +133,7 @@ def unpack_segment(
 
     with malformed_refused("a segment"):
         rows, logs, *slices = records_in(payload)
-        require_kind(rows, ROWS)
+        require_kind(rows, ROWS, read)
         like = _columns_like(rows.head["columns"], schema)
         ticks, first_tick = rows.head["ticks"], count_of(rows.head["first_tick"])
         lanes = like["terminated.0"][0][0]

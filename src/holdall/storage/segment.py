@@ -188,15 +188,17 @@ class Segments:
         self.frozen = [frozen for frozen in self.frozen if id(frozen.block) not in gone]
         return list(gone.values())
 
-    def places(self, ticks: NDArray[np.int64], lane: NDArray[np.int64]) -> Places:
-        """Find the observations of the given ticks and lanes."""
-        slot = (ticks % self._ring_ticks) * self._lanes + lane
-        segment = np.searchsorted(self._index.first_ticks, ticks, side="right") - 1
+    def places(self, ids: NDArray[np.int64], cursors: list[Cursors] | None = None) -> Places:
+        """Find the observations of the given transitions; `cursors` are theirs, if they were read already."""
+        if cursors is None:
+            slot = ids % (self._ring_ticks * self._lanes)
+            cursors = [rows.reshape(-1)[slot] for rows in self.cursors]
+        segment, lane = self._kernels.find(self._index.first_ticks, ids, self._lanes)
         return Places(
             records=list(self._index.records),
-            segment=segment.astype(np.int32),
-            cursors=[cursors.reshape(-1)[slot] for cursors in self.cursors],
-            lane=lane.astype(np.int32),
+            segment=segment,
+            cursors=cursors,
+            lane=lane,
             lanes=self._lanes,
             held=tuple(self._index.held),
             reads_files=self._blocks_on_disk > 0,

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
-from holdall.storage.layout import Window
+from holdall.storage.layout import RowReader, Window
 from holdall.storage.ticks import FlatField, Repair, TickWriter
 
 if TYPE_CHECKING:
@@ -293,7 +293,7 @@ class Places:
         )
 
 
-class Kernels(Protocol):
+class Kernels(RowReader, Protocol):
     """Batches in, batches out; the caller never handles a row alone."""
 
     name: str
@@ -318,6 +318,11 @@ class Kernels(Protocol):
         Args:
             pool: From `new_pool`; without it the calling thread works alone.
         """
+
+    def find(
+        self, first_ticks: NDArray[np.int64], ids: NDArray[np.int64], lanes: int, /
+    ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return the segment and the lane of every id, given where segments begin."""
 
     def new_pool(self, threads: int | None = None) -> Any:
         """Make threads that help with `gather`, the caller's among them; None where it uses none; see `ThreadPool`."""

@@ -79,23 +79,23 @@ class RowsById:
 
     def __init__(self, leaf: Leaf) -> None:
         self._leaf = leaf
-        self._held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
+        self.held = Apart(np.empty(0, np.int64), np.empty((0, *leaf.shape), leaf.dtype), 0, 0)
 
     def __len__(self) -> int:
-        return self._held.end - self._held.first
+        return self.held.end - self.held.first
 
     @property
     def nbytes(self) -> int:
         """Bytes of the rows and ids held, and of the room kept for more."""
-        return self._held.ids.nbytes + self._held.rows.nbytes
+        return self.held.ids.nbytes + self.held.rows.nbytes
 
     def arrays(self) -> list[Array]:
         """Return the arrays of ids and rows."""
-        return [self._held.ids, self._held.rows]
+        return [self.held.ids, self.held.rows]
 
     def append(self, ids: NDArray[np.int64], rows: Array) -> None:
         """Add rows whose ids are higher than all before; those of the same ids or higher ones are replaced."""
-        held, count = self._held, len(ids)
+        held, count = self.held, len(ids)
         first, end = held.first, held.end
         if count and end > first and held.ids[end - 1] >= ids[0]:
             end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
@@ -107,29 +107,29 @@ class RowsById:
             all_ids[: end - first], all_rows[: end - first] = held.ids[first:end], held.rows[first:end]
             first, end = 0, end - first
         all_ids[end : end + count], all_rows[end : end + count] = ids, rows
-        self._held = Apart(all_ids, all_rows, first, end + count)
+        self.held = Apart(all_ids, all_rows, first, end + count)
 
     def drop_before(self, first_id: int) -> None:
         """Forget rows of ids below `first_id`."""
-        held = self._held
+        held = self.held
         gone = int(np.searchsorted(held.ids[held.first : held.end], first_id))
         if gone:
-            self._held = replace(held, first=held.first + gone)
+            self.held = replace(held, first=held.first + gone)
 
     def replace(self, rows: Array, ids: NDArray[np.int64]) -> None:
         """Overwrite those of `rows` whose id is held here."""
-        first, end = self._held.first, self._held.end
+        first, end = self.held.first, self.held.end
         if first == end:
             return
-        held = self._held.ids[first:end]
+        held = self.held.ids[first:end]
         place = held.searchsorted(ids)
         found = (held.take(place, mode="clip") == ids).nonzero()[0]
         if found.size:
-            rows[found] = self._held.rows[first + place[found]]
+            rows[found] = self.held.rows[first + place[found]]
 
     def freeze(self) -> Apart:
         """Return what is held now; what is appended later lies behind it, and what moves leaves it where it is."""
-        return self._held
+        return self.held
 
 
 class FrozenRows:
@@ -185,6 +185,18 @@ class FrozenRows:
         self._rescue(number)
         return self._copies.pop(number)
 
+    def take_again(self, number: int, next_tick: int) -> RowChunk | None:
+        """Return a chunk that was not wanted; None if ticks up to `next_tick` were written over it since."""
+        first = max(number * self.chunk_ticks, self.first_tick)
+        ring_ticks = len(next(iter(self._columns.values())))
+        return self._copied(number) if first > next_tick + 1 - ring_ticks else None
+
+    @property
+    def wanted_bytes(self) -> int:
+        """The bytes of the chunks that are wanted, about."""
+        ticks = sum(min((n + 1) * self.chunk_ticks, self.next_tick) - n * self.chunk_ticks for n in self.wanted)
+        return ticks * sum(ring[:1].nbytes for ring in self._columns.values())
+
     def drop(self) -> None:
         """Give up all that was not taken."""
         self._pending.clear()
@@ -193,15 +205,18 @@ class FrozenRows:
     def _rescue(self, number: int) -> None:
         if number not in self._pending:
             return
+        self._copies[number] = self._copied(number)
+        self._pending.discard(number)
+
+    def _copied(self, number: int) -> RowChunk:
         first = max(number * self.chunk_ticks, self.first_tick)
         end = min((number + 1) * self.chunk_ticks, self.next_tick)
-        self._copies[number] = RowChunk(
+        return RowChunk(
             first,
             end - first,
             {name: rows_of(ring, first, end) for name, ring in self._columns.items()},
             {name: apart.between(first * self._lanes, end * self._lanes) for name, apart in self._apart.items()},
         )
-        self._pending.discard(number)
 
 
 class RowSnapshots:
@@ -251,6 +266,10 @@ class RowSnapshots:
         if rows.is_pending:
             self._pending = [*self._pending, weakref.ref(rows)]
         return rows, dict(self._versions)
+
+    def take_again(self, rows: FrozenRows, number: int, version: int, next_tick: int) -> RowChunk | None:
+        """Return a chunk that was not wanted, in its version; None if it was written over since."""
+        return rows.take_again(number, next_tick) if self._versions.get(number, 0) == version else None
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""

@@ -22,9 +22,9 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Schema
+from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window, WindowScout
+from holdall.storage.layout import Window, WindowScout, fresh_bytes
 from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
@@ -42,8 +42,9 @@ from holdall.storage.snapshot import (
     put_rows,
     rows_of,
 )
+from holdall.storage.spill import SpillFolder
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
-from holdall.storage.tiers import Budget, SpillFolder, Tiers
+from holdall.storage.tiers import Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
 
@@ -129,7 +130,7 @@ class Store:
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
-                self._rings.keep_apart(self.next_tick, obs)
+                self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
                 is_kept = True
             elif ticks == NO_ROOM:
                 self.large_segments.lengthen_logs()
@@ -142,15 +143,18 @@ class Store:
         return self._kernels.new_writer(self._rings.flat(), self._ring_ticks, (first_tick, next_tick), self.repair)
 
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
-        """Write a tick the short way; return how many were written in all, or 0 if it has to take the long one."""
-        self.repair.run()
-        if not fast.fills_blocks:
-            return max(fast.write(packed, None), 0)
-        sliced = self.large_segments.sliced(self.next_tick, *fast.sliced(obs, next_obs))
+        """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
+        sliced = None
+        if fast.fills_blocks:
+            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
         ticks = fast.write(packed, sliced)
-        if ticks > 0:
+        if ticks == NOT_CONTINUED:
+            self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
+            if self._writer.writes(self._rings.flat()):
+                ticks = fast.write(packed, sliced, is_kept=1)
+        if ticks > 0 and sliced is not None:
             self.after_write(sliced)
-        return max(ticks, 0)
+        return ticks
 
     def write_steps(self, steps: Tick, first: int) -> int:
         """Write steps from `first` on until blocks pile up; return the first that is left."""
@@ -306,10 +310,17 @@ class Store:
         """Of all rewards: that of the first."""
         return None if self._rings.reward is None else self._rings.reward.dtype
 
-    def read(self, ids: NDArray[np.int64]) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones."""
-        places = self.large_segments.places(*np.divmod(ids, self._lanes)) if self._large else None
-        return self._rings.read(ids, tuple(self._large), places)
+    def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
+        """Copy the small fields of `ids`, all of them held, and find the large ones.
+
+        Args:
+            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
+        """
+        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
+        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
+        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
+        places = segments.places(wanted, columns[-len(large) :]) if large else None
+        return self._rings.rows(columns, large, places)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
@@ -436,6 +447,10 @@ class Store:
             segments=self.large_segments.freeze(self.next_tick) if self._large else None,
             transitions=self.transitions,
         )
+
+    def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
+        """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
+        return self._snapshots.take_again(rows, number, version, self.next_tick)
 
     def release(self, rows: FrozenRows) -> None:
         """Forget a snapshot whose rows were read, or are not wanted any more."""

@@ -85,27 +85,27 @@ class Repair:
     """
 
     def __init__(self) -> None:
-        self._action: Callable[[], None] | None = None
+        self.action: Callable[[], None] | None = None
 
     def begin(self, action: Callable[[], None]) -> None:
         """Name what is to be done if the change that follows is interrupted; it replaces what was named before."""
-        self._action = action
+        self.action = action
 
     def end(self) -> None:
         """The change is complete."""
-        self._action = None
+        self.action = None
 
     def do(self, action: Callable[[], None]) -> None:
         """Do something that the next call does again if it is interrupted."""
-        self._action = action
+        self.action = action
         action()
-        self._action = None
+        self.action = None
 
     def run(self) -> None:
         """Do what an interrupted call left to do, if there is any."""
-        if self._action is not None:
-            self._action()
-            self._action = None
+        if self.action is not None:
+            self.action()
+            self.action = None
 
 
 def restoring(*changing: object) -> Callable[[], None]:
@@ -248,11 +248,10 @@ class FastTick:
             and reward.shape == terminated.shape == truncated.shape == self._lane_shape
         ):
             return None
-        rest: tuple[Any, ...] = (action, reward, terminated, truncated)
         try:
             if self._only is None:
                 rows = self._of_dict(obs, next_obs)
-                return None if rows is None else b"".join((*rows, *rest))
+                return None if rows is None else b"".join((*rows, action, reward, terminated, truncated))  # type: ignore[arg-type]  # they are buffers
             shape, dtype = self._only
             if not (
                 type(obs) is type(next_obs) is np.ndarray
@@ -260,23 +259,26 @@ class FastTick:
                 and obs.shape == next_obs.shape == shape
             ):
                 return None
-            observed: tuple[Any, ...] = () if self._large else (obs, next_obs)
-            return b"".join((*observed, *rest))
+            if self.fills_blocks:
+                return b"".join((action, reward, terminated, truncated))  # type: ignore[arg-type]  # as above
+            return b"".join((obs, next_obs, action, reward, terminated, truncated))  # type: ignore[arg-type]  # as above
         except (BufferError, TypeError, ValueError):  # its elements do not lie one after another
             return None
 
-    def write(self, packed: bytes, sliced: SlicedTick | None) -> int:
+    def write(self, packed: bytes, sliced: SlicedTick | None = None, is_kept: int = 0) -> int:
         """Write a tick that was packed, see `TickWriter.write`."""
         kept = None if sliced is None else self._aim(sliced)
-        ticks = self._call(self._address, packed, self._packed_bytes, 0)
+        ticks = self._call(self._address, packed, self._packed_bytes, is_kept)
         del kept
         return ticks
 
-    def sliced(self, obs: Any, next_obs: Any) -> tuple[list[Array], list[Array]]:
-        """Return the observations that are cut into slices."""
-        if self._only is not None:
-            return [obs], [next_obs]
-        return [obs[key] for key, *_ in self._large], [next_obs[key] for key, *_ in self._large]
+    def in_rings(self, obs: Any) -> list[Array]:
+        """Return the observations that lie in rings, in their order."""
+        return [obs if self._only is not None else obs[key] for key, *_ in self._small]
+
+    def in_slices(self, obs: Any) -> list[Array]:
+        """Return the observations that are cut into slices, in their order."""
+        return [obs if self._only is not None else obs[key] for key, *_ in self._large]
 
     def _of_dict(self, obs: Any, next_obs: Any) -> list[Any] | None:
         """Return the observations in rings, each with the next one; None if one of any field is not as it must be."""

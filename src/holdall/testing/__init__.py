@@ -9,14 +9,6 @@ from holdall.testing.oracle import OracleMemory, as_array, assert_same_bits
 from holdall.testing.streams import LeafPlan, Mishaps, Stream, random_rows
 
 __all__ = [
-    "CodecContract",
-    "LeafPlan",
-    "MemoryContract",
-    "Mishaps",
-    "OracleMemory",
-    "SamplerContract",
-    "Stream",
-    "as_array",
-    "assert_same_bits",
-    "random_rows",
-]
+    "CodecContract", "LeafPlan", "MemoryContract", "Mishaps", "OracleMemory", "SamplerContract", "Stream", "as_array",
+    "assert_same_bits", "random_rows",
+]  # fmt: skip

@@ -23,25 +23,13 @@ import numpy as np
 from gymnasium import spaces
 from numpy.typing import NDArray
 
+from holdall import storage
 from holdall.batch import Draw
 from holdall.errors import ArgumentError, DamageError
 from holdall.json_state import encode_state
 from holdall.replay import ReplayMemory
 from holdall.sampling import Held, Sampler
 from holdall.schema import Bytes, Leaf, stored_space
-from holdall.storage import (
-    Codec,
-    Coded,
-    Coder,
-    Dictionary,
-    Extent,
-    Method,
-    SealedSlices,
-    SegmentFile,
-    Transform,
-    Window,
-    candidates,
-)
 from holdall.testing.oracle import OracleMemory, assert_same_bits, stack_rows
 from holdall.testing.streams import DTYPES, LeafPlan, Mishaps, Stream, StreamStep, random_rows
 
@@ -182,17 +170,17 @@ class CodecContract:
 
     shapes: tuple[tuple[int, ...], ...] = ((), (5,), (12, 17), (3, 9, 11), (10, 12, 3))
 
-    def make_coder(self) -> Coder:
+    def make_coder(self) -> storage.Coder:
         """Return the coder that is tested."""
         raise NotImplementedError("override make_coder: return the coder that is tested")
 
-    def codecs(self, leaf: Leaf) -> Iterable[Codec]:
+    def codecs(self, leaf: Leaf) -> Iterable[storage.Codec]:
         """Yield the codecs that are tested on whole observations of `leaf`: holdall's own candidates, by default."""
-        whole = Transform(leaf.nbytes)
-        yield Codec(Method.STORED, 0, whole)
-        yield Codec(Method.ZSTD, 3, whole, Dictionary(b"frames of a film " * 30))
-        yield Codec(Method.ZSTD, 3, whole, group=4)
-        yield from candidates(leaf, Window.whole(leaf))
+        whole = storage.Transform(leaf.nbytes)
+        yield storage.Codec(storage.Method.STORED, 0, whole)
+        yield storage.Codec(storage.Method.ZSTD, 3, whole, storage.Dictionary(b"frames of a film " * 30))
+        yield storage.Codec(storage.Method.ZSTD, 3, whole, group=4)
+        yield from storage.candidates(leaf, storage.Window.whole(leaf))
 
     def test_every_dtype_and_shape_comes_back_bit_for_bit(self) -> None:
         """Zeros, smooth values, few values and noise with NaN payloads, all slices in order."""
@@ -262,7 +250,7 @@ class CodecContract:
 
     def _cases(
         self, dtypes: Iterable[np.dtype[Any]] = DTYPES, contents: Iterable[str] = ("zeros", "smooth", "few", "noise")
-    ) -> Iterator[tuple[Coder, Bytes, SealedSlices]]:
+    ) -> Iterator[tuple[storage.Coder, Bytes, storage.SealedSlices]]:
         """Yield slices of every kind, as they were and as the coder sealed them; what it refuses is left out."""
         coder, generator = self.make_coder(), np.random.default_rng(2)
         for dtype in dtypes:
@@ -348,17 +336,23 @@ def _require_same(first: Draw, second: Draw, what: str) -> None:
     _require(goals[0] == goals[1], f"{what}: goals differ: {goals}")
 
 
-def _require_slices(coder: Coder, sealed: SealedSlices, slices: Bytes, numbers: NDArray[np.int64]) -> None:
+def _require_slices(
+    coder: storage.Coder, sealed: storage.SealedSlices, slices: Bytes, numbers: NDArray[np.int64]
+) -> None:
     got = _decoded(coder, sealed.coded, numbers, sealed)
     _require(got.tobytes() == slices[numbers].tobytes(), f"{sealed.codec}: slices {numbers} came back changed")
 
 
-def _require_damage(coder: Coder, coded: Coded, numbers: NDArray[np.int64], what: str) -> None:
+def _require_damage(coder: storage.Coder, coded: storage.Coded, numbers: NDArray[np.int64], what: str) -> None:
     _require_raises(DamageError, lambda: _decoded(coder, coded, numbers), f"{coded.codec}, {what}: decode")
 
 
 def _decoded(
-    coder: Coder, coded: Coded, numbers: NDArray[np.int64], sealed: SealedSlices | None = None, margin: int = 64
+    coder: storage.Coder,
+    coded: storage.Coded,
+    numbers: NDArray[np.int64],
+    sealed: storage.SealedSlices | None = None,
+    margin: int = 64,
 ) -> Bytes:
     """Decode slices into the middle of an array, and look whether anything was written around them."""
     room = np.full(2 * margin + len(numbers) * coded.codec.transform.slice_bytes, 7, np.uint8)
@@ -394,7 +388,7 @@ def _damaged(data: Bytes, generator: np.random.Generator) -> Bytes:
     return damaged if kind < 2 else damaged[:first]
 
 
-def _in_file(data: Bytes, checks: NDArray[np.uint32]) -> Extent:
+def _in_file(data: Bytes, checks: NDArray[np.uint32]) -> storage.Extent:
     descriptor, name = tempfile.mkstemp(suffix=".seg")
     os.write(descriptor, data.tobytes())
-    return Extent(SegmentFile(Path(name), descriptor, is_temporary=True), 0, data.nbytes, checks)
+    return storage.Extent(storage.SegmentFile(Path(name), descriptor, is_temporary=True), 0, data.nbytes, checks)

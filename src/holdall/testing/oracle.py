@@ -51,16 +51,9 @@ class OracleMemory:
         self.flags_changed = 0
 
     def add(
-        self,
-        obs: Any,
-        action: Any,
-        reward: Any,
-        next_obs: Any,
-        terminated: Any,
-        truncated: Any,
-        extras: Mapping[str, Any] | None = None,
-        valid: Any = None,
-    ) -> None:
+        self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
+        extras: Mapping[str, Any] | None = None, valid: Any = None,
+    ) -> None:  # fmt: skip
         """Keep copies of one tick; the oldest leaves if the list is full."""
         given = (obs, action, reward, next_obs, terminated, truncated, {} if extras is None else extras)
         real = np.ones(self.num_envs, np.bool_) if valid is None else valid

@@ -49,9 +49,7 @@ def box(shape: tuple[int, ...], dtype: Any) -> spaces.Box:
 dtypes: st.SearchStrategy[np.dtype[Any]] = st.sampled_from(DTYPES)
 
 shapes: st.SearchStrategy[tuple[int, ...]] = st.one_of(
-    st.just(()),
-    st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple),
-    st.tuples(st.integers(1, 300)),
+    st.just(()), st.lists(st.integers(0, 4), min_size=1, max_size=3).map(tuple), st.tuples(st.integers(1, 300))
 )
 """Short shapes of any rank; axes of length zero and one included."""
 

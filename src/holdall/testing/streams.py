@@ -183,17 +183,11 @@ class Stream:
     """
 
     def __init__(
-        self,
-        observation_space: spaces.Space[Any],
-        action_space: spaces.Space[Any],
-        num_envs: int = 1,
+        self, observation_space: spaces.Space[Any], action_space: spaces.Space[Any], num_envs: int = 1,
         *,
-        plans: Sequence[LeafPlan] = (),
-        mishaps: Mishaps | None = None,
-        extras: Mapping[str, spaces.Space[Any]] | None = None,
-        reward_dtype: Any = np.float32,
-        seed: int = 0,
-    ) -> None:
+        plans: Sequence[LeafPlan] = (), mishaps: Mishaps | None = None,
+        extras: Mapping[str, spaces.Space[Any]] | None = None, reward_dtype: Any = np.float32, seed: int = 0,
+    ) -> None:  # fmt: skip
         self.observation_space = observation_space
         self.action_space = action_space
         self.num_envs = num_envs

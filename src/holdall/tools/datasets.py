@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import shutil
 import sys
 import warnings
 from collections import OrderedDict
@@ -36,6 +37,15 @@ _Episode = dict[str, list[NDArray[Any]]]
 def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> int:
     """Write all transitions of a memory, lane by lane, as a local Minari dataset; return its episodes."""
     minari = _minari()
+    path = _new_dataset_path(minari, dataset_id)
+    try:
+        return _exported(minari, memory, dataset_id, on_progress)
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)  # half a dataset is none, and would be in the way of the next try
+        raise
+
+
+def _exported(minari: Any, memory: ReplayMemory, dataset_id: str, on_progress: OnProgress) -> int:
     schema = memory.schema
     settings = {
         "observation_space": _space_of(schema.observation),
@@ -69,7 +79,10 @@ def export_minari(memory: ReplayMemory, dataset_id: str, on_progress: OnProgress
 
 def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all: None) -> ReplayMemory:
     """Return a memory of one lane with all transitions of a local Minari dataset."""
-    dataset = _minari().load_dataset(dataset_id)
+    try:
+        dataset = _minari().load_dataset(dataset_id)
+    except (FileNotFoundError, ValueError, TypeError) as error:
+        raise ArgumentError(f"dataset ({dataset_id!r}) is not here ({error}); see `minari list local`") from error
     memory = ReplayMemory(dataset.observation_space, dataset.action_space, max(1, int(dataset.total_steps)))
     observation, action = memory.schema.observation, memory.schema.action
     for episode in dataset.iterate_episodes():
@@ -90,6 +103,21 @@ def import_minari(dataset_id: str, on_progress: OnProgress = lambda _done, _all:
             )
             on_progress(len(memory), int(dataset.total_steps))
     return memory
+
+
+def _new_dataset_path(minari: Any, dataset_id: str) -> Path:
+    """Return where a dataset will lie, if Minari takes the name and nothing is there."""
+    try:
+        minari.dataset.minari_dataset.parse_dataset_id(dataset_id)
+    except (ValueError, TypeError) as error:  # TypeError: it has no version
+        raise ArgumentError(
+            f"dataset ({dataset_id!r}) is no name that Minari takes; use letters, digits, '_' and '-', and end with "
+            "a version, such as robots/dog-v0"
+        ) from error
+    path = Path(minari.storage.get_dataset_path(dataset_id))
+    if path.exists():
+        raise ArgumentError(f"dataset ({dataset_id!r}) is there already, in {path}; choose another name or version")
+    return path
 
 
 def _episodes(memory: ReplayMemory) -> Iterator[_Episode]:
@@ -168,6 +196,8 @@ def _minari() -> Any:
     try:
         import minari  # noqa: PLC0415  an extra
         import minari.data_collector  # noqa: PLC0415
+        import minari.dataset.minari_dataset  # noqa: PLC0415
+        import minari.storage  # noqa: PLC0415
     except ImportError as error:
         raise MissingPackageError("Minari datasets need minari; run \"pip install 'holdall[minari]'\"") from error
     return minari

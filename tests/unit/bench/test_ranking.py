@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from holdall.tools.bench.ranking import rankings
+from holdall.tools.bench.run import rankings
 from holdall.tools.report.results import Interval, TrainingRun, summaries
 
 

@@ -3,8 +3,7 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import ArgumentError
-from holdall.tools.bench.ranking import rankings
-from holdall.tools.bench.run import ResultWriter, read_results, runs_of
+from holdall.tools.bench.run import ResultWriter, rankings, read_results, runs_of
 from holdall.tools.report.results import BENCH_FORMAT as FORMAT
 from holdall.tools.report.results import TrainingRun
 

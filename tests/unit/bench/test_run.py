@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -45,9 +46,9 @@ def test_a_run_takes_its_start_its_filling_its_steps_and_its_saving() -> None:
 def test_settings_survive_the_file() -> None:
     given = settings(profiles=["all"])
     assert len(given.profiles) == 5
-    assert BenchSettings.from_dict(given.as_dict()) == given
+    assert BenchSettings.from_dict(asdict(given)) == given
     calibration = Calibration({"fast": SIZE}, {"fast/sb3": 1.0})
-    assert Calibration.from_dict(calibration.as_dict()) == calibration
+    assert Calibration.from_dict(asdict(calibration)) == calibration
 
 
 @pytest.mark.parametrize(

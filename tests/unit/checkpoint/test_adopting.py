@@ -13,8 +13,7 @@ from gymnasium import spaces
 
 from holdall import ReplayMemory
 from holdall.checkpoint.file_system import FileSystem
-from holdall.storage import segment
-from holdall.storage import tiers as spill
+from holdall.storage import segment, spill
 
 SPACE = spaces.Box(0, 255, (1, 60, 60), np.uint8)
 FRAMES = np.random.default_rng(0).integers(0, 256, (3000, 1, 60, 60), np.uint8)
@@ -66,6 +65,8 @@ def test_spilled_files_are_linked_and_outlive_the_memory(tmp_path: Path) -> None
         assert done.bytes_written + linked == done.bytes_total
         again = memory.save(tmp_path / "run").result()
         assert again.bytes_written < done.bytes_written / 4
+        modes = {path.stat().st_mode for path in (tmp_path / "run" / "segments").iterdir()}
+        assert len(modes) == 1, "who may read one file may read the others"
     assert not list((tmp_path / "spill").iterdir())
     with ReplayMemory.load(tmp_path / "run", budget="4MiB", spill_dir=tmp_path / "spill") as loaded:
         assert loaded.next_id == 2000

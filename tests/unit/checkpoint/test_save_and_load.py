@@ -28,7 +28,7 @@ from holdall import (
     Uniform,
 )
 from holdall.checkpoint import saved_records as merge
-from holdall.checkpoint.manifest import signed
+from holdall.checkpoint.manifest import is_remote, normalized_url, signed
 from holdall.storage import snapshot
 from holdall.testing import LeafPlan, OracleMemory, Stream, assert_same_bits
 
@@ -561,3 +561,34 @@ def test_lanes_that_are_behind_in_a_window_of_short_rows_are_saved_again(
                 every = np.arange(memory.next_id)
                 with ReplayMemory.load(tmp_path / "run") as loaded:
                     assert_same_bits(loaded.gather(every), memory.gather(every))
+
+
+@pytest.mark.parametrize(
+    "url", ["s3://", "S3:///", "gcs://bucket/run", "file:///tmp/run", "az://", Path("s3://bucket/run")]
+)
+def test_what_looks_like_a_url_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, url: Any) -> None:
+    """It is refused, and nothing is made."""
+    monkeypatch.chdir(tmp_path)
+    with ReplayMemory(spaces.Discrete(2), spaces.Discrete(2), 10) as memory:
+        with pytest.raises(ArgumentError, match="names no bucket"):
+            memory.save(url)
+        with pytest.raises(ArgumentError, match="names no bucket"):
+            ReplayMemory.load(url)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_scheme_is_known_in_any_case() -> None:
+    """And a path may hold a colon."""
+    assert normalized_url("S3://Bucket/Run/") == "s3://Bucket/Run"
+    assert is_remote("S3://Bucket/Run")
+    assert normalized_url("a:b/c") == str(Path.cwd() / "a:b" / "c")
+
+
+def test_progress_has_a_total(tmp_path: Path, trainer: Trainer) -> None:
+    """If it wants one; it never shrinks below what was written, and both are the same in the end."""
+    told: list[tuple[str, int, int]] = []
+    trainer.add(200)
+    checkpoint = trainer.memory.save(tmp_path, progress=lambda *all_of_it: told.append(all_of_it)).result()
+    assert told[-1] == ("commit", checkpoint.bytes_written, checkpoint.bytes_written)
+    assert all(0 < done <= total for _, done, total in told)
+    assert abs(told[0][2] - checkpoint.bytes_written) < 0.3 * checkpoint.bytes_written

@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from holdall.errors import MissingPackageError
-from holdall.tools.lint.machine import buffer_need
 from holdall.tools.lint.rule import REFERENCE_MACHINE
-from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference
+from holdall.tools.lint.run import UNKNOWN, ConfiguredRun, Reference, buffer_need
 from holdall.tools.lint.source.hyperparameters import YamlError, read_runs
 
 

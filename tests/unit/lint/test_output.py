@@ -2,8 +2,7 @@
 
 import json
 
-from holdall.tools.lint.engine import check_text
-from holdall.tools.lint.output import as_json, as_sarif, as_text, explain
+from holdall.tools.lint.engine import as_json, as_sarif, as_text, check_text, explain
 from holdall.tools.lint.rule import REFERENCE_MACHINE
 from holdall.tools.lint.rules import RULES
 

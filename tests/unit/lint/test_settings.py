@@ -38,7 +38,7 @@ def test_limits_are_the_users_before_the_machines() -> None:
 
 def test_a_container_that_allows_less_than_the_machine_has_is_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     group = Limit("control group /sys/fs/cgroup/train", 0, 2**20)
-    monkeypatch.setattr("holdall.tools.lint.machine.control_groups", lambda: [group])
+    monkeypatch.setattr("holdall.tools.lint.run.control_groups", lambda: [group])
     machine = LintSettings().machine()
     assert (machine.limit_bytes, machine.limit_name) == (2**20, group.name)
     assert machine.is_contained

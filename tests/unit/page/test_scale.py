@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from holdall.tools.report.charts import bytes_scale, duration, number, number_scale, seconds_scale
+from holdall.tools.report.charts import bytes_scale, number, number_scale, seconds_scale
+from holdall.units import format_seconds
 
 GIB = 2**30
 
@@ -34,7 +35,7 @@ def test_bytes_are_written_in_round_binary_units() -> None:
      (3_600, "1 h"), (5_400, "1 h 30 min"), (86_400, "1 d"), (90_000, "1 d 1 h")],
 )  # fmt: skip
 def test_times_are_written_as_people_say_them(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,10 @@ from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.slices import Kernels
-from holdall.storage.ticks import Tick
+from holdall.storage.spill import SpillFolder
 from holdall.storage.store import Store
-from holdall.storage.tiers import Budget, SpillFolder
+from holdall.storage.ticks import Tick
+from holdall.storage.tiers import Budget
 
 SPACE = spaces.Dict(
     {

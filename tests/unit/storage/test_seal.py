@@ -551,8 +551,8 @@ def test_readers_of_the_raw_form_keep_it() -> None:
         return obs.tobytes()
 
     run(0, 300)
-    ticks, lanes = np.arange(300), np.zeros(300, np.int64)
-    before = segments.places(ticks, lanes)
+    ticks = np.arange(300)
+    before = segments.places(ticks)
     full = segments.take_frozen()
     arenas = {address(frozen.block.arena) for frozen in full}
     assert len(arenas) > 5
@@ -564,7 +564,7 @@ def test_readers_of_the_raw_form_keep_it() -> None:
     run(300, 650)
     assert not arenas & {address(closed.parts[0].block.arena) for closed in segments._closed}
     assert read(before) == b"".join(oracle[:300])
-    assert read(segments.places(ticks, lanes)) == b"".join(oracle[:300])
+    assert read(segments.places(ticks)) == b"".join(oracle[:300])
 
 
 def seal_block(segments: Segments, block: SliceBlock) -> None:
@@ -595,7 +595,7 @@ def test_a_loaded_block_may_be_sealed_at_once() -> None:
             seal_block(loaded, frozen.block)
     assert all(closed.parts[0].block.sealed is not None for closed in loaded._closed)
     obs, next_obs = np.empty((300, leaf.nbytes), np.uint8), np.empty((300, leaf.nbytes), np.uint8)
-    places = loaded.places(np.arange(300), np.zeros(300, np.int64))
+    places = loaded.places(np.arange(300))
     kernels.gather(places, 0, obs, next_obs, ThreadPool(threads=1))
     assert obs.tobytes() == b"".join(film[tick : tick + 4].tobytes() for tick in range(300))
 

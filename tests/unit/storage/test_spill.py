@@ -19,7 +19,7 @@ import pytest
 from holdall.errors import ArgumentError, SpillError
 from holdall.native import PortableCoder, native_kernels
 from holdall.schema import Bytes
-from holdall.storage import tiers as spill
+from holdall.storage import spill
 from holdall.storage.blocks import Coder, Extent, SealedSlices
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.records import (
@@ -31,7 +31,7 @@ from holdall.storage.records import (
     unpack_dictionary,
     unpack_slices,
 )
-from holdall.storage.tiers import SpillFolder
+from holdall.storage.spill import SpillFolder
 
 COUNT, SIZE = 12, 700
 CODERS: list[Coder] = [PortableCoder()]
@@ -248,7 +248,7 @@ import sys, time
 import numpy as np
 from holdall.storage.codec import Codec, Method, Transform
 from holdall.native import PortableCoder
-from holdall.storage.tiers import SpillFolder
+from holdall.storage.spill import SpillFolder
 
 coder = PortableCoder()
 folder = SpillFolder(sys.argv[1], coder)
@@ -324,3 +324,36 @@ def test_folders_that_are_made_at_once_do_not_sweep_each_other(tmp_path: Path) -
     for folder in made:
         folder.close()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="folders are not swept there")
+def test_what_is_left_of_a_folder_is_swept_too(tmp_path: Path) -> None:
+    """Without its lock, or before it had its name; what another put into one stays."""
+    names = [f"{dot}holdall-spill-{digit * 16}" for dot in ("", ".") for digit in "abc"]
+    for number, name in enumerate(names):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{number:08d}.seg").write_bytes(b"slices")
+        if number % 2:
+            (tmp_path / name / "lock").touch()
+    (tmp_path / names[2] / "notes.txt").write_text("mine")
+    (tmp_path / names[3] / "00000009.seg").symlink_to(tmp_path / names[2] / "notes.txt")
+    folder = SpillFolder(tmp_path, CODERS[0])
+    assert {path.name for path in tmp_path.iterdir()} - {names[2]} == {folder._path.name}
+    assert [path.read_text() for path in (tmp_path / names[2]).iterdir()] == ["mine"]
+    folder.close()
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs modes")
+@pytest.mark.parametrize("mask", [0, 0o022, 0o077])
+def test_nobody_else_enters_the_folder_whatever_the_umask(coder: Coder, tmp_path: Path, mask: int) -> None:
+    """Its files have the mode that a checkpoint's have: they may become part of one."""
+    before = os.umask(mask)
+    try:
+        folder = SpillFolder(tmp_path / "spill", coder)
+        folder.write(sealed_by(coder))
+    finally:
+        os.umask(before)
+    (path,) = (tmp_path / "spill").iterdir()
+    assert path.stat().st_mode & 0o777 == 0o700
+    assert files_in(tmp_path / "spill")[0].stat().st_mode & 0o777 == 0o644 & ~mask
+    folder.close()

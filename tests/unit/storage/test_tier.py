@@ -347,14 +347,14 @@ def test_a_block_that_leaves_while_it_is_written_to_disk_is_not_counted(monkeypa
     written = [PortableCoder().adopt(on_disk(frozen.block)) for frozen in full[:2]]
     before = segments.overhead_bytes
     segments.seal(full[1].block, written[1])
-    held = segments.places(np.array([0]), np.array([0]))
+    held = segments.places(np.array([0]))
     assert held.reads_files
     assert segments.overhead_bytes == before + written[1].nbytes
     segments.evict_before(segments._closed[2].first_tick)
     after = segments.overhead_bytes
     segments.seal(full[0].block, written[0])
     assert segments.overhead_bytes == after < before
-    assert not segments.places(np.array([799]), np.array([0])).reads_files
+    assert not segments.places(np.array([799])).reads_files
 
 
 # ---------------------------------------------------------------- blocks of several segments

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from holdall.errors import WatchError
-from holdall.tools.watch.one_pass import WatchLoop, latest_reading, publish_latest
+from holdall.tools.watch.process_watcher import WatchLoop, latest_reading, publish_latest
 from holdall.tools.watch.reading import GROUPS
 from holdall.tools.watch.watcher_process import PrometheusServer, WatchRecorder, prometheus_text, record_header
 

@@ -1,7 +1,8 @@
-"""Run a bench: every profile, buffer and seed, each in a fresh process, and the file of results.
+"""Run a bench: every profile, buffer and seed, each in a fresh process; the file of results, rankings and tables.
 
 Results are JSON lines, flushed one by one: a header, then one record a run. A run that fails is a record, too. Ctrl-C
-keeps what is done; `--resume` runs what the header says and nothing twice.
+keeps what is done; `--resume` runs what the header says and nothing twice. Runs are not ranked by memory if a buffer
+was not full, and not ranked at all where the seeds do not separate them; then the reason is given instead of an order.
 """
 
 from __future__ import annotations
@@ -9,14 +10,21 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
 
 from holdall.errors import ArgumentError
 from holdall.tools.bench.child_process import ChildError, OnProgress, header_of, run_task
 from holdall.tools.bench.settings import BenchSettings, Calibration
-from holdall.tools.report import BENCH_FORMAT, JsonLine, TrainingRun
+from holdall.tools.report import results
+from holdall.tools.report.json_lines import JsonLine
+from holdall.units import format_bytes
 
 _PHASE_SHARES = {"construct": 0.0, "fill": 0.1, "train": 0.4, "save": 0.95}
 """Where a run is when a phase begins, roughly: for the bar alone."""
@@ -34,8 +42,8 @@ class PlannedRun(NamedTuple):
 def header(settings: BenchSettings, calibration: Calibration, seconds: float) -> dict[str, Any]:
     """Describe what is measured, where, and how long it is expected to take."""
     measured = {"env": settings.env, "algo": settings.algo, "limit": settings.limit_bytes, "announced_seconds": seconds}
-    full = {"settings": settings.as_dict(), "calibration": calibration.as_dict()}
-    return header_of(BENCH_FORMAT) | measured | full
+    full = {"settings": asdict(settings), "calibration": asdict(calibration)}
+    return header_of(results.BENCH_FORMAT) | measured | full
 
 
 def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
@@ -48,19 +56,21 @@ def planned_runs(settings: BenchSettings) -> list[PlannedRun]:
     return found
 
 
-def expected_seconds(settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun] = ()) -> float:
+def expected_seconds(
+    settings: BenchSettings, calibration: Calibration, done: Sequence[results.TrainingRun] = ()
+) -> float:
     """Return the seconds that what is left is expected to take."""
     return sum(_expected(planned, calibration) for planned in _left(settings, done))
 
 
-def _left(settings: BenchSettings, done: Sequence[TrainingRun]) -> list[PlannedRun]:
+def _left(settings: BenchSettings, done: Sequence[results.TrainingRun]) -> list[PlannedRun]:
     over = {run.key for run in done if run.status in {"done", "does not fit"}}
     return [planned for planned in planned_runs(settings) if planned not in over]
 
 
 def run_bench(
-    settings: BenchSettings, calibration: Calibration, done: Sequence[TrainingRun], on_progress: OnProgress
-) -> Iterator[TrainingRun]:
+    settings: BenchSettings, calibration: Calibration, done: Sequence[results.TrainingRun], on_progress: OnProgress
+) -> Iterator[results.TrainingRun]:
     """Run what is left; yield every run as it ends.
 
     `on_progress` gets the name of the run, and how many of the expected seconds are over.
@@ -76,9 +86,9 @@ def run_bench(
 
 def _run(
     planned: PlannedRun, settings: BenchSettings, calibration: Calibration, on_progress: Callable[[float], None]
-) -> TrainingRun:
+) -> results.TrainingRun:
     size = calibration.sizes[planned.profile]
-    run = TrainingRun(planned.profile, planned.buffer, planned.seed, "does not fit", size.size, size.batch_size)
+    run = results.TrainingRun(planned.profile, planned.buffer, planned.seed, "does not fit", size.size, size.batch_size)
     if planned.buffer not in size.fits:
         why = f"{size.share:.0%} of the limit does not hold the process and one batch with this buffer"
         return replace(run, reason=why)
@@ -121,7 +131,7 @@ class ResultWriter:
             self._file.flush()
 
 
-def read_results(path: Path, form: str = BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+def read_results(path: Path, form: str = results.BENCH_FORMAT) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """Read a file: its header, and its other records; a last line that was cut off is passed over."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()[:MAX_LINES]
@@ -135,10 +145,10 @@ def read_results(path: Path, form: str = BENCH_FORMAT) -> tuple[dict[str, Any], 
     return records[0], records[1:]
 
 
-def runs_of(records: Iterable[Mapping[str, Any]]) -> list[TrainingRun]:
+def runs_of(records: Iterable[Mapping[str, Any]]) -> list[results.TrainingRun]:
     """Return the runs among some records; of those with one name the last."""
     lines = [JsonLine(dict(record), "a run of the results") for record in records if record.get("kind") == "run"]
-    return list({run.key: run for run in map(TrainingRun.read, lines)}.values())
+    return list({run.key: run for run in map(results.TrainingRun.read, lines)}.values())
 
 
 def _json(line: str) -> Any:
@@ -146,3 +156,117 @@ def _json(line: str) -> Any:
         return json.loads(line)
     except ValueError:
         return None
+
+
+_SAME_PEAK_SHARE = 0.05
+"""Peaks that differ by less count as the same: two benches of one setting differed by up to 2.6 % in one profile, since
+its size follows from what the trials happened to take."""
+_NEARLY_FULL = 0.999
+_HEADS = ("profile", "buffer", "holds", "batch", "peak memory", "per transition", "steps/s", "reward", "checkpoint")
+_BEST = {"memory": "Least memory", "speed": "Fastest", "reward": "Highest reward"}
+
+
+def rankings(runs: Sequence[results.TrainingRun], missing: int = 0) -> list[results.ProfileRanking]:
+    """Rank by memory, speed and reward; nothing, while runs are missing."""
+    if missing:
+        why = f"{missing} runs are missing; --resume makes them"
+        return [results.ProfileRanking(by, (), why) for by in ("memory", "speed", "reward")]
+    known = results.summaries(runs)
+    measured = [summary for summary in known if summary.done]
+    speeds, rewards = ([(one.name, getattr(one, name)) for one in measured] for name in ("speed", "reward"))
+    return [_by_memory(known, measured), _by_interval("speed", speeds), _by_interval("reward", rewards)]
+
+
+def _by_memory(
+    known: Sequence[results.SeedsSummary], measured: Sequence[results.SeedsSummary]
+) -> results.ProfileRanking:
+    refused = None if measured else "nothing was measured"
+    for run in (run for summary in known for run in summary.runs):
+        named = f"{run.profile} with {run.buffer}"
+        if run.status == "done" and run.filled < _NEARLY_FULL:
+            held = f"{int(run.filled * run.size):,} of {run.size:,} transitions when it was measured"
+            refused = f"{named} held {held}: fill the buffers, or what they would take is not seen"
+            break
+        if run.status in {"failed", "stopped"}:
+            refused = f"{named} {run.status}; --resume runs it again"
+            break
+    if refused is not None:
+        return results.ProfileRanking("memory", (), refused)
+    groups = _group_similar_peaks(measured)
+    names = tuple(summary.name for group in groups for summary in group)
+    same = tuple((one.name, other.name) for group in groups for one, other in pairwise(group))
+    return results.ProfileRanking("memory", names, None, same)
+
+
+def _group_similar_peaks(measured: Sequence[results.SeedsSummary]) -> list[list[results.SeedsSummary]]:
+    """Group peaks that count as the same; within a group, the order is that of the profiles, in every bench."""
+    groups: list[list[results.SeedsSummary]] = []
+    last = 0.0
+    for peak, summary in sorted(((one.peak or 0.0, one) for one in measured), key=lambda pair: pair[0]):
+        if groups and peak - last < _SAME_PEAK_SHARE * last:
+            groups[-1].append(summary)
+        else:
+            groups.append([summary])
+        last = peak
+    return [sorted(group, key=measured.index) for group in groups]
+
+
+def _by_interval(
+    by: str, found: Sequence[tuple[results.ProfileAndBuffer, results.Interval | None]]
+) -> results.ProfileRanking:
+    known = sorted(((name, value) for name, value in found if value is not None), key=lambda pair: -pair[1].mean)
+    if not known:
+        return results.ProfileRanking(by, (), f"no {by} was measured")
+    if any(interval.half is None for _, interval in known):
+        return results.ProfileRanking(by, (), "one seed does not show how much seeds differ; give --seeds 3 or more")
+    pairs = list(pairwise(known))
+    same = [(one[0], other[0]) for one, other in pairs if one[1].overlaps(other[1])]
+    if pairs and len(same) == len(pairs):
+        return results.ProfileRanking(
+            by, (), "the intervals of all neighbours overlap; more seeds or steps may separate them"
+        )
+    return results.ProfileRanking(by, tuple(name for name, _ in known), None, tuple(same))
+
+
+def bench_tables(
+    header: dict[str, Any], runs: Sequence[results.TrainingRun], rankings: Sequence[results.ProfileRanking]
+) -> Iterator[RenderableType]:
+    """Yield the table of a bench, its rankings, and what failed."""
+    title = f"{header['algo'].upper()} on {header['env']}, profiles of {format_bytes(header['limit'])}"
+    table = Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for number, head in enumerate(_HEADS):
+        table.add_column(head, justify="left" if number < 2 else "right", no_wrap=True)
+    for summary in results.summaries(runs):
+        table.add_row(*_summary_cells(summary), style="" if summary.done else "dim")
+    yield table
+    for ranking in rankings:
+        yield _ranking_text(ranking)
+    for run in runs:
+        if run.status == "failed":
+            yield Text(f"{run.profile} with {run.buffer}, seed {run.seed}: {run.reason}", "yellow")
+
+
+def _summary_cells(summary: results.SeedsSummary) -> tuple[str, ...]:
+    run = summary.runs[0]
+    sizes = (*summary.name, f"{run.size:,}", f"{run.batch_size:,}")
+    if not summary.done:
+        return *sizes, run.status, "", "", "", ""
+    each, saved, seconds = summary.bytes_per_transition, summary.checkpoint("bytes"), summary.checkpoint("seconds")
+    memory = (format_bytes(summary.peak or 0), "-" if each is None else f"{each:,.0f} B")
+    checkpoint = "-" if saved is None or seconds is None else f"{seconds:.1f} s, {format_bytes(saved)}"
+    return *sizes, *memory, _interval(summary.speed), _interval(summary.reward), checkpoint
+
+
+def _interval(value: results.Interval | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value.mean:.1f}" + ("" if value.half is None else f" ± {value.half:.1f}")
+
+
+def _ranking_text(ranking: results.ProfileRanking) -> Text:
+    if ranking.refused is not None:
+        return Text(f"Not ranked by {ranking.by}: {ranking.refused}.", style="yellow")
+    first = " with ".join(ranking.order[0])
+    tied = next((" with ".join(other) for one, other in ranking.same if one == ranking.order[0]), None)
+    doubt = f" (no clear difference to {tied})" if tied else ""
+    return Text.assemble((f"{_BEST[ranking.by]}: ", "bold"), f"{first}{doubt}.")

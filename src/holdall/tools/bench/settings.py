@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from holdall.errors import ArgumentError
@@ -28,33 +28,14 @@ _TRIAL_STEPS = 120
 _TRIAL_ROLLOUT = 256
 
 
-@dataclass(frozen=True, slots=True)
-class ShippedEnv:
-    """An environment that comes with holdall, and the sizes at which a bench of it takes minutes.
-
-    The defaults are those of all other environments.
-    """
-
-    env: str
-    batch_size: int
-    features: str = ""  # the extractor of its policy
-    policy_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    limit: str = "machine"
-    timesteps: int = 5_000
-    threads: int = 0  # more than one wait for each other longer than networks of this size take
-
-
-SHIPPED_ENVS = {
-    "demo": ShippedEnv(
-        "holdall.tools.demo.camera:CameraRover",
-        16,
-        "holdall.tools.bench.training:CameraExtractor",
-        {"net_arch": [64, 64]},
-        limit="2GiB",
-        timesteps=400,
-        threads=1,
-    )
-}
+SHIPPED_ENVS: dict[str, dict[str, Any]] = {
+    "demo": {
+        "env_id": "holdall.tools.demo.camera:CameraRover", "batch_size": 16, "limit": "2GiB", "timesteps": 400,
+        "features": "holdall.tools.bench.training:CameraExtractor", "policy_kwargs": {"net_arch": [64, 64]},
+        "threads": 1,  # more than one wait for each other longer than networks of this size take
+    },
+}  # fmt: skip
+"""Environments that come with holdall, and the sizes at which a bench of them takes minutes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,10 +62,6 @@ class BenchSettings:
         """Whether experience is used once and then dropped."""
         return ALGORITHMS[self.algo].on_policy
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return asdict(self)
-
     def task(self, buffer: str, size: int, batch_size: int, timesteps: int, seed: int = 0, **changes: Any) -> Task:
         """Return what one process trains."""
         own = {name: getattr(self, name) for name in ("fills", "features", "threads", "policy_kwargs")}
@@ -92,53 +69,44 @@ class BenchSettings:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any]) -> BenchSettings:
-        """Make settings of what `as_dict` returned."""
+        """Make settings of what `asdict` returned."""
         return cls(**{**data, "profiles": tuple(data["profiles"]), "buffers": tuple(data["buffers"])})
 
 
 def settings_of(
-    env: str,
-    algo: str,
-    profiles: list[str],
-    timesteps: int | None,
-    seeds: int,
-    buffers: list[str],
-    limit: str | None,
+    env: str, algo: str, profiles: list[str], timesteps: int | None, seeds: int, buffers: list[str], limit: str | None,
     *,
-    fills: bool = True,
-    threads: int | None = None,
-) -> BenchSettings:
+    fills: bool = True, threads: int | None = None,
+) -> BenchSettings:  # fmt: skip
     """Check what was asked for, and complete it."""
     names = list(PROFILES) if profiles == ["all"] else profiles
     _require("algo", [algo], ALGOS)
     _require("profiles", names, tuple(PROFILES))
     _require("buffers", buffers, BUFFERS)
-    shipped = SHIPPED_ENVS.get(env) or ShippedEnv(env, ALGORITHMS[algo].batch_size or 0)
-    limit_bytes, source = _limit(limit, shipped)
+    defaults = {"env_id": env, "batch_size": ALGORITHMS[algo].batch_size or 0, "limit": "machine", "timesteps": 5_000}
+    chosen: dict[str, Any] = defaults | SHIPPED_ENVS.get(env, {})
+    chosen |= {} if timesteps is None else {"timesteps": timesteps}
+    chosen |= {} if threads is None else {"threads": threads}
+    limit_bytes, source = _limit(limit, chosen.pop("limit"))
     return BenchSettings(
         env=env,
         algo=algo,
         profiles=tuple(dict.fromkeys(names)),
-        timesteps=timesteps or shipped.timesteps,
         seeds=seeds,
         buffers=tuple(dict.fromkeys(buffers)),
         limit_bytes=limit_bytes,
-        batch_size=shipped.batch_size,
-        fills=fills,
         limit_said=source,
-        env_id=shipped.env,
-        features=shipped.features,
-        policy_kwargs=shipped.policy_kwargs,
-        threads=shipped.threads if threads is None else threads,
+        fills=fills,
+        **chosen,
     )
 
 
-def _limit(limit: str | None, shipped: ShippedEnv) -> tuple[int, str]:
+def _limit(limit: str | None, usual: str) -> tuple[int, str]:
     here = memory_limits()[0]
-    if (limit or shipped.limit) == "machine":
+    if (limit or usual) == "machine":
         return here.free_bytes, here.name
     if limit is None:
-        return parse_bytes(shipped.limit), "scaled down so that this takes minutes; --limit machine for all there is"
+        return parse_bytes(usual), "scaled down so that this takes minutes; --limit machine for all there is"
     given = parse_bytes(limit, "limit")
     if given > here.free_bytes:
         raise ArgumentError(
@@ -189,13 +157,9 @@ class Calibration:
     sizes: dict[str, ProfileSize]
     seconds: dict[str, float]  # by "profile/buffer"
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return plain data."""
-        return {"sizes": {name: asdict(size) for name, size in self.sizes.items()}, "seconds": self.seconds}
-
     @classmethod
     def from_dict(cls, data: Any) -> Calibration:
-        """Make it of what `as_dict` returned."""
+        """Make it of what `asdict` returned."""
         sizes = {name: ProfileSize(**{**size, "fits": tuple(size["fits"])}) for name, size in data["sizes"].items()}
         return cls(sizes, dict(data["seconds"]))
 

@@ -26,7 +26,8 @@ from holdall.machine import peak_bytes
 from holdall.replay import ReplayMemory
 from holdall.sb3 import CheckpointCallback, WatchCallback, resume
 from holdall.sb3 import ReplayBuffer as HoldallReplayBuffer
-from holdall.tools.bench import CameraExtractor, MeasureCallback, emit, folder_bytes, late_slope
+from holdall.tools.bench.child_process import emit, folder_bytes
+from holdall.tools.bench.training import CameraExtractor, MeasureCallback, late_slope
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 
 BUFFERS: dict[str, type[ReplayBuffer]] = {"sb3": DictReplayBuffer, "holdall": HoldallReplayBuffer}

@@ -22,7 +22,7 @@ from rich.table import Table
 
 from holdall.errors import ArgumentError, HoldallError, MissingPackageError
 from holdall.machine import Limit
-from holdall.tools.bench import messages, module_command
+from holdall.tools.bench.child_process import messages, module_command
 from holdall.tools.demo.camera import CameraRover, CheckpointFingerprint, DemoResult
 from holdall.tools.plan.measure_memory import need_from_spaces
 from holdall.tools.plan.phases import MachineLimits, MeasuredCosts, PlanInputs
@@ -87,7 +87,9 @@ def _train(
 ) -> dict[str, Any]:
     """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
-    with _bars(console) as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
+    bar = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
+    shown = Progress(*bar, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
+    with shown as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
         task = bars.add_task(TITLES[buffer], total=1.0, memory="")
         for message in lines:
             if "done" not in message:
@@ -115,11 +117,6 @@ def _result_of(messages_by_kind: dict[str, Any]) -> DemoResult:
     if "result" not in messages_by_kind:
         raise HoldallError("The training ended without a result; run `python -m holdall.tools.demo.training` alone.")
     return DemoResult(**messages_by_kind["result"])
-
-
-def _bars(console: Console) -> Progress:
-    columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
-    return Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
 
 
 def _check(steps: int, transitions: int) -> None:

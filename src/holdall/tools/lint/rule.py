@@ -15,12 +15,12 @@ import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from importlib import resources
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from holdall.tools.lint.finding import Edit, Finding, Severity, SourceRange
-from holdall.tools.lint.machine import Machine
-from holdall.tools.lint.run import ConfiguredRun
+from holdall.tools.lint.run import ConfiguredRun, Machine
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 from holdall.units import parse_bytes
@@ -29,38 +29,11 @@ _GIB = 2**30
 REFERENCE_MACHINE = Machine(8, 32 * _GIB, 32 * _GIB, "RAM", 16 * _GIB, 16 * _GIB, 200 * 10**9, (3, 11), (2, 9, 2))
 """The machine that the examples are checked for."""
 
-_CAMERA = """import numpy as np
-import gymnasium as gym
-from gymnasium import spaces
-from stable_baselines3 import SAC
-
-class Dog(gym.Env):
-    def __init__(self):
-        self.observation_space = spaces.Dict({
-            "image": spaces.Box(0, 255, (84, 84, 3), np.uint8),
-            "vector": spaces.Box(-1, 1, (31,), np.float32),
-        })
-        self.action_space = spaces.Box(-1, 1, (8,), np.float32)
-
-"""
-_SCREENS = """import numpy as np
-import gymnasium as gym
-from gymnasium import spaces
-from stable_baselines3 import PPO
-from stable_baselines3.common.vec_env import DummyVecEnv, VecFrameStack
-
-class Screen(gym.Env):
-    def __init__(self):
-        self.observation_space = spaces.Box(0, 255, (144, 160, 3), np.uint8)
-        self.action_space = spaces.Discrete(8)
-
-"""
-_PROCESSES = """from stable_baselines3 import PPO
-from stable_baselines3.common.env_util import make_vec_env
-from stable_baselines3.common.vec_env import SubprocVecEnv
-
-"""
-SETUPS = {"camera": _CAMERA, "screens": _SCREENS, "processes": _PROCESSES}
+_FILES = resources.files("holdall.tools.lint").joinpath("setups")
+SETUPS = {
+    name: _FILES.joinpath(f"{name}.txt").read_text(encoding="utf-8") for name in ("camera", "processes", "screens")
+}
+"""What stands before an example: an environment with a camera, one with screens, and processes."""
 
 _SECTION = re.compile(r"^(Why|Fix|Bad|Good)(?: \((.+)\))?:", re.MULTILINE)
 

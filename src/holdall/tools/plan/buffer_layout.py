@@ -150,16 +150,11 @@ def leaves_of(space: spaces.Space[Any], argument: str) -> tuple[Leaf, ...]:
 
 
 def replay_buffer(
-    observation: Sequence[Leaf],
-    action: Leaf,
-    buffer_size: int,
-    n_envs: int = 1,
+    observation: Sequence[Leaf], action: Leaf, buffer_size: int, n_envs: int = 1,
     *,
-    buffer_class: str = "ReplayBuffer",
-    optimize_memory_usage: bool = False,
-    handle_timeout_termination: bool = True,
+    buffer_class: str = "ReplayBuffer", optimize_memory_usage: bool = False, handle_timeout_termination: bool = True,
     sb3: Version | None = None,
-) -> BufferLayout:
+) -> BufferLayout:  # fmt: skip
     """Lay out a replay buffer.
 
     Args:

@@ -220,7 +220,7 @@ def spec_from_model(model: Any) -> Spec:
         "observation": model.observation_space,
         "action": model.action_space,
         "num_envs": int(model.n_envs),
-        "policy": _policy_name(model),
+        "policy": {kind: name for name, kind in type(model).policy_aliases.items()}.get(model.policy_class, ""),
         "policy_kwargs": _plain_policy_kwargs(model.policy_kwargs),
         "device": model.device.type,
         "sb3": installed_version(),
@@ -248,11 +248,6 @@ def _replay_settings(model: Any) -> dict[str, Any]:
         "optimize_memory_usage": bool(model.optimize_memory_usage) and not ours,
         "handle_timeout_termination": bool(getattr(model.replay_buffer, "handle_timeout_termination", True)),
     }
-
-
-def _policy_name(model: Any) -> str:
-    names = {policy: name for name, policy in type(model).policy_aliases.items()}
-    return str(names.get(model.policy_class, ""))
 
 
 def _plain_policy_kwargs(policy_kwargs: dict[str, Any]) -> dict[str, Any]:

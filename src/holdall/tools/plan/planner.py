@@ -129,15 +129,10 @@ class Plan:
 def make_plan(
     spec: Spec,
     *,
-    budget_bytes: int | None = None,
-    memory_bytes: int | None = None,
-    vram_bytes: int | None = None,
-    networks: bool = True,
-    probe_steps: int = 0,
-    prefer: str = "balanced",
-    checkpoint_dir: Path | None = None,
+    budget_bytes: int | None = None, memory_bytes: int | None = None, vram_bytes: int | None = None,
+    networks: bool = True, probe_steps: int = 0, prefer: str = "balanced", checkpoint_dir: Path | None = None,
     environment: Answer | None = None,
-) -> Plan:
+) -> Plan:  # fmt: skip
     """Measure what may be measured, and work out the rest.
 
     Args:

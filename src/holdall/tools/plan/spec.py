@@ -15,15 +15,7 @@ from typing import Any
 from gymnasium import spaces
 
 from holdall.errors import ArgumentError
-from holdall.tools.plan.buffer_layout import (
-    BufferLayout,
-    Version,
-    default_class,
-    installed_version,
-    leaves_of,
-    replay_buffer,
-    rollout_buffer,
-)
+from holdall.tools.plan import buffer_layout
 from holdall.tools.plan.environments import has_images, space_from_dict, space_to_dict
 from holdall.units import require_count
 
@@ -129,7 +121,7 @@ class Spec:
     handle_timeout_termination: bool = True
     saves_buffer: bool = False
     uses_holdall: bool = False  # whether holdall's buffer is in place of Stable-Baselines3's
-    sb3: Version | None = None  # None: the one that is installed, or the newest
+    sb3: buffer_layout.Version | None = None  # None: the one that is installed, or the newest
     env_id: str = ""
     wrapper: str = ""  # "atari": Stable-Baselines3's wrapper of that name
     name: str = ""
@@ -166,7 +158,7 @@ class Spec:
     @property
     def observation_bytes(self) -> int:
         """Bytes of one observation."""
-        return sum(leaf.nbytes for leaf in leaves_of(self.observation, "obs"))
+        return sum(leaf.nbytes for leaf in buffer_layout.leaves_of(self.observation, "obs"))
 
     @property
     def rollout_steps(self) -> int:
@@ -199,17 +191,17 @@ class Spec:
     def sb3_buffer(self) -> str:
         """The buffer class of Stable-Baselines3 that this run uses, or would use without holdall."""
         steps = 1 if self.on_policy else self.rollout_steps
-        return self.buffer_class or default_class(self.on_policy, self.is_dict, steps)
+        return self.buffer_class or buffer_layout.default_class(self.on_policy, self.is_dict, steps)
 
-    def layout(self) -> BufferLayout:
+    def layout(self) -> buffer_layout.BufferLayout:
         """Lay out the buffer as the version of Stable-Baselines3 allocates it."""
-        observation = leaves_of(self.observation, "obs")
-        (action,) = leaves_of(self.action, "action")
-        kind: dict[str, Any] = {"buffer_class": self.sb3_buffer, "sb3": self.sb3 or installed_version()}
+        observation = buffer_layout.leaves_of(self.observation, "obs")
+        (action,) = buffer_layout.leaves_of(self.action, "action")
+        kind: dict[str, Any] = {"buffer_class": self.sb3_buffer, "sb3": self.sb3 or buffer_layout.installed_version()}
         if self.on_policy:
-            return rollout_buffer(observation, action, self.rollout_steps, self.num_envs, **kind)
+            return buffer_layout.rollout_buffer(observation, action, self.rollout_steps, self.num_envs, **kind)
         kind |= {name: getattr(self, name) for name in ("optimize_memory_usage", "handle_timeout_termination")}
-        return replay_buffer(observation, action, self.capacity, self.num_envs, **kind)
+        return buffer_layout.replay_buffer(observation, action, self.capacity, self.num_envs, **kind)
 
     def but(self, **changes: Any) -> Spec:
         """Return the same run with some values changed."""

@@ -15,41 +15,11 @@ from typing import Any
 
 from holdall.errors import ArgumentError
 from holdall.tools.report.buffer_results import BUFFERS_FORMAT, BufferResults, summarize_buffers, write_buffers_page
-from holdall.tools.report.charts import (
-    BarPiece,
-    BarRow,
-    Child,
-    Markup,
-    Plot,
-    PlotLayer,
-    Scale,
-    bars,
-    bytes_scale,
-    joined,
-    tag,
-)
-from holdall.tools.report.document import Card, Tile, cards, code, document, section, sentence, table, tiles, toned_word
 from holdall.tools.report.json_lines import JsonLine, read_lines
 from holdall.tools.report.recording import RECORDING_FORMAT, Recording
 from holdall.tools.report.recording_page import summarize_recording, write_recording_page
-from holdall.tools.report.results import (
-    BENCH_FORMAT,
-    Interval,
-    ProfileAndBuffer,
-    ProfileRanking,
-    Results,
-    SeedsSummary,
-    TrainingRun,
-    summaries,
-)
+from holdall.tools.report.results import BENCH_FORMAT, Results
 from holdall.tools.report.results_page import summarize_bench, write_bench_page
-
-__all__ = [
-    "BENCH_FORMAT", "BUFFERS_FORMAT", "BarPiece", "BarRow", "Card", "Child", "Interval", "JsonLine", "Markup", "Plot",
-    "PlotLayer", "ProfileAndBuffer", "ProfileRanking", "Report", "Scale", "SeedsSummary", "Tile", "TrainingRun",
-    "bars", "bytes_scale", "cards", "code", "document", "joined", "read_report", "section", "sentence", "summaries",
-    "table", "tag", "tiles", "toned_word",
-]  # fmt: skip
 
 _KINDS: dict[str, tuple[Callable[[JsonLine, Iterable[JsonLine]], Any], Callable[[Any], str], Callable[[Any], Any]]] = {
     RECORDING_FORMAT: (Recording.read, write_recording_page, summarize_recording),

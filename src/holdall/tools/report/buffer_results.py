@@ -9,23 +9,12 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from holdall.tools.report.charts import (
-    BarPiece,
-    BarRow,
-    Markup,
-    bars,
-    bytes_scale,
-    duration,
-    legend_of,
-    number,
-    number_scale,
-    or_dash,
-    tag,
-)
+from holdall.tools.report import charts
+from holdall.tools.report.charts import Markup, number, or_dash, tag
 from holdall.tools.report.document import Tile, document, section, table, tiles, toned_word
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results_page import machine_section
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 BUFFERS_FORMAT = "holdall-bench-buffers-1"
 _MOST_RECORDS = 5_000
@@ -99,8 +88,8 @@ _FIGURES: tuple[tuple[str, str, Callable[[float], str]], ...] = (
     ("memory of a transition", "bytes_per_transition", _bytes),
     ("add, of one step", "add_us", lambda value: f"{number(value)} µs"),
     ("sample, of one batch", "sample_ms", lambda value: f"{number(value)} ms"),
-    ("save", "save_s", duration),
-    ("load", "load_s", duration),
+    ("save", "save_s", format_seconds),
+    ("load", "load_s", format_seconds),
 )
 
 
@@ -141,14 +130,14 @@ def _tiles(results: BufferResults) -> Markup:
 
 def _case(results: BufferResults, case: str) -> Markup:
     known = _figures_of_case(results, case)
-    charts = [_chart(known, *figure) for figure in _FIGURES]
+    drawn = [_chart(known, *figure) for figure in _FIGURES]
     count = max((one.transitions or 0.0 for one in known), default=0.0)
     lead = f"{count:,.0f} transitions. Shorter is better, if the data came back right."
     laps = max((one.laps or 0.0 for one in known), default=0.0)
     if laps > 1:
         lead += f" They were played {laps:.1f} times over: a buffer that shares what repeats gains by that."
-    keys = legend_of((("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused")))
-    return section(case, keys, tag("div", *charts, class_="columns wide"), _table(known), lead=lead)
+    keys = charts.legend_of((("holdall", "c0"), ("others", "c5"), ("rows came back wrong", "unused")))
+    return section(case, keys, tag("div", *drawn, class_="columns wide"), _table(known), lead=lead)
 
 
 def _chart(known: Sequence[BufferFigures], name: str, figure: str, written: Callable[[float], str]) -> Markup | None:
@@ -156,14 +145,14 @@ def _chart(known: Sequence[BufferFigures], name: str, figure: str, written: Call
     largest = max((value for value in values if value is not None), default=None)
     if largest is None:
         return None
-    scale = bytes_scale(largest) if written is _bytes else number_scale(largest)
+    scale = charts.bytes_scale(largest) if written is _bytes else charts.number_scale(largest)
     rows = []
     for one, value in zip(known, values, strict=True):
         text = or_dash(value, written)
         colour = "unused" if one.exact is False else "c0" if one.library.startswith(_OURS) else "c5"
         tip = f"{one.library} {one.version}\n{name}: {text}\n{_EXACT[one.exact]}"
-        rows.append(BarRow(one.library, [] if value is None else [BarPiece(value, colour, tip)], text))
-    return tag("div", tag("h4", name.capitalize()), bars(rows, scale, name))
+        rows.append(charts.BarRow(one.library, [] if value is None else [charts.BarPiece(value, colour, tip)], text))
+    return tag("div", tag("h4", name.capitalize()), charts.bars(rows, scale, name))
 
 
 def _table(known: Sequence[BufferFigures]) -> Markup:

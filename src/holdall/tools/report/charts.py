@@ -18,7 +18,7 @@ from typing import TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _Value = TypeVar("_Value")
 _VOID = frozenset({"br", "hr", "link", "meta"})
@@ -26,7 +26,7 @@ _STEPS = (1, 2, 2.5, 5, 10)
 _BINARY_STEPS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 _SECONDS = (0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 21600, 43200, 86400)
 _SMALLEST = 1e-6
-_TENTH, _MINUTE, _HOUR, _DAY = 0.1, 60, 3600, 86400
+_DAY = 86400
 _SIDE = 1000
 _LIMIT_IN_SIGHT = 2.5
 _SHARE_FOR_A_NAME = 0.09
@@ -127,7 +127,7 @@ def seconds_scale(largest: float, ticks: int = 8) -> Scale:
     """Make an axis of time that ends where the data end."""
     largest = max(largest, _SMALLEST) if largest else 1.0
     days = [float(_DAY * 2**power) for power in range(1, 12)]
-    return _scale(largest, ticks, [*_SECONDS, *days], duration, "seconds", tight=False)
+    return _scale(largest, ticks, [*_SECONDS, *days], format_seconds, "seconds", tight=False)
 
 
 def _scale(
@@ -145,22 +145,6 @@ def number(value: float) -> str:
     if value.is_integer() or abs(value) >= 100:
         return f"{value:,.0f}"
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:,.3g}"
-
-
-def duration(seconds: float) -> str:
-    """Write a time: `60 ms`, `45 s`, `12 min`, `3 h 20 min`."""
-    if 0 < seconds < _TENTH:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < _MINUTE:
-        return f"{seconds:.3g} s"
-    if seconds < _HOUR:
-        whole, rest = divmod(round(seconds), _MINUTE)
-        return f"{whole} min {rest} s" if rest and whole < 10 else f"{seconds / _MINUTE:.0f} min"
-    if seconds < _DAY:
-        whole, rest = divmod(round(seconds / _MINUTE), 60)
-        return f"{whole} h {rest} min" if rest else f"{whole} h"
-    whole, rest = divmod(round(seconds / _HOUR), 24)
-    return f"{whole} d {rest} h" if rest else f"{whole} d"
 
 
 def or_dash(value: _Value | None, text: Callable[[_Value], str]) -> str:

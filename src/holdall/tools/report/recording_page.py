@@ -13,28 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.tools.report.charts import (
-    BarPiece,
-    BarRow,
-    Floats,
-    Markup,
-    Plot,
-    PlotLayer,
-    Scale,
-    bars,
-    bytes_scale,
-    duration,
-    joined,
-    limited_scale,
-    number,
-    number_scale,
-    seconds_scale,
-    tag,
-    thinned_positions,
-)
+from holdall.tools.report import charts
+from holdall.tools.report.charts import Markup, joined, number, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.recording import GROUP_TITLES, RecordedPart, RecordedVerdict, Recording
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _MOST_POINTS = 600
 _MOST_ROWS = 120
@@ -108,7 +91,7 @@ def _facts(recording: Recording) -> list[str]:
         f"process {pid:.0f}" if pid else "",
         _moment(started) if started is not None else "",
         f"{readings:,} reading{'' if readings == 1 else 's'}"
-        + (f", one every {duration(interval)}" if interval else ""),
+        + (f", one every {format_seconds(interval)}" if interval else ""),
         header.text("system") or "",
     ]
 
@@ -129,9 +112,9 @@ def _tiles(recording: Recording) -> Markup:
     tone = "" if share is None else "error" if share >= 1 else "warning" if share >= _NEAR else ""
     held, used = (format_bytes(limit[0]), f"{limit[1]}, {share:.0%} used at most") if limit else (_NOT_MEASURED, "")
     shown = [
-        Tile("peak", format_bytes(peak), f"after {duration(recording.times[int(pss.argmax())])}", tone),
+        Tile("peak", format_bytes(peak), f"after {format_seconds(recording.times[int(pss.argmax())])}", tone),
         Tile("limit", held, used),
-        Tile("at the end", format_bytes(pss[-1]), f"after {duration(recording.times[-1])}"),
+        Tile("at the end", format_bytes(pss[-1]), f"after {format_seconds(recording.times[-1])}"),
     ]
     buffers = [part for part in recording.parts if part.group == "buffers"]
     if buffers:
@@ -154,9 +137,9 @@ def _verdicts(recording: Recording) -> Markup:
 
 def _card(recording: Recording, verdict: RecordedVerdict) -> Card:
     moment, first = recording.since_start(verdict.time), recording.since_start(verdict.first_time)
-    when = "" if moment is None else f"after {duration(moment)}"
+    when = "" if moment is None else f"after {format_seconds(moment)}"
     if verdict.times > 1 and first is not None:
-        when += f", {verdict.times} times, first after {duration(first)}"
+        when += f", {verdict.times} times, first after {format_seconds(first)}"
     name, evidence = verdict.name.replace("_", " ").capitalize(), list(evidence_in_words(verdict.evidence))
     return Card(verdict.severity, name, sentence(verdict.text), evidence, sentence(verdict.remedy), when)
 
@@ -180,63 +163,54 @@ def _memory(recording: Recording) -> Markup | None:
 
 
 def _stacked_bytes(
-    recording: Recording,
-    total: Floats,
-    bands: dict[str, tuple[str, Floats]],
-    limit: tuple[float, str] | None,
-    caption: str,
-    label: str,
+    recording: Recording, total: charts.Floats, bands: dict[str, tuple[str, charts.Floats]],
+    limit: tuple[float, str] | None, caption: str, label: str,
     *,
     flags: bool = False,
-) -> Markup:
+) -> Markup:  # fmt: skip
     """Plot what adds up to a total of bytes, and write some of it as a table, the first and the last among it."""
-    chosen = thinned_positions(total, _MOST_POINTS)
-    layers = [PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
+    chosen = charts.thinned_positions(total, _MOST_POINTS)
+    layers = [charts.PlotLayer(name, colour, values[chosen]) for name, (colour, values) in bands.items()]
     stacked = np.sum([layer.values for layer in layers], axis=0) if layers else total
-    scale = limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0])
+    scale = charts.limited_scale(max(float(total.max()), float(stacked.max()), 1.0), limit and limit[0])
     plot = _over_time(recording, chosen, layers, scale, label, limit=limit, flags=flags)
     times, lines = recording.times, []
     for row in np.unique(np.linspace(0, len(chosen) - 1, min(_MOST_ROWS, len(chosen))).astype(np.int64)):
         at, step = chosen[row], recording.series["step"][chosen[row]]
         held = [format_bytes(values[row]) for values in (total[chosen], *(layer.values for layer in layers))]
-        lines.append([duration(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
+        lines.append([format_seconds(times[at]), f"{step:,.0f}" if np.isfinite(step) else "-", *held])
     heads = ["after", "step", "all", *bands]
     return joined(plot, details("These figures as a table", table(heads, lines, caption)))
 
 
 def _over_time(
-    recording: Recording,
-    chosen: NDArray[np.int64],
-    layers: Sequence[PlotLayer],
-    scale: Scale,
+    recording: Recording, chosen: NDArray[np.int64], layers: Sequence[charts.PlotLayer], scale: charts.Scale,
     label: str,
     *,
-    limit: tuple[float, str] | None = None,
-    flags: bool = False,
-    stacked: bool = True,
-) -> Markup:
+    limit: tuple[float, str] | None = None, flags: bool = False, stacked: bool = True,
+) -> Markup:  # fmt: skip
     times = recording.times
-    axis = seconds_scale(max(float(times[-1]), 1e-9))
+    axis = charts.seconds_scale(max(float(times[-1]), 1e-9))
     steps = [recording.series["step"][at] for at in chosen]
     heads = [
-        f"after {duration(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else "")
+        f"after {format_seconds(times[at])}" + (f", step {step:,.0f}" if np.isfinite(step) else "")
         for at, step in zip(chosen, steps, strict=True)
     ]
     ticks = [(axis.share(value), axis.text(value)) for value in axis.ticks]
     noted = list(_flags(recording, axis)) if flags else []
-    return Plot(label, times[chosen] / axis.end, heads, layers, scale, ticks, stacked, limit, noted).markup()
+    return charts.Plot(label, times[chosen] / axis.end, heads, layers, scale, ticks, stacked, limit, noted).markup()
 
 
-def _flags(recording: Recording, axis: Scale) -> Iterator[tuple[float, str, str]]:
+def _flags(recording: Recording, axis: charts.Scale) -> Iterator[tuple[float, str, str]]:
     for verdict in recording.verdicts.values():
         moment = recording.since_start(verdict.first_time)
         if moment is not None:
-            text = f"{verdict.name.replace('_', ' ')}, after {duration(moment)}\n{verdict.text}"
+            text = f"{verdict.name.replace('_', ' ')}, after {format_seconds(moment)}\n{verdict.text}"
             yield axis.share(moment), verdict.severity, text
     for time, text in recording.events[:_MOST_BARS]:
         moment = recording.since_start(time)
         if moment is not None:
-            yield axis.share(moment), "info", f"after {duration(moment)}\n{text}"
+            yield axis.share(moment), "info", f"after {format_seconds(moment)}\n{text}"
 
 
 def _phases(recording: Recording) -> Markup | None:
@@ -248,40 +222,42 @@ def _phases(recording: Recording) -> Markup | None:
     rows = []
     for phase, peak in peaks[:_MOST_BARS]:
         text, note = format_bytes(peak), _count_and_time(phase.count, phase.seconds)
-        piece = BarPiece(peak, "c0", f"{phase.name}\npeak {text}")
-        rows.append(BarRow(phase.name, [piece], text, note, strong=peak == most))
+        piece = charts.BarPiece(peak, "c0", f"{phase.name}\npeak {text}")
+        rows.append(charts.BarRow(phase.name, [piece], text, note, strong=peak == most))
     named = limit and (limit[0], f"limit {format_bytes(limit[0])}")
-    chart = bars(rows, limited_scale(most, limit and limit[0]), "Peak memory by phase", limit=named)
+    chart = charts.bars(rows, charts.limited_scale(most, limit and limit[0]), "Peak memory by phase", limit=named)
     return section("Peaks by phase", chart, lead=_PHASES_LEAD)
 
 
 def _count_and_time(count: float | None, seconds: float | None) -> str:
     parts = [] if count is None else ["once" if count == 1 else f"{count:,.0f} times"]
-    return ", ".join(parts + ([duration(seconds)] if seconds is not None else []))
+    return ", ".join(parts + ([format_seconds(seconds)] if seconds is not None else []))
 
 
 def _buffers(recording: Recording) -> Markup | None:
     buffers = sorted((part for part in recording.parts if part.group == "buffers"), key=_allocated, reverse=True)
     if not buffers:
         return None
-    scale = bytes_scale(max(max(_allocated(part), part.resident) for part in buffers))
+    scale = charts.bytes_scale(max(max(_allocated(part), part.resident) for part in buffers))
     rows = [_buffer(part) for part in buffers[:_MOST_BARS]]
     legend = [("resident", "c0"), ("allocated, not touched yet", "unused")]
     left = f" The {_MOST_BARS} largest of {len(buffers)}." if len(buffers) > _MOST_BARS else ""
     lead = f"At the last reading. Pages that were never written to cost nothing, and will as the buffer fills.{left}"
-    return section("Buffers", bars(rows, scale, "Buffers, resident beside allocated", legend=legend), lead=lead)
+    return section("Buffers", charts.bars(rows, scale, "Buffers, resident beside allocated", legend=legend), lead=lead)
 
 
 def _allocated(part: RecordedPart) -> float:
     return part.allocated if part.allocated is not None else part.resident
 
 
-def _buffer(part: RecordedPart) -> BarRow:
+def _buffer(part: RecordedPart) -> charts.BarRow:
     untouched = max(_allocated(part) - part.resident, 0.0)
     tip = f"{part.name}\n{format_bytes(part.resident)} resident\n{format_bytes(_allocated(part))} allocated"
     fill = "" if part.fill is None else f"{min(part.fill, 1.0):.0%} full"
     text = f"{format_bytes(part.resident)} of {format_bytes(_allocated(part))}"
-    return BarRow(part.name, [BarPiece(part.resident, "c0", tip), BarPiece(untouched, "unused", tip)], text, fill)
+    return charts.BarRow(
+        part.name, [charts.BarPiece(part.resident, "c0", tip), charts.BarPiece(untouched, "unused", tip)], text, fill
+    )
 
 
 def _gpu(recording: Recording) -> Markup | None:
@@ -315,9 +291,9 @@ def _speed(recording: Recording) -> Markup | None:
         if not np.isfinite(column).any():
             continue
         filled = np.nan_to_num(column)
-        chosen = thinned_positions(filled, _MOST_POINTS)
-        scale = number_scale(float(filled.max()))
-        plot = _over_time(recording, chosen, [PlotLayer(name, "c0", column[chosen])], scale, name, stacked=False)
+        chosen = charts.thinned_positions(filled, _MOST_POINTS)
+        scale = charts.number_scale(float(filled.max()))
+        plot = _over_time(recording, chosen, [charts.PlotLayer(name, "c0", column[chosen])], scale, name, stacked=False)
         median = f"median {number(float(np.nanmedian(column)))}{unit}"
         shown.append(tag("div", tag("h4", f"{name.capitalize()}, {median}"), plot, class_="small"))
     return section("Speed", tag("div", *shown, class_="columns")) if shown else None
@@ -341,7 +317,7 @@ def _events(recording: Recording) -> Markup | None:
     if not recording.events:
         return None
     moments = [(recording.since_start(time), text) for time, text in recording.events]
-    rows = [["-" if moment is None else duration(moment), text] for moment, text in moments]
+    rows = [["-" if moment is None else format_seconds(moment), text] for moment, text in moments]
     return section("Events", table(["after", "what happened"], rows, "Events", words=2))
 
 
@@ -364,7 +340,7 @@ def _evidence_text(name: str, value: Any, unit: Any, of_a_buffer: bool) -> str:
     if name == "fill":
         return f"{value:.0%}"
     if name == "seconds":
-        return duration(value)
+        return format_seconds(value)
     if (name in _SIZES or name.endswith("_bytes")) and not (of_a_buffer and name in _COUNTS_WITH_A_BUFFER):
         return format_bytes(value)
     return number(value)

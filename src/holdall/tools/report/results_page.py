@@ -9,28 +9,12 @@ import shlex
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from holdall.tools.report.charts import (
-    BarPiece,
-    BarRow,
-    Markup,
-    Scale,
-    bars,
-    bytes_scale,
-    duration,
-    limited_scale,
-    mark,
-    number,
-    number_scale,
-    or_dash,
-    percent,
-    tag,
-    x_axis,
-    y_axis,
-)
+from holdall.tools.report import charts
+from holdall.tools.report.charts import Markup, number, or_dash, percent, tag
 from holdall.tools.report.document import Card, Tile, cards, details, document, section, sentence, table, tiles
 from holdall.tools.report.json_lines import JsonLine
 from holdall.tools.report.results import Interval, ProfileRanking, Results, SeedsSummary
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _COLOURS = ("c1", "c0", "c2", "c4", "c7", "c6", "c3", "c5")
 _BEST = {"memory": "least memory", "speed": "fastest", "reward": "highest reward"}
@@ -176,17 +160,17 @@ def _memory(results: Results) -> Markup | None:
     rows = []
     for one in results.summaries:
         peaks = "\n".join(f"{phase}: {format_bytes(size)}" for phase, size in one.peaks.items())
-        piece = BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")
+        piece = charts.BarPiece(one.peak or 0.0, _colour(results, one.buffer), f"{_display_name(one.name)}\n{peaks}")
         text = _bytes(one.peak) if one.done else one.runs[0].status
         each = one.bytes_per_transition
         note = "" if each is None else f"{each:,.0f} B a transition"
-        rows.append(BarRow(_display_name(one.name), [piece] if one.done else [], text, note))
+        rows.append(charts.BarRow(_display_name(one.name), [piece] if one.done else [], text, note))
     named = (limit, f"limit {format_bytes(limit)}") if limit else None
     phases = list(dict.fromkeys(phase for one in known for phase in one.peaks))
     cells = [[one.profile, one.buffer, *(_bytes(one.peaks.get(phase)) for phase in phases)] for one in known]
     figures = table(["profile", "buffer", *phases], cells, "Peak memory by phase", words=2)
-    scale = limited_scale(max(one.peak or 0.0 for one in known), limit)
-    chart = bars(rows, scale, "Peak memory", legend=_legend(results), limit=named)
+    scale = charts.limited_scale(max(one.peak or 0.0 for one in known), limit)
+    chart = charts.bars(rows, scale, "Peak memory", legend=_legend(results), limit=named)
     lead = "The largest resident peak of the training process, median over seeds."
     return section("Memory", chart, details("By phase, as a table", figures), lead=lead)
 
@@ -197,7 +181,7 @@ def _speed(results: Results) -> Markup | None:
         return None
     most = max(interval.mean for interval in known)
     # Two seeds that differ give whiskers that reach far beyond any bar; they are cut off at twice the longest.
-    scale = number_scale(min(max(interval.high for interval in known), 2 * most))
+    scale = charts.number_scale(min(max(interval.high for interval in known), 2 * most))
     chart = _intervals(results, scale, lambda one: one.speed, dots=False)
     return section("Speed", chart, lead=_SPEED_LEAD)
 
@@ -210,7 +194,7 @@ def _reward(results: Results) -> Markup | None:
     room = (high - low or abs(high) or 1.0) * 0.08
     begin, end = low - room, high + room
     # Rewards have no zero that means anything: the scale begins where the values do.
-    scale = Scale(end - begin, (), number, "number")
+    scale = charts.Scale(end - begin, (), number, "number")
     chart = _intervals(results, scale, lambda one: one.reward, dots=True, begin=begin)
     lead = (
         f"Mean return of an episode in the later half of training, from {number(begin)} (left) to {number(end)} "
@@ -220,20 +204,25 @@ def _reward(results: Results) -> Markup | None:
 
 
 def _intervals(
-    results: Results, scale: Scale, figure: Callable[[SeedsSummary], Interval | None], *, dots: bool, begin: float = 0.0
+    results: Results,
+    scale: charts.Scale,
+    figure: Callable[[SeedsSummary], Interval | None],
+    *,
+    dots: bool,
+    begin: float = 0.0,
 ) -> Markup:
     rows = []
     for one in results.summaries:
         interval, name = figure(one), _display_name(one.name)
         if interval is None:
-            rows.append(BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
+            rows.append(charts.BarRow(name, [], _NOT_MEASURED if one.done else one.runs[0].status))
             continue
         text = _written(interval)
         tip = f"{name}\n{text}\n{len(one.done)} seeds"
-        piece = BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
+        piece = charts.BarPiece(interval.mean - begin, _colour(results, one.buffer), tip)
         ends = None if interval.half is None else (interval.low - begin, interval.high - begin)
-        rows.append(BarRow(name, [piece], text, interval=ends))
-    return bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
+        rows.append(charts.BarRow(name, [piece], text, interval=ends))
+    return charts.bars(rows, scale, "By profile and buffer", legend=_legend(results), dots=dots)
 
 
 def _written(interval: Interval) -> str:
@@ -245,15 +234,15 @@ def _memory_and_speed(results: Results) -> Markup | None:
     known = [(one, one.peak, one.speed) for one in results.summaries if one.peak is not None and one.speed is not None]
     if len(known) < 2:
         return None
-    across = bytes_scale(max(peak for _, peak, _ in known))
-    up = number_scale(max(speed.mean for _, _, speed in known))
+    across = charts.bytes_scale(max(peak for _, peak, _ in known))
+    up = charts.number_scale(max(speed.mean for _, _, speed in known))
     # A number over each point: names would lie over each other wherever points are near.
     numbers = list(dict.fromkeys(one.profile for one, _, _ in known))
     marks, signs = [], []
     for one, peak, speed in known:
         x, y = across.share(peak), up.share(speed.mean)
         tip = f"{_display_name(one.name)}\npeak {format_bytes(peak)}\n{_written(speed)} steps a second"
-        point = mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
+        point = charts.mark("path", tip, _colour(results, one.buffer), d=_point_shape(results, one.buffer))
         marks.append(tag("svg", point, x=percent(x), y=percent(1 - y), overflow="visible"))
         style = f"left:{percent(x)};bottom:{percent(y)}"
         sign = f"{numbers.index(one.profile) + 1}"
@@ -269,9 +258,9 @@ def _memory_and_speed(results: Results) -> Markup | None:
     drawing = tag("svg", *lines, *marks, focusable="false")
     chart = tag(
         "div",
-        y_axis(up),
+        charts.y_axis(up),
         tag("div", drawing, *signs, class_="points", role="group", aria_label="Peak memory against steps a second"),
-        x_axis((across.share(value), across.text(value)) for value in across.ticks),
+        charts.x_axis((across.share(value), across.text(value)) for value in across.ticks),
         tag("ul", *keys, class_="legend"),
         class_="scatter",
     )
@@ -318,7 +307,7 @@ def _all(results: Results) -> Markup:
             one.profile, one.buffer, f"{len(one.done)} of {len(one.runs)}", or_dash(one.peak, format_bytes),
             or_dash(one.bytes_per_transition, "{:,.0f} B".format), or_dash(one.speed, _written),
             or_dash(one.reward, _written), or_dash(one.checkpoint("bytes"), format_bytes),
-            or_dash(one.checkpoint("seconds"), duration), or_dash(one.checkpoint("extra"), format_bytes),
+            or_dash(one.checkpoint("seconds"), format_seconds), or_dash(one.checkpoint("extra"), format_bytes),
         ]
         for one in results.summaries
     ]  # fmt: skip

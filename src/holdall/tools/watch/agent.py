@@ -161,7 +161,7 @@ class Agent:
             started=self._started,
             time=time.time(),
             step=next((int(model.num_timesteps) for model in models), self.step),
-            goal=next((_model_goal(model) for model in models), self.goal),
+            goal=next((int(goal) for one in models if (goal := getattr(one, "_total_timesteps", None))), self.goal),
             phase=self.phase or next((_model_phase(model) for model in models), None),
             regions=self._regions,
             heap=allocators.heap(),
@@ -213,11 +213,6 @@ def _sb3_buffer_regions(name: str, buffer: Any, memories: list[Any]) -> Iterator
         yield from memory_regions([buffer])
     else:
         yield from buffer_regions(name, buffer)
-
-
-def _model_goal(model: Any) -> int | None:
-    goal = getattr(model, "_total_timesteps", None)
-    return int(goal) if goal else None
 
 
 def _model_phase(model: Any) -> str | None:

@@ -1,6 +1,7 @@
-"""The process watcher: readings of another process, one after the other.
+"""The process watcher: readings of another process, one after the other, and passes: a reading with its verdicts.
 
-In:  a process id.  Out: readings of the process, its workers, its GPU memory, its limits and memory pressure.
+In:  a process id.  Out: readings of the process, its workers, its GPU memory, its limits and memory pressure; passes,
+in at most 2 % of one core's time, the latest of them in a file that the watched process can read within microseconds.
 Everything slow happens here, outside of the watched process. AMD's part is written from the driver's documentation and
 was not tested on such a GPU.
 Invariant: the parts of a reading add up to its total. A process that ended is an error that says so.
@@ -8,9 +9,11 @@ Invariant: the parts of a reading add up to its total. A process that ended is a
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -21,9 +24,10 @@ import psutil
 from holdall.errors import WatchError
 from holdall.machine import LINUX, disk, held_bytes, memory_limits, page_cache, peak_bytes
 from holdall.threads import usable_cores
-from holdall.tools.watch.agent_files import AgentReport, read_agent_report
+from holdall.tools.watch import agent_files
 from holdall.tools.watch.attribution import attribute_memory
-from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading
+from holdall.tools.watch.reading import AttributedPart, GpuMemory, LiveObjects, MemoryReading, ReadingHistory
+from holdall.tools.watch.verdicts import WatchVerdict, verdicts_for
 
 _STALE_S = 120.0
 """An agent report that is older than this is not used."""
@@ -45,8 +49,8 @@ class ProcessWatcher:
         self.pid = pid
         self._limit_bytes = limit_bytes
         self._without = without
-        self._before: AgentReport | None = None
-        self.latest_report: AgentReport | None = None  # of the process's agent
+        self._before: agent_files.AgentReport | None = None
+        self.latest_report: agent_files.AgentReport | None = None  # of the process's agent
         self._cores = usable_cores()
         self._highest = 0
         self._has_ended = False
@@ -109,15 +113,15 @@ class ProcessWatcher:
             exact=LINUX,
         )
 
-    def _peak(self, report: AgentReport | None) -> int:
+    def _peak(self, report: agent_files.AgentReport | None) -> int:
         """Return the highest of all peaks: an agent that reports phases resets the kernel's own."""
         phases = [] if report is None else [phase.peak for phase in report.phases.values()]
         self._highest = max(self._highest, peak_bytes(self.pid), *phases)
         return self._highest
 
-    def _read_report(self) -> AgentReport | None:
+    def _read_report(self) -> agent_files.AgentReport | None:
         """Return the newest agent report, and keep the one before it for the rate of steps."""
-        report = read_agent_report(self.pid)
+        report = agent_files.read_agent_report(self.pid)
         if report is None or time.time() - report.time > _STALE_S:
             return None
         if self.latest_report is None or report.time > self.latest_report.time:
@@ -137,7 +141,7 @@ class ProcessWatcher:
             return None
         return newest.step + int((rate or 0.0) * min(max(moment - newest.time, 0.0), 5.0))
 
-    def _sums_alone(self, report: AgentReport | None) -> list[AttributedPart]:
+    def _sums_alone(self, report: agent_files.AgentReport | None) -> list[AttributedPart]:
         """Return named regions and the rest, where the system reports only the sum."""
         whole = held_bytes(self.pid).proportional
         left, parts = whole, []
@@ -149,7 +153,7 @@ class ProcessWatcher:
         return [*parts, AttributedPart("unattributed", "this system reports only the sum", left, left)]
 
 
-def _live_objects(report: AgentReport) -> LiveObjects | None:
+def _live_objects(report: agent_files.AgentReport) -> LiveObjects | None:
     """Return what live objects take, without the arrays of buffers: the series in which a leak shows."""
     if report.heap is None:
         return None
@@ -159,7 +163,7 @@ def _live_objects(report: AgentReport) -> LiveObjects | None:
     return LiveObjects(report.time, report.step, report.phase, heap, python)
 
 
-def _free_on_disk(report: AgentReport) -> int | None:
+def _free_on_disk(report: agent_files.AgentReport) -> int | None:
     """Return what is left where memories spill to; the least, if that is several places."""
     limits = [disk(Path(folder)) for folder in report.spilled]
     return min((limit.free_bytes for limit in limits if limit is not None), default=None)
@@ -189,7 +193,9 @@ def _worker_name(worker: psutil.Process) -> str:
     return next((helper for helper in _HELPER_PROCESSES if helper in line), worker.name())[:40]
 
 
-def gpu_memory(pid: int, report: AgentReport | None, sysfs: Path = Path("/sys/class/drm")) -> GpuMemory | None:
+def gpu_memory(
+    pid: int, report: agent_files.AgentReport | None, sysfs: Path = Path("/sys/class/drm")
+) -> GpuMemory | None:
     """Return what a process holds on its GPU; None if it holds nothing there, or that is unknown.
 
     NVML and sysfs report what the driver counts; torch reports its own pool through the agent.
@@ -257,3 +263,127 @@ def stalled_percent() -> float | None:
         except (OSError, ValueError, KeyError):
             continue
     return None
+
+
+_VERDICTS_EVERY_S = 5.0
+_SHARE_OF_A_CORE = 0.02
+_POLL_AGENT_EVERY_S = 0.25
+_REPEAT_AFTER_S = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class WatchPass:
+    """What a watch knows now."""
+
+    reading: MemoryReading
+    verdicts: list[WatchVerdict]
+    new_verdicts: list[WatchVerdict]  # that were not reported within the last minute
+    phases: dict[str, agent_files.PhasePeak] = field(default_factory=dict)  # those that went on
+    events: list[tuple[float, str]] = field(default_factory=list)
+
+    def lines(self) -> list[dict[str, Any]]:
+        """Return what is new, as lines of a record."""
+        return [
+            self.reading.as_dict(),
+            *({"kind": "phase", "name": name, **asdict(phase)} for name, phase in self.phases.items()),
+            *(verdict.as_dict(self.reading.time) for verdict in self.new_verdicts),
+            *({"kind": "event", "time": when, "text": text} for when, text in self.events),
+        ]
+
+
+class WatchLoop:
+    """Reads a process tree again and again, remembers, and judges, in at most 2 % of one core's time."""
+
+    def __init__(
+        self, pid: int, interval_s: float, limit_bytes: int | None = None, without: Collection[int] = ()
+    ) -> None:
+        self.watcher = ProcessWatcher(pid, limit_bytes, without)
+        self.history = ReadingHistory()
+        self._interval_s = interval_s
+        self._verdicts: list[WatchVerdict] = []
+        self._judged = 0.0
+        self._alerts = AlertThrottle()
+        self._phases: dict[str, agent_files.PhasePeak] = {}
+        self._last_event = 0.0
+        self.pause_s = interval_s
+
+    def run_pass(self) -> WatchPass:
+        """Read and judge."""
+        begun = time.process_time()
+        self._poll_agent()
+        reading = self.watcher.read()
+        self.history.add(reading)
+        new: list[WatchVerdict] = []
+        if reading.time - self._judged >= _VERDICTS_EVERY_S or len(self.history.readings) == 1:
+            self._judged = reading.time
+            self._verdicts = verdicts_for(self.history)
+            new = self._alerts.of(self._verdicts, reading.time)
+        report = self.watcher.latest_report
+        phases = {} if report is None else dict(report.phases)
+        changed = {name: phase for name, phase in phases.items() if self._phases.get(name) != phase}
+        self._phases = phases
+        events = [] if report is None else [event for event in report.events if event[0] > self._last_event]
+        self._last_event = max([self._last_event, *(when for when, _ in events)])
+        self.pause_s = max(self._interval_s, (time.process_time() - begun) / _SHARE_OF_A_CORE)
+        return WatchPass(reading, self._verdicts, new, changed, events)
+
+    def pause(self, ended_within: Callable[[float], bool] | None = None) -> bool:
+        """Wait until the next pass is due, and poll the agent meanwhile; return whether the process ended.
+
+        Args:
+            ended_within: Waits at most this many seconds for a process that this one started.
+        """
+        end = time.monotonic() + self.pause_s
+        while (left := end - time.monotonic()) > 0:
+            if ended_within is None:
+                time.sleep(min(left, _POLL_AGENT_EVERY_S))
+            elif ended_within(min(left, _POLL_AGENT_EVERY_S)):
+                return True
+            self._poll_agent()
+        return False
+
+    def _poll_agent(self) -> None:
+        live = self.watcher.poll_agent()
+        if live is not None:
+            self.history.add_live(live)
+
+
+class AlertThrottle:
+    """Remembers when each verdict was reported last."""
+
+    def __init__(self) -> None:
+        self._reported: dict[str, float] = {}
+
+    def of(self, verdicts: Iterable[WatchVerdict], moment: float) -> list[WatchVerdict]:
+        """Return the verdicts that must be reported now."""
+        due = {}
+        for one in verdicts:
+            key = f"{one.name} {one.evidence.get('buffer', one.evidence.get('of', ''))}"
+            if moment - self._reported.get(key, 0.0) >= _REPEAT_AFTER_S:
+                due[key], self._reported[key] = one, moment
+        return list(due.values())
+
+
+def publish_latest(pid: int, latest: WatchPass) -> None:
+    """Write a pass where the watched process looks for it."""
+    reading = latest.reading
+    values = {"reading": reading.as_dict(), "verdicts": [one.as_dict(reading.time) for one in latest.verdicts]}
+    agent_files.replace_file(
+        agent_files.own_folder() / f"reading-{pid}.json", json.dumps(values, separators=(",", ":")).encode()
+    )
+
+
+def latest_reading(pid: int) -> tuple[MemoryReading, list[WatchVerdict]] | None:
+    """Return reading and verdicts of the newest pass; None if there is none yet."""
+    content = agent_files.read_small_file(agent_files.own_folder() / f"reading-{pid}.json")
+    if content is None:
+        return None
+    try:
+        values = json.loads(content)
+        reading = {key: value for key, value in values["reading"].items() if key not in {"kind", "attributed"}}
+        reading["parts"] = tuple(AttributedPart(**part) for part in reading["parts"])
+        reading["gpu"] = None if reading["gpu"] is None else GpuMemory(**reading["gpu"])
+        verdicts = [{key: one[key] for key in one if key not in {"kind", "time"}} for one in values["verdicts"]]
+        return MemoryReading(**reading), [WatchVerdict(**one) for one in verdicts]
+    except (ValueError, KeyError, TypeError):
+        return None

@@ -28,7 +28,7 @@ import holdall
 from holdall.errors import ArgumentError
 from holdall.tools.watch.agent import Agent, FillFunction, agent
 from holdall.tools.watch.guard import MemoryGuard, OnPressure
-from holdall.tools.watch.one_pass import latest_reading
+from holdall.tools.watch.process_watcher import latest_reading
 from holdall.tools.watch.reading import MemoryReading
 from holdall.tools.watch.verdicts import WatchVerdict
 from holdall.units import parse_bytes
@@ -110,12 +110,8 @@ class Watch:
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt at the terminal is for the training
         )
+        self.pid = self._watcher.pid  # of the watcher process
         self._end = weakref.finalize(self, _end_watcher_process, self._watcher)
-
-    @property
-    def pid(self) -> int:
-        """The id of the watcher process."""
-        return self._watcher.pid
 
     def reading(self) -> MemoryReading | None:
         """Return the newest reading; None before the first."""
@@ -160,15 +156,11 @@ class LaunchedCommand:
         environment |= {"PYTHONUNBUFFERED": "1"} if captured else {}
         out, errors = (subprocess.PIPE, subprocess.STDOUT) if captured else (None, None)
         self._process = subprocess.Popen(list(command), env=environment, stdout=out, stderr=errors)
+        self.pid = self._process.pid
         self._relay: threading.Thread | None = None
         if captured:
             self._relay = threading.Thread(target=self._pass_on, name="holdall-output", daemon=True)
             self._relay.start()
-
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self._process.pid
 
     def ended_within(self, seconds: float) -> bool:
         """Wait at most so long; return whether it ended."""

@@ -14,7 +14,7 @@ from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
 from holdall.tools.watch.reading import MemoryReading, ReadingHistory, Trend, buffers_of, in_common_phase, steady_growth
-from holdall.units import format_bytes
+from holdall.units import format_bytes, format_seconds
 
 _FEWEST_FILL_READINGS = 4
 _FULL_SHARE = 0.995
@@ -83,19 +83,6 @@ class WatchVerdict:
         return {"kind": "verdict", "time": moment, **asdict(self)}
 
 
-def format_time_span(seconds: float) -> str:
-    """Write a length of time: `2 h 10 min`."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    minutes = round(seconds / 60)
-    if minutes < 90:
-        return f"{minutes} min"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 48:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24} days"
-
-
 @dataclass(frozen=True, slots=True)
 class FillingBuffer:
     """A buffer that is not full yet."""
@@ -146,7 +133,7 @@ def filling_verdicts(history: ReadingHistory) -> Iterator[WatchVerdict]:
     for fill in filling_buffers(history):
         final, final_pss = fill.resident + fill.bytes_left, newest.pss + fill.bytes_left
         end = f" at step {history.position(newest) + fill.left:,.0f}" if history.counts_steps else ""
-        when = f", in {format_time_span(fill.left / rate)}" if rate > 0 else ""
+        when = f", in {format_seconds(round(fill.left / rate))}" if rate > 0 else ""
         text = (
             f"{fill.name} is {100 * fill.share:.0f} % full and takes {format_bytes(fill.resident)}; full{end}{when}, "
             f"with {format_bytes(final)}; the whole then takes {format_bytes(final_pss)}"
@@ -278,7 +265,7 @@ def _running_out_verdict(history: ReadingHistory, distance: float, name: str, le
     step = history.position(newest) + distance if history.counts_steps else None
     seconds = distance / rate if rate > 0 else None
     at = [] if step is None else [f"at step {step:,.0f}"]
-    ends = at if seconds is None else [*at, f"in {format_time_span(seconds)}"]
+    ends = at if seconds is None else [*at, f"in {format_seconds(round(seconds))}"]
     text = f"{name}: {format_bytes(left)} are left, used up {', '.join(ends) or 'soon'}"
     if left <= 0:
         text = f"{name}: exceeded by {format_bytes(-left)}"

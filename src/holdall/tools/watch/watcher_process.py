@@ -25,7 +25,7 @@ import psutil
 
 from holdall.errors import WatchError
 from holdall.machine import Limit, memory_limits
-from holdall.tools.watch.one_pass import WatchLoop, WatchPass, publish_latest
+from holdall.tools.watch.process_watcher import WatchLoop, WatchPass, publish_latest
 
 RECORD_FORMAT = "holdall-watch-1"
 _PART_METRICS = (
@@ -34,7 +34,7 @@ _PART_METRICS = (
 )
 
 
-def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit: int | None = None) -> dict[str, Any]:
+def record_header(pid: int, command: Sequence[str], interval_s: float) -> dict[str, Any]:
     """Return the first line of a record."""
     limits = memory_limits(process=pid)
     groups = [limit.total_bytes for limit in limits if limit.name.startswith("control group")]
@@ -48,7 +48,7 @@ def record_header(pid: int, command: Sequence[str], interval_s: float, gpu_limit
         "started": time.time(),
         "interval": interval_s,
         "limits": {
-            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": gpu_limit, "disk": None,
+            "memory": machine.total_bytes, "cgroup": min(groups, default=None), "vram": None, "disk": None,
         },
         "system": platform.system(),
     }  # fmt: skip

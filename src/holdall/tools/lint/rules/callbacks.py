@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import Callback, ConfiguredRun, whole
+from holdall.tools.lint.run import Callback, ConfiguredRun, Machine, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import BufferNeed, Machine, buffer_need, percent, sized
 from holdall.tools.lint.rule import Match, run_rule
-from holdall.tools.lint.run import ConfiguredRun, OneOf, candidates
+from holdall.tools.lint.run import BufferNeed, ConfiguredRun, Machine, OneOf, buffer_need, candidates, percent, sized
 
 _SAFE_SHARE = 0.8  # of the limit; the rest is for the interpreter, the libraries and the networks
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
 from holdall.schema import Leaf
 from holdall.tools.lint.finding import Edit, Severity
-from holdall.tools.lint.machine import Machine, buffer_need, percent, sized
 from holdall.tools.lint.rule import Match, run_rule
-from holdall.tools.lint.run import ConfiguredRun, OneOf, Reference, candidates
+from holdall.tools.lint.run import ConfiguredRun, Machine, OneOf, Reference, buffer_need, candidates, percent, sized
 from holdall.tools.plan.buffer_layout import ROLLOUTS_KEEP_DTYPES
 
 _FLATTEN_SHARE = 0.25  # of the limit
@@ -97,7 +97,8 @@ def environments_raised_steps_fixed(run: ConfiguredRun, machine: Machine) -> Ite
     if not isinstance(searched, OneOf) or not run.algorithm.on_policy or not candidates(searched):
         return
     few, many = min(candidates(searched)), max(candidates(searched))
-    smallest, largest = (buffer_need(run.with_environments(count=count), machine) for count in (few, many))
+    runs = [replace(run, environments=replace(run.environments, count=count)) for count in (few, many)]
+    smallest, largest = (buffer_need(one, machine) for one in runs)
     if smallest is None or largest is None or largest.peak_bytes <= _FLATTEN_SHARE * machine.limit_bytes:
         return
     low, high, limit = smallest.peak_bytes, largest.peak_bytes, machine.limit_bytes

@@ -6,21 +6,14 @@ import ast
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine, sized
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, candidates
+from holdall.tools.lint.run import ConfiguredRun, Machine, candidates, sized
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Function, Script, argument_of
 
 _OVERSUBSCRIBED = 2  # threads a core
 _OTHER_THREADS = {"num_threads"}  # as an argument, those of all kinds of functions
 _POOLS_BESIDES_WORKERS = 2  # the main thread's and autograd's
-
-
-def _starts_processes(training: TrainingReader, call: ast.Call) -> bool:
-    """Whether a call certainly starts SubprocVecEnv's processes by anything but fork."""
-    made = training.environments(call)
-    return made.vector == "subproc" and made.start_method in {None, "forkserver", "spawn"}
 
 
 @script_rule("M11", "no-forkserver-preload", Severity.INFO)
@@ -78,8 +71,9 @@ def no_main_guard(script: Script, training: TrainingReader, machine: Machine) ->
     """
     reached = _run_by_import(script)
     for call in script.calls:
-        if not _names_subproc(script, call) or not _starts_processes(training, call):
-            continue
+        made = training.environments(call) if _names_subproc(script, call) else None
+        if made is None or made.vector != "subproc" or made.start_method not in {None, "forkserver", "spawn"}:
+            continue  # it may be started by fork
         owner = script.function(call)
         if (owner is None and not _is_guarded(script, call)) or (owner is not None and owner.name in reached):
             text = "processes are started outside `if __name__ == '__main__':`, so that each of them would start more"

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Edit, Severity, SourceRange
-from holdall.tools.lint.machine import Machine, buffer_need, sized
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, algorithm_by_import, whole
+from holdall.tools.lint.run import ConfiguredRun, Machine, algorithm_by_import, buffer_need, sized, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
 

@@ -7,9 +7,8 @@ import re
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, script_rule
-from holdall.tools.lint.run import whole
+from holdall.tools.lint.run import Machine, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
 

@@ -6,9 +6,8 @@ import ast
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
-from holdall.tools.lint.machine import Machine
 from holdall.tools.lint.rule import Match, run_rule, script_rule
-from holdall.tools.lint.run import ConfiguredRun, whole
+from holdall.tools.lint.run import ConfiguredRun, Machine, whole
 from holdall.tools.lint.source.models import TrainingReader
 from holdall.tools.lint.source.script import Script, argument_of
 
@@ -367,12 +366,10 @@ def reset_by_hand(script: Script, training: TrainingReader, machine: Machine) ->
     loops = {
         id(script.loop(call))
         for call, made in training.learn_calls
-        if made is not None and script.loop(call) is not None and _continues(training, call)
+        if made is not None
+        and script.loop(call) is not None
+        and training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False
     }
     for call, env in script.method_calls("reset"):
         if isinstance(env, ast.Name) and id(script.loop(call)) in loops and script.definition(env) in origins:
             yield Match("the environment is reset by hand between two calls of learn", script.place(call))
-
-
-def _continues(training: TrainingReader, call: ast.Call) -> bool:
-    return training.evaluator.value(argument_of(call, "reset_num_timesteps")) is False

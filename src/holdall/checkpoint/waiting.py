@@ -1,0 +1,201 @@
+"""Waiting in the background: jobs in a thread of their own, which can be given up, are limited at the end, and say why.
+
+In:  jobs.  Out: the same, done one after another; or an error that names what was waited for.
+Invariant: nothing waits for ever once a memory is closed or the program ends. A thread that cannot be started changes
+nothing: the job that needed it is not taken.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from multiprocessing import util
+
+from holdall.errors import CheckpointError
+from holdall.threads import left
+
+CLOSE_S = 30.0
+"""How long `close`, and the end of the program, wait for a job that does not get on."""
+SAY_AFTER_S = 10.0
+_GIVE_UP_SHARE = 0.9
+"""Of the time that `close` has: after it the job is given up, and has the rest to end."""
+_LOOK_S = 0.05
+_IDLE_S = 60.0
+"""A thread stays this long without a job: to start one takes milliseconds on a busy machine."""
+_YIELD_S = 0.001
+"""A thread that was woken takes Python's lock, and would make the one that woke it wait for a whole turn."""
+_EXIT_PRIORITY = 100
+
+_LOG = logging.getLogger("holdall")
+
+
+class Waiting:
+    """What a job waits for, and since when; who does not want to wait any longer gives it up.
+
+    Args:
+        url: What the job reads or writes.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.reason = ""  # why there is no answer yet
+        self._given_up = threading.Event()
+        self._moved_at = time.monotonic()
+
+    @property
+    def is_given_up(self) -> bool:
+        """Whether nobody wants to wait any longer."""
+        return self._given_up.is_set()
+
+    def give_up(self) -> None:
+        """End all waiting, and what is about to wait."""
+        self._given_up.set()
+
+    def begin(self) -> None:
+        """Begin a job that nobody has given up."""
+        self._given_up.clear()
+        self.got_on()
+
+    def got_on(self) -> None:
+        """Note that the job got on."""
+        self.reason = ""
+        self._moved_at = time.monotonic()
+
+    def pause(self, seconds: float) -> bool:
+        """Wait before the next try; return whether the job was given up meanwhile."""
+        return self._given_up.wait(seconds)
+
+    def stuck_since(self, began: float) -> float:
+        """Return when the job last got on, or `began` if that is later."""
+        return max(began, self._moved_at)
+
+    def require(self) -> None:
+        """Raise if the job was given up."""
+        if self.is_given_up:
+            what = f"did not answer before the save was cancelled ({self.reason})" if self.reason else "was cancelled"
+            raise CheckpointError(f"{self.url} {what}, or the memory closed")
+
+
+class Reminder:
+    """Says in the log, once, what is waited for, if that takes long."""
+
+    def __init__(self) -> None:
+        self._began = time.monotonic()
+        self._is_said = False
+
+    def look(self, what: Callable[[], str]) -> None:
+        """Say it if it is time."""
+        if not self._is_said and time.monotonic() - self._began >= SAY_AFTER_S:
+            self._is_said = True
+            _LOG.warning("still waiting after %.0f s: %s", SAY_AFTER_S, what())
+
+
+class JobThread:
+    """Calls `work` in a thread for as long as `has_work`; the thread is started when it is first needed.
+
+    Args:
+        work: Does the next job; it raises nothing.
+        has_work: Whether there is one; asked under `changed`.
+    """
+
+    def __init__(self, name: str, waiting: Waiting, work: Callable[[], None], has_work: Callable[[], bool]) -> None:
+        self.lock = threading.RLock()
+        self.changed = threading.Condition(self.lock)
+        self.waiting = waiting
+        self.has_given_up = False  # at the end: what is left of the jobs fails
+        self._is_ending = False
+        self._name = name
+        self._work = work
+        self._has_work = has_work
+        self._thread: threading.Thread | None = None
+        self._is_at_work = False
+        self._process = os.getpid()
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a job is under way, or waits for its turn."""
+        return self._process == os.getpid() and (self._is_at_work or self._has_work())
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is the child of a fork, which has what was queued, and nobody who does it."""
+        return self._process != os.getpid()
+
+    def wake(self) -> None:
+        """See to it that there is a thread; called under `changed`, before the job is queued."""
+        if self.is_forked:
+            self._thread, self._is_at_work, self._process = None, False, os.getpid()
+        if self._thread is None or not self._thread.is_alive():
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()  # RuntimeError if there are too many: it is not alive then
+            _watch_exit(self)
+        self.changed.notify_all()
+
+    def end(self, timeout: float, began: float) -> None:
+        """Wait until all is done; what does not get on for `timeout` seconds is given up, which is an error.
+
+        Args:
+            began: When the waiting began.
+        """
+        with left(self.lock):
+            self._is_ending = True
+            self.changed.notify_all()
+        reminder, reason = Reminder(), ""
+        while self.is_busy:
+            waited = time.monotonic() - self.waiting.stuck_since(began)
+            if waited >= _GIVE_UP_SHARE * timeout and not reason:
+                reason = self.waiting.reason or "it does not get on"
+                self.has_given_up = True
+                self.waiting.give_up()
+            if waited >= timeout:
+                break
+            reminder.look(lambda: f"{self.waiting.url} is being saved ({self.waiting.reason or 'it gets on'})")
+            with left(self.lock):
+                self.changed.wait_for(lambda: not self.is_busy, _LOOK_S)
+        if reason:
+            raise CheckpointError(
+                f"{self.waiting.url} was not saved: {reason}, and close() waits {timeout:g} s at most; check the url "
+                "and the endpoint. Earlier checkpoints are intact"
+            )
+
+    def _run(self) -> None:
+        while True:
+            with self.changed:
+                self.changed.wait_for(lambda: self._is_ending or self._has_work(), _IDLE_S)
+                if not self._has_work():
+                    self._thread = None  # under the lock: who wakes it now starts another
+                    return
+                self._is_at_work = True
+            try:
+                time.sleep(_YIELD_S)
+                self._work()
+            finally:
+                with self.changed:
+                    self._is_at_work = False
+                    self.changed.notify_all()
+
+
+_watched: weakref.WeakSet[JobThread] = weakref.WeakSet()
+_watching = 0  # the process that waits for them at its end
+
+
+def _watch_exit(thread: JobThread) -> None:
+    """Have the end of the program wait for a thread, also in a child of multiprocessing, which knows no atexit."""
+    global _watching  # noqa: PLW0603  one entry a process
+    _watched.add(thread)
+    if _watching != os.getpid():
+        _watching = os.getpid()
+        util.Finalize(None, _at_exit, exitpriority=_EXIT_PRIORITY)
+
+
+def _at_exit() -> None:
+    began = time.monotonic()
+    for thread in 2 * list(_watched):  # twice: a save that ends may have given a mirror something to do
+        try:
+            thread.end(CLOSE_S, began)
+        except CheckpointError as error:
+            _LOG.error("the program ends: %s", error)

@@ -1,0 +1,303 @@
+"""Stores that never answer, or answer no more: a save can be cancelled wherever it is, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from gymnasium import spaces
+
+from holdall import CheckpointError, ReplayMemory
+from holdall.checkpoint import waiting
+from holdall.checkpoint.object_store import ObjectStoreWriter
+from holdall.checkpoint.objects import Objects
+
+from .nursery import LANES, SPACE, add, require_right
+from .servers import Weed, free_ports
+
+NO_CREDENTIALS = {
+    "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
+}  # fmt: skip
+SOON_S = 60.0
+"""What takes this long on a loaded machine hangs."""
+
+
+def new_memory(ticks: int = 0) -> ReplayMemory:
+    memory = ReplayMemory(SPACE, spaces.Discrete(5), 200 * LANES, LANES, budget=None, seed=1)
+    for tick in range(ticks):
+        add(memory, tick)
+    return memory
+
+
+@pytest.fixture
+def nobody(monkeypatch: pytest.MonkeyPatch) -> str:
+    """An endpoint at which nobody listens."""
+    pytest.importorskip("obstore", reason="needs the extra [cloud]")
+    (port,) = free_ports(1)
+    for name, value in NO_CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("AWS_ENDPOINT", f"http://127.0.0.1:{port}")
+    return f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture
+def frozen(weed: Weed, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """A function that stops the server, which goes on listening and answers no more."""
+    yield lambda: os.kill(weed.process.pid, signal.SIGSTOP)
+    os.kill(weed.process.pid, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("nobody")
+def test_a_store_that_was_never_there_can_be_cancelled() -> None:
+    """From the first save on; the next one tries again, and a local one works."""
+    with new_memory(5) as memory:
+        first, second = memory.save("s3://runs/nowhere"), memory.save("s3://runs/nowhere")
+        second.cancel()  # it waits for its turn
+        with pytest.raises(CheckpointError, match="cancelled before it began"):
+            second.result(SOON_S)
+        assert not first.done()
+        first.cancel()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            first.result(SOON_S)
+        third = memory.save("s3://runs/nowhere")
+        assert not third.done()
+        third.cancel()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            third.result(SOON_S)
+
+
+def test_close_gives_a_store_up_that_was_never_there(nobody: str) -> None:
+    """It names the endpoint, and everything is freed."""
+    memory = new_memory(5)
+    handle = memory.save("s3://runs/nowhere")
+    with pytest.raises(CheckpointError, match=nobody):
+        memory.close(timeout=1)
+    with pytest.raises(CheckpointError, match=nobody):
+        handle.result(SOON_S)
+    memory.close()
+
+
+@pytest.mark.parametrize("seconds", [1, pytest.param(None, marks=pytest.mark.nightly, id="default")])
+@pytest.mark.parametrize("end", ["close", "exit"])
+def test_a_program_with_a_mistyped_endpoint_ends(nobody: str, end: str, seconds: float | None) -> None:
+    """Within the time that it has, with an error that names the endpoint; also if nobody closes the memory."""
+    if end == "exit" and seconds is None:
+        pytest.skip("the same time as close() has")
+    program = f"""
+import time, holdall.checkpoint.waiting as waiting
+from tests.crash.test_waiting import new_memory
+waiting.CLOSE_S = {seconds} or waiting.CLOSE_S
+memory = new_memory(5)
+memory.save_every("s3://runs/nowhere", seconds=0.01)
+memory.save("s3://runs/nowhere")
+print("closes", flush=True)
+{f"memory.close({'' if seconds is None else seconds})" if end == "close" else ""}
+"""
+    root = str(Path(__file__).parents[2])
+    process = subprocess.Popen(
+        [sys.executable, "-c", program], cwd=root, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().strip() == "closes"
+    began = time.monotonic()
+    _, told = process.communicate(timeout=100)
+    assert time.monotonic() - began < waiting.CLOSE_S
+    assert process.returncode == (end == "close")
+    assert nobody in told.strip().splitlines()[-1]
+    assert len(told.splitlines()[-1]) < 400
+
+
+@pytest.mark.parametrize("after", ["stop", pytest.param("kill", marks=pytest.mark.nightly)])
+def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, after: str) -> None:
+    """Killed, or frozen with its connections open; the checkpoint before is as it was."""
+    memory = new_memory(30)
+    memory.save(url).result(SOON_S)
+    if after == "kill":
+        weed.kill()
+    else:
+        frozen()
+    try:
+        add(memory, 30)
+        memory.save(url)
+        time.sleep(0.2)
+        began = time.monotonic()
+        with pytest.raises(CheckpointError, match=weed.environment["AWS_ENDPOINT"]):
+            memory.close(timeout=1)
+        assert time.monotonic() - began < waiting.CLOSE_S
+    finally:
+        if after == "kill":
+            weed.restart()
+        else:
+            os.kill(weed.process.pid, signal.SIGCONT)
+    with ReplayMemory.load(url) as loaded:
+        assert loaded.next_id in {30 * LANES, 31 * LANES}
+        require_right(loaded)
+
+
+def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:
+    """The local checkpoint stands; waiting for the copy can be cancelled, and close gives it up."""
+    memory = new_memory(10)
+    handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
+    handle.result(SOON_S)
+    with pytest.raises(TimeoutError):
+        handle.mirrored(0.2)
+    handle.cancel()
+    with pytest.raises(CheckpointError, match="cancelled"):
+        handle.mirrored(SOON_S)
+    memory.save(tmp_path, mirror="s3://runs/nowhere").result(SOON_S)
+    with pytest.raises(CheckpointError, match=nobody):
+        memory.close(timeout=1)
+    with ReplayMemory.load(tmp_path) as loaded:
+        require_right(loaded)
+
+
+STAGES = {
+    "opening": (Objects, "honours_conditions"),
+    "numbering": (Objects, "listed"),
+    "uploading": (Objects, "put"),
+    "committing": (ObjectStoreWriter, "commit"),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_save_is_cancelled_wherever_it_is(
+    weed: Weed, url: str, frozen: Any, stage: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The server freezes when a stage is reached; the next save is whole."""
+    owner, name = STAGES[stage]
+    original, reached = getattr(owner, name), threading.Event()
+
+    def freezing(*arguments: Any, **options: Any) -> Any:
+        if not reached.is_set():
+            frozen()
+            reached.set()
+        return original(*arguments, **options)
+
+    memory = new_memory(20)
+    if stage != "opening":
+        memory.save(url).result(SOON_S)
+        add(memory, 20)
+    monkeypatch.setattr(owner, name, freezing)
+    handle = memory.save(url)
+    assert reached.wait(SOON_S)
+    time.sleep(0.1)
+    handle.cancel()
+    with pytest.raises(CheckpointError, match="cancelled"):
+        handle.result(SOON_S)
+    os.kill(weed.process.pid, signal.SIGCONT)
+    add(memory, memory.next_id // LANES)
+    memory.save(url).result(SOON_S)
+    memory.close()
+    with ReplayMemory.load(url) as loaded:
+        assert loaded.next_id == (21 if stage == "opening" else 22) * LANES
+        require_right(loaded)
+
+
+def test_a_local_save_is_cancelled_between_two_records(tmp_path: Path) -> None:
+    """The next one is whole."""
+    written, go_on = threading.Event(), threading.Event()
+
+    def hold(_phase: str, _nbytes: int) -> None:
+        written.set()
+        go_on.wait(SOON_S)
+
+    with new_memory(30) as memory:
+        handle = memory.save(tmp_path, progress=hold)
+        assert written.wait(SOON_S)
+        handle.cancel()
+        go_on.set()
+        with pytest.raises(CheckpointError, match="cancelled"):
+            handle.result(SOON_S)
+        assert memory.save(tmp_path).result(SOON_S).number == 1
+    with ReplayMemory.load(tmp_path) as loaded:
+        require_right(loaded)
+
+
+def test_a_long_wait_is_told(nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """What it is for, and by whom."""
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.2)
+    memory = new_memory(5)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        memory.save("s3://runs/nowhere")
+        with pytest.raises(CheckpointError):
+            memory.close(timeout=2)
+    told = [record.message for record in caplog.records if "still waiting" in record.message]
+    assert told
+    assert all(nobody in message for message in told)
+
+
+@pytest.mark.parametrize("mirror", [False, True])
+def test_a_thread_that_cannot_be_started_costs_one_save(
+    mirror: bool, nobody: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The memory can be saved again, and no row is held back for the save that was refused."""
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with new_memory(30) as memory:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                memory.save(tmp_path)
+            with pytest.raises(RuntimeError, match="start new thread"):
+                memory.save_every(tmp_path, seconds=1)
+        assert not memory._open()._snapshots.pending
+        assert memory.save(tmp_path).result(SOON_S).number == 1
+        if mirror:
+            handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
+            handle.result(SOON_S)
+            handle.cancel()
+
+
+def test_an_autosave_outlives_a_thread_that_cannot_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It tries again when the next checkpoint is due."""
+    refused = threading.Event()
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "holdall-saver" and not refused.is_set():
+            refused.set()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with new_memory(30) as memory:
+        memory.save_every(tmp_path, seconds=0.01)
+        assert refused.wait(SOON_S)
+        until = time.monotonic() + SOON_S
+        while not list((tmp_path / "manifests").glob("*.json")) and time.monotonic() < until:
+            time.sleep(0.05)
+    with ReplayMemory.load(tmp_path) as loaded:
+        require_right(loaded)
+
+
+def test_a_save_at_the_end_of_the_program_is_waited_for(tmp_path: Path) -> None:
+    """Also in a child of multiprocessing; as long as it gets on."""
+    program = f"""
+import multiprocessing
+from tests.crash.test_waiting import new_memory
+def save(folder):
+    memory = new_memory(60)
+    memory.save(folder, progress=lambda phase, nbytes: __import__("time").sleep(0.02))
+if __name__ == "__main__":
+    child = multiprocessing.get_context("fork").Process(target=save, args=({str(tmp_path / "child")!r},))
+    child.start()
+    child.join()
+    save({str(tmp_path / "own")!r})
+"""
+    root = str(Path(__file__).parents[2])
+    subprocess.run([sys.executable, "-c", program], cwd=root, check=True, timeout=100)
+    for name in ("child", "own"):
+        with ReplayMemory.load(tmp_path / name) as loaded:
+            assert loaded.next_id == 60 * LANES
+            require_right(loaded)
