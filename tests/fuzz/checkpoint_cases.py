@@ -107,7 +107,7 @@ class Case:
             self.is_forged |= forges
             try:
                 self.harms.append(one(self.run_dir, self.outside, self.generator))
-            except OSError as error:
+            except (OSError, RecursionError) as error:
                 self.harms.append(f"{one.__name__} could not be done ({error})")
 
     def newest_intact(self) -> int | None:
