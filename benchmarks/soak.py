@@ -231,13 +231,14 @@ class Round:
                     self.write(interrupts, generator)
             self.stop.set()
             for thread in threads:
-                thread.join(120)
+                thread.join(HANG_S / 2)
                 if thread.is_alive():
                     self.problem(f"{thread.name} does not end")
             self.tally.count("bytes spilled", self.memory.disk_bytes)
             self.tally.count("bytes sealed", sum(f.sealed_bytes for f in self.memory.report().fields))
             self.fork()
             self.kill()
+        faulthandler.cancel_dump_traceback_later()
 
     def is_over(self) -> bool:
         """Whether enough rows were compared, or something is wrong already."""
@@ -375,8 +376,8 @@ class Round:
             self.tally.compare(self.name, self.tier.look, memory.gather(self._some(memory, np.random.default_rng(1))))
 
 
-def _ends_well(child: int, patience_s: float = 60) -> bool:
-    deadline = time.monotonic() + patience_s
+def _ends_well(child: int) -> bool:
+    deadline = time.monotonic() + HANG_S / 2
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
