@@ -30,7 +30,7 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
+from holdall.storage.layout import Window, WindowSearches, as_bytes
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -64,8 +64,9 @@ from holdall.storage.records import (
     window_words,
 )
 from holdall.storage.remote_file import AwaitedFile, Demand, bring, bring_places, bring_slices
-from holdall.storage.rings import Rows, new_ring
+from holdall.storage.rings import new_ring
 from holdall.storage.rollout import FinalObservations, RolloutFields, gather_padded, gather_rows
+from holdall.storage.row_table import ALIGNMENT_BYTES, COLUMN_FIELDS, Rows, fresh_bytes
 from holdall.storage.sealed_segment import MOST_SEGMENT_ROWS, SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import SEGMENT_BYTES

@@ -2,19 +2,18 @@
 
 In:  observations and next observations, as bytes, lane by lane; the arguments of an `add`.
 Out: a `Window`: along which axis, in slices of what size, by how many slices they shift; a `FastTick`, which knows
-the shape and dtype of every argument; a `RowTable`, which knows where the short fields of a batch are copied from.
+the shape and dtype of every argument.
 Invariant: a window is a proposal. Every later step is compared byte for byte, and a step
 that does not shift as proposed is stored whole, so a wrong window costs memory, never truth.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import gcd, prod
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -359,137 +358,3 @@ class FastDictTick:
             large = self._large
             self._write_large(tick, [obs[key] for key in large], [next_obs[key] for key in large])
         self._rows.write(tick, action, reward, terminated, truncated)
-
-
-# ---------------------------------------------------------------- short rows of a batch
-
-COLUMN_FIELDS = ("ring", "row_bytes", "later", "block", "apart_count", "apart_ids", "apart_rows", "unless")
-"""Columns of a table of columns, in the order of the struct `row_column` in structs.h; the loader compares them."""
-ALIGNMENT_BYTES = 64
-"""Where the columns of a batch begin, as torch's own tensors do: matrix products of floats that begin elsewhere add up
-in another order, so that the last bits differ."""
-ColumnSpan = tuple[tuple[int, ...], np.dtype[Any], int, int]
-"""Shape, dtype, which block, and the first byte in it."""
-_ONE_BLOCK_BYTES = 1 << 15
-"""Both blocks are one up to this size: allocating another one takes longer than to copy it."""
-_NO_BLOCK = 2
-"""Where columns without bytes are: NumPy gives them other strides in a block than of their own."""
-
-
-def fresh_bytes(nbytes: int) -> Bytes:
-    """Allocate bytes from an aligned address on."""
-    block: Any = np.empty(nbytes + ALIGNMENT_BYTES, np.uint8)
-    start = -ctypes.addressof(ctypes.c_char.from_buffer(block)) % ALIGNMENT_BYTES
-    return block[start : start + nbytes]  # type: ignore[no-any-return]  # a buffer to ctypes, an array to NumPy
-
-
-class RowRing(Protocol):
-    """A ring of observations, as a `RowTable` sees it."""
-
-    leaf: Leaf
-
-    @property
-    def following(self) -> object:
-        """Where next observations are found that do not follow in the ring: another object whenever that changes."""
-
-    def describe_columns(self) -> list[list[int]]:
-        """Describe observations and next observations, see `COLUMN_FIELDS`."""
-
-
-class RowReader(Protocol):
-    """The loops that follow a table, see `Kernels`."""
-
-    def read_rows(
-        self,
-        columns: NDArray[np.int64],
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        blocks: tuple[Bytes, Bytes],
-        /,
-    ) -> bool:
-        """Copy the rows of `ids` from rings into two blocks, one column after another, each from a multiple of 64 on.
-
-        Args:
-            columns: A table, see `COLUMN_FIELDS`; what it points into is alive.
-            ids: Contiguous, and writable.
-            held: The first id that may be asked for, and the one behind the last. If one id is another, nothing is
-                copied, and False is returned.
-            ring_rows: Rows of every ring; a transition stands at its id modulo that.
-        """
-
-
-class RowTable:
-    """How kernels copy the short fields of a batch in one go: from which rings, and where to.
-
-    Observations go to one block and everything else to another, so that rewards that a caller keeps do not keep large
-    observations, too.
-
-    Args:
-        rest: Rings of everything else; behind them comes a column of 1.0 where an episode ended that was not cut short.
-        flags: Rings of what ended, and of what was cut short.
-        cursors: Rings of cursors, which come last; the list that is passed grows when a field moves to segments.
-    """
-
-    def __init__(
-        self,
-        small: Collection[RowRing],
-        rest: list[Array],
-        flags: tuple[Array, Array],
-        cursors: list[NDArray[np.uint32]],
-    ) -> None:
-        self._small = tuple(small)
-        self._rest = [*rest, *flags, *cursors]  # kept alive
-        self._known = (len(small), len(rest), len(cursors))
-        self._cursors = cursors
-        self._leaves = [(ring.leaf.shape, ring.leaf.dtype, 0) for ring in self._small for _ in range(2)]
-        self._leaves += [(ring.shape[2:], ring.dtype, 1) for ring in rest]
-        self._leaves += [((), np.dtype(np.float32), 1)]
-        self._leaves += [((), ring.dtype, 1) for ring in cursors]
-        rows = [[ring.ctypes.data, ring[0, 0].nbytes, 0, 1, 0, 0, 0, 0] for ring in rest]
-        rows += [[flags[0].ctypes.data, 4, 0, 1, 0, 0, 0, flags[1].ctypes.data]]
-        rows += [[ring.ctypes.data, ring.itemsize, 0, 1, 0, 0, 0, 0] for ring in cursors]
-        self._table = np.array([[0] * len(COLUMN_FIELDS)] * 2 * len(self._small) + rows, np.int64)
-        self._following: list[object] = [None] * len(self._small)  # what the table points into, kept alive too
-        self._spans: tuple[int, int, int, list[ColumnSpan]] = (-1, 0, 0, [])
-
-    def fits(self, small: int, rest: int, cursors: list[NDArray[np.uint32]]) -> bool:
-        """Whether these are still all rings: fields only move, and rewards come with the first tick."""
-        return self._cursors is cursors and self._known == (small, rest, len(cursors))
-
-    def copy(
-        self,
-        kernels: RowReader,
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        ring_rows: int,
-        take: Callable[[int], Bytes],
-    ) -> list[Array] | None:
-        """Copy all columns into memory that `take` returns; None if one id is not held."""
-        for i, ring in enumerate(self._small):
-            following = ring.following
-            if self._following[i] is not following:
-                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
-                self._following[i] = following
-        _, observed_bytes, other_bytes, columns = self._spans_of(len(ids))
-        if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
-            observed = take(observed_bytes + other_bytes)
-            others = observed[observed_bytes:]
-        else:
-            observed, others = take(observed_bytes), take(other_bytes)
-        if not kernels.read_rows(self._table, ids, held, ring_rows, (observed, others)):
-            return None
-        blocks = (observed, others, None)
-        return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
-
-    def _spans_of(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
-        """Return, for so many rows, that number, the bytes of both blocks, and where every column stands."""
-        spans = self._spans
-        if spans[0] != rows:
-            sizes, columns = [0, 0], []
-            for shape, dtype, block in self._leaves:
-                nbytes = rows * prod(shape) * dtype.itemsize
-                columns.append(((rows, *shape), dtype, *((block, sizes[block]) if nbytes else (_NO_BLOCK, 0))))
-                sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-            spans = self._spans = (rows, sizes[0], sizes[1], columns)
-        return spans

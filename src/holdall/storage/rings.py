@@ -7,29 +7,28 @@ capacity, so that the newest next observation has a place of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from holdall.errors import DamageError
 from holdall.report import FieldReport
-from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
-from holdall.storage.blocks import address, reserve
+from holdall.schema import Array, Leaf, Schema
+from holdall.storage.blocks import reserve
 from holdall.storage.layout import (
     FastDictTick,
     FastRows,
     FastTick,
-    RowTable,
     Window,
     WindowScout,
     WriteObservation,
     WriteObservations,
     as_bytes,
 )
-from holdall.storage.slices import Cursors, Kernels, Places
+from holdall.storage.row_table import RowTable
+from holdall.storage.slices import Cursors
 from holdall.storage.snapshot import Apart, RowsById, Tick, put_rows, rows_of
 
 TINY_BYTES = 256
@@ -100,15 +99,6 @@ class ObservationRing:
     def following(self) -> Array | Apart:
         """Where next observations are found that do not follow in the ring: another object whenever that changes."""
         return self._apart.held if self._paired is None else self._paired
-
-    def describe_columns(self) -> list[list[int]]:
-        """Describe observations and next observations to the kernels, see `COLUMN_FIELDS`."""
-        ring, nbytes, following = address(self._rows), self.leaf.nbytes, self.following
-        obs = [ring, nbytes, 0, 0, 0, 0, 0, 0]
-        if not isinstance(following, Apart):
-            return [obs, [address(following), nbytes, 0, 0, 0, 0, 0, 0]]
-        ids, rows = (column[following.first : following.end] for column in (following.ids, following.rows))
-        return [obs, [ring, nbytes, self._lanes, 0, len(ids), address(ids), address(rows), 0]]
 
     @property
     def is_shared(self) -> bool:
@@ -202,20 +192,6 @@ _FLAG = Leaf("", (), np.dtype(np.bool_))
 _REWARD_BYTES = 8
 
 
-class Rows(NamedTuple):
-    """What was read under some ids: copies of the small fields, places of the large ones."""
-
-    small: dict[int, tuple[Array, Array]]  # by observation leaf: obs and next_obs
-    large: tuple[int, ...]  # observation leaves whose places follow, in this order
-    places: Places | None
-    action: list[Array]
-    reward: Array
-    terminated: Array
-    truncated: Array
-    extras: list[Array]
-    ended: Array  # float32: 1.0 where an episode ended and was not cut short
-
-
 class Rings:
     """The fields that share nothing, each in a flat ring: short observations, actions, rewards, flags, extras.
 
@@ -305,56 +281,13 @@ class Rings:
             self.invalid = self._ring(_FLAG)
         return self.reward
 
-    def read(
-        self,
-        kernels: Kernels,
-        ids: NDArray[np.int64],
-        held: tuple[int, int],
-        cursors: list[Cursors],
-        take: Callable[[int], Bytes],
-    ) -> list[Array]:
-        """Copy all fields of `ids` that are here, and the cursors to the others, into one array a column.
-
-        Args:
-            held: The first id held, and the one behind the last; others are refused.
-            take: Returns memory, from an aligned address on.
-        """
+    def table(self, cursors: list[Cursors]) -> RowTable:
+        """Return how all fields of transitions that are here are read, with the cursors to the others."""
         table = self._table
-        if table is None or not table.fits(len(self.small), self._rest_count, cursors):
-            table = self._table = RowTable(
-                self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
-            )
-        columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
-        if columns is None:
-            require_in_range(ids, *held)
-            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
-        return columns
-
-    def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
-        """Name the columns that `read` returned; the fields that are not here lie at `places`."""
-        first = 2 * len(self.small)
-        flags = first + len(self.action)
-        extras = flags + 2 + len(self.extras)
-        return Rows(
-            small={i: (columns[2 * k], columns[2 * k + 1]) for k, i in enumerate(self.small)},
-            large=large,
-            places=places,
-            action=columns[first:flags],
-            reward=np.empty(0, np.float32) if self.reward is None else columns[extras],
-            terminated=columns[flags],
-            truncated=columns[flags + 1],
-            extras=columns[flags + 2 : extras],
-            ended=columns[extras if self.reward is None else extras + 1],
-        )
-
-    def _rest(self) -> list[Array]:
-        """All rings but those of observations, in the order in which `rows` names them."""
-        reward = [] if self.reward is None else [self.reward]
-        return [*self.action, self.terminated, self.truncated, *self.extras, *reward]
-
-    @property
-    def _rest_count(self) -> int:
-        return len(self.action) + 2 + len(self.extras) + (self.reward is not None)
+        if table is None or not table.fits(len(self.small), self.reward, cursors):
+            flags = (self.terminated, self.truncated)
+            table = self._table = RowTable(self.small, self.action, self.extras, flags, self.reward, cursors)
+        return table
 
     def rewards(self, ids: NDArray[np.int64]) -> Array:
         """Copy the rewards of `ids`, of any shape."""

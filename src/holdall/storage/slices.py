@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from holdall.errors import DamageError
 from holdall.schema import Array, Bytes
 from holdall.storage.blocks import Coder, KeptBlock, SealedSlices, SliceBlock, reserve
-from holdall.storage.layout import RowReader, Window
+from holdall.storage.layout import Window
+from holdall.storage.row_table import RowReader
 
 if TYPE_CHECKING:
     from holdall.native import SliceNamer

@@ -22,8 +22,9 @@ from numpy.typing import NDArray
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout, fresh_bytes
-from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
+from holdall.storage.layout import FastDictTick, FastTick, Window, WindowScout
+from holdall.storage.rings import TINY_BYTES, Rings, field_layouts, field_name
+from holdall.storage.row_table import Rows, fresh_bytes
 from holdall.storage.sealed_segment import SealedSegment, travelling
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -255,11 +256,12 @@ class Store:
         Args:
             take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
         """
-        held, large = (self.first_tick * self._lanes, self.next_tick * self._lanes), tuple(self._large)
-        segments, wanted = self.large_segments, ids if ids.flags.carray else ids.copy()
-        columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
-        places = segments.places(wanted, columns[-len(large) :]) if large else None
-        return self._rings.rows(columns, large, places)
+        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
+        wanted, ring_rows = ids if ids.flags.carray else ids.copy(), self._ring_ticks * self._lanes
+        rows, cursors = self._rings.table(segments.cursors).read(self._kernels, wanted, held, ring_rows, take)
+        if not self._large:
+            return rows
+        return rows._replace(large=tuple(self._large), places=segments.places(wanted, cursors))
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
