@@ -34,8 +34,8 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
-from holdall.sampling import Held, Sampler, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Leaf, Schema, as_ids, fit_flags
+from holdall.sampling import Held, Sampler, drawn_from, require_enough, required_sampler, set_priorities
+from holdall.schema import Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, require_known
 from holdall.storage import Budget, Rows, SpillFolder, Store, Tick, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
@@ -83,7 +83,7 @@ class ReplayMemory(SavedMemory):
         self._kernels = chosen_kernels()
         super().__init__(schema, capacity, settings, self._kernels.coder)
         self.spill_dir = spill_dir
-        self.sampler = Uniform() if sampler is None else sampler
+        self.sampler = required_sampler(sampler)
         self._generator = generator_of(seed)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
@@ -175,7 +175,7 @@ class ReplayMemory(SavedMemory):
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
-        is_own = device in {None, self._settings["device"]}
+        is_own = device is None or device == self._settings["device"]
         batches = self._batches if is_own else self._batches_to(Delivery(device, self.schema.leaves))
 
         def look_up(saved: SavedDraws) -> tuple[Draw, DrawnRows]:
@@ -197,8 +197,7 @@ class ReplayMemory(SavedMemory):
         """Return the batch that a recipe describes; for adapters that draw by themselves."""
         with self._lock:
             store = self._open()
-            if not store.all_valid:
-                self._held(store).require_drawn(draw)
+            self._held(store).require_drawn(draw)
             drawn = self._batches.look_up(draw, store)
         return self._batches.make(draw, drawn)
 
@@ -208,12 +207,12 @@ class ReplayMemory(SavedMemory):
             rows = self._open().read(ids, self._assembler.staging.take)
         return self._assembler.complete(rows, self.schema.observation.leaves)
 
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+    def outcomes(self, ids: Any) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._lock:
-            store = self._open()
-            self._held(store).require(ids)
-            return store.outcomes(ids)
+            store, wanted = self._open(), ids_of_any_shape(ids)
+            self._held(store).require(wanted)
+            return store.outcomes(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set how much it would pay to see transitions again, such as their TD errors' sizes.
@@ -292,7 +291,8 @@ class ReplayMemory(SavedMemory):
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
         with self._lock:
-            return self._open().are_valid(as_ids(ids))
+            require_known(wanted := as_ids(ids), self.first_id, self.next_id)
+            return self._open().are_valid(wanted)
 
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""

@@ -198,6 +198,10 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
 
 def as_array(value: Any, called: str) -> Array:
     """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{called} is a masked array, whose mask would be lost; pass value.filled(...), without one"
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -284,6 +288,12 @@ def as_ids(ids: Any) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+def ids_of_any_shape(ids: Any) -> NDArray[np.int64]:
+    """Return `ids` as an array of transition ids, or say why it is not one."""
+    array = as_array(ids, "ids")
+    return as_ids(array.reshape(-1)).reshape(array.shape)
+
+
 class Validity(Protocol):
     """Which transitions are real."""
 
@@ -295,7 +305,7 @@ class Validity(Protocol):
         """Return which of some held ids are real: lanes added with valid=False made no transition."""
 
 
-def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
+def require_known(ids: NDArray[np.int64], first_id: int, next_id: int) -> None:
     """Refuse ids, of any shape, that are not held."""
     if ids.size and not first_id <= ids.min() <= ids.max() < next_id:
         outside = (ids < first_id) | (ids >= next_id)
@@ -307,7 +317,7 @@ def require_in_range(ids: NDArray[np.int64], first_id: int, next_id: int) -> Non
 
 def require_held(ids: NDArray[np.int64], first_id: int, next_id: int, validity: Validity) -> None:
     """Refuse ids, of any shape, that are not held or of a lane that made no transition."""
-    require_in_range(ids, first_id, next_id)
+    require_known(ids, first_id, next_id)
     if not validity.all_valid and not (valid := validity.are_valid(ids)).all():
         raise TransitionIdError(
             f"ids holds {int(ids[~valid][0])}, which was added with valid=False: that lane "

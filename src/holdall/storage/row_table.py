@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
-from holdall.schema import Array, Bytes, Leaf, require_in_range
+from holdall.schema import Array, Bytes, Leaf, require_known
 
 if TYPE_CHECKING:
     from holdall.storage.slices import Places
@@ -164,7 +164,7 @@ class RowTable:
         else:
             observed, others = take(observed_bytes), take(other_bytes)
         if not kernels.read_rows(self._table, ids, held, ring_rows, (observed, others)):
-            require_in_range(ids, *held)
+            require_known(ids, *held)
             raise DamageError(f"rings of {ring_rows} rows are too short for the ids held, {held}; report this")
         blocks = (observed, others, None)
         return self._named([np.ndarray(shape, dtype, blocks[k], first) for shape, dtype, k, first in spans])

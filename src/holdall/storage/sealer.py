@@ -21,12 +21,15 @@ from holdall.schema import Bytes
 from holdall.storage.blocks import Coder, FrozenBlock, SealedSlices, SliceBlock
 from holdall.storage.codec import Codec, Method, Transform, choose
 from holdall.storage.layout import Window
+from holdall.threads import fork_safe
 
 _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
 one being sealed and the open one."""
 _WAIT_WHILE_CHOOSING_FROM = 4
-"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still."""
+_WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
+"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still for
+it, unless the blocks that wait are large."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
@@ -69,7 +72,7 @@ class _Queue:
 
     jobs: deque[_SealJob] = attribute(default_factory=deque)
     results: list[SealResult] = attribute(default_factory=list)
-    changed: threading.Condition = attribute(default_factory=threading.Condition)
+    changed: threading.Condition = attribute(default_factory=lambda: threading.Condition(fork_safe(threading.RLock())))
     at_work: int = 0
     stopped: bool = False
     failure: str = ""
@@ -126,11 +129,17 @@ class Sealer:
         """What went wrong last, if anything."""
         return self._queue.failure
 
+    def reason(self, field: int) -> str:
+        """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
+        return self._work.reason(field)
+
     @property
     def is_crowded(self) -> bool:
         """Whether so many blocks are queued that no more should come."""
-        most = _WAIT_WHILE_CHOOSING_FROM if self._work.is_choosing else _WAIT_FROM
-        return len(self._queue.jobs) >= most
+        jobs = tuple(self._queue.jobs)
+        if len(jobs) < _WAIT_FROM or not self._work.is_choosing or len(jobs) >= _WAIT_WHILE_CHOOSING_FROM:
+            return len(jobs) >= _WAIT_FROM
+        return sum(job.frozen.block.used_bytes for job in jobs) > _WAIT_WHILE_CHOOSING_BYTES
 
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued; not to be called under the memory's lock."""
@@ -182,6 +191,11 @@ class _Work:
         self._threads = threads
         self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
+
+    def reason(self, field: int) -> str:
+        """Say why the newest codec of a field was chosen."""
+        reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
+        return reasons[-1] if reasons else ""
 
     def do(self, job: _SealJob, hurry: bool) -> SealedSlices | None:
         """Give a block its next form; None if it stays as it is."""

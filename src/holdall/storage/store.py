@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -251,11 +252,7 @@ class Store:
         return None if self._rings.reward is None else self._rings.reward.dtype
 
     def read(self, ids: NDArray[np.int64], take: Callable[[int], Bytes] = fresh_bytes) -> Rows:
-        """Copy the small fields of `ids`, all of them held, and find the large ones.
-
-        Args:
-            take: Returns memory for the copies, from an aligned address on; see `BlockPool.take`.
-        """
+        """Copy the small fields of `ids` into aligned memory that `take` returns, and find the large ones."""
         held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
         wanted, ring_rows = ids if ids.flags.carray else ids.copy(), self._ring_ticks * self._lanes
         rows, cursors = self._rings.table(segments.cursors).read(self._kernels, wanted, held, ring_rows, take)
@@ -458,7 +455,9 @@ class Store:
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
-                observed.append(self.large_segments.report(self._large.index(i), name, plain, touched))
+                field = self._large.index(i)
+                found, why = self.large_segments.report(field, name, plain, touched), self.sealer.reason(field)
+                observed.append(replace(found, finding=f"{found.finding}: {why}") if why else found)
             else:
                 observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))
         return observed + self._rings.report(held, touched)

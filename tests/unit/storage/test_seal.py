@@ -239,6 +239,22 @@ def test_a_few_more_may_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch:
     assert bench.sealer.is_crowded
 
 
+def test_large_blocks_do_not_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of large frames fill quickly: a few of them would take more than is promised beside the transitions."""
+    chosen = threading.Event()
+    monkeypatch.setattr(seal, "choose", lambda *_: CODEC if chosen.wait(PATIENCE_S) else None)
+    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
+    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_BYTES", 1.5 * frozen_block().block.used_bytes)
+    bench.submit(frozen_block())
+    wait_until(lambda: bench.sealer._work.is_choosing)
+    crowded = []
+    for _ in range(2):
+        bench.submit(frozen_block())
+        crowded.append(bench.sealer.is_crowded)
+    chosen.set()
+    assert crowded == [False, True]
+
+
 def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
     """For room, or for the last block."""
     bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM + 2)])
