@@ -7,6 +7,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 PUBLISHED := .cache/published/.stamp
+OLDER_SB3 := .cache/sb3/.stamp
+SB3_TESTS := .cache/sb3-tests/.stamp
 KERNELS := $(wildcard src/holdall/*/*.[ch])
 
 # A user's own pip settings and PYTHONPATH must not leak another package into the environment.
@@ -25,7 +27,7 @@ demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the 
 test: $(STAMP) ## The same as check, and the time that it took
 	@begun=$$(date +%s); $(MAKE) check && echo "make test took $$(($$(date +%s) - begun)) s"
 
-check: $(STAMP) $(PUBLISHED) ## Exactly what CI runs: format, lint, types, import contract, fast tests
+check: $(STAMP) $(PUBLISHED) $(OLDER_SB3) ## Exactly what CI runs: format, lint, types, import contract, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
@@ -40,7 +42,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
-nightly: $(STAMP) $(PUBLISHED) ## The slow suites: every test, and Hypothesis with thousands of examples
+nightly: $(STAMP) $(PUBLISHED) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
 
 clean: ## Remove .venv, caches and everything that was built
@@ -71,3 +73,26 @@ $(PUBLISHED): constraints.txt | $(STAMP)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
 	  --upgrade -c constraints.txt --target $(@D) rl_zoo3 2>/dev/null && touch $@ \
 	  || echo "note: rl_zoo3 could not be fetched; the tests of its hyperparameters are skipped"
+
+# What is only fetched for tests lies outside of .venv, without what it depends on, unless that is named.
+FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
+  --upgrade
+
+# The oldest version of Stable-Baselines3 that pyproject.toml declares, and 2.7; the newest is in .venv. Both import
+# matplotlib and pandas. Where they cannot be had, test_versions.py is skipped and says so.
+$(OLDER_SB3): constraints.txt Makefile | $(STAMP)
+	@{ $(FETCH) --target $(@D)/plots -c constraints.txt \
+	    matplotlib contourpy cycler fonttools kiwisolver pillow pyparsing pandas && \
+	  for version in 2.6.0 2.7.0; do \
+	    $(FETCH) --target $(@D)/$$version stable-baselines3==$$version sb3-contrib==$$version || exit 1; \
+	  done; } 2>/dev/null && touch $@ \
+	  || echo "note: older versions of Stable-Baselines3 could not be fetched; the tests with them are skipped"
+
+# The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions, and what rl_zoo3 imports.
+$(SB3_TESTS): constraints.txt Makefile | $(STAMP)
+	@{ $(BIN)/python -m pip download --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps \
+	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
+	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done && \
+	  $(FETCH) --target $(@D)/zoo -c constraints.txt \
+	    huggingface_sb3 huggingface_hub hf-xet httpx2 httpcore2 h11 truststore wasabi; } 2>/dev/null && touch $@ \
+	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, HoldallError
 from holdall.schema import Leaf, Schema, Structure, Tree
+from holdall.threads import fork_number
 
 _SAFE = 2**53
 _MOST_COUNT = 2**62
@@ -234,8 +235,18 @@ def _leaf_of(name: Any, dtype: Any, shape: Any) -> Leaf:
 def generator_of(seed: Any) -> np.random.Generator:
     """Make a generator of a seed."""
     try:
-        return np.random.default_rng(seed)
+        given: Any = "True or False" if isinstance(seed, bool) else seed
+        return np.random.default_rng(given)
     except (TypeError, ValueError) as error:
         raise ArgumentError(
             f"seed ({seed!r}) is none that NumPy takes ({error}); pass None or a whole number of at least 0"
         ) from error
+
+
+def childs_generator(generator: np.random.Generator) -> np.random.Generator:
+    """Return a generator for a forked child: another one in every child, the same in every run of the same program.
+
+    A child begins with a copy of its parent's generator; its draws would be those of the parent and of all siblings.
+    """
+    words = generator.integers(0, 2**32, 8, np.uint32)
+    return np.random.default_rng([*words.tolist(), fork_number()])

@@ -34,8 +34,17 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
-from holdall.sampling import Held, Prioritized, Sampler, Uniform, drawn_from, require_enough, set_priorities
-from holdall.schema import Leaf, Schema, as_ids, fit_flags
+from holdall.sampling import (
+    Held,
+    Prioritized,
+    Sampler,
+    Uniform,
+    drawn_from,
+    require_enough,
+    required_sampler,
+    set_priorities,
+)
+from holdall.schema import Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
 from holdall.storage import Budget, Rows, SpillFolder, Store, Tick, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
@@ -83,7 +92,7 @@ class ReplayMemory(MemoryOnDevice):
         self._kernels = chosen_kernels()
         super().__init__(schema, capacity, settings, self._kernels.coder)
         self.spill_dir = spill_dir
-        self.sampler = Uniform() if sampler is None else sampler
+        self.sampler = required_sampler(sampler)
         self._generator = generator_of(seed)
         self._closing: Store | None = None  # one that `close` was interrupted in
         self._delivery = Delivery.of(device, store_device, schema.leaves)
@@ -184,7 +193,7 @@ class ReplayMemory(MemoryOnDevice):
         """
         require_count("batch_size", batch_size, 1)
         require_count("prefetch", prefetch, 0)
-        is_own = device in {None, self._settings["device"]}
+        is_own = device is None or device == self._settings["device"]
         batches = self._batches if is_own else self._batches_to(Delivery(device, self.schema.leaves))
 
         def look_up(saved: SavedDraws) -> tuple[Draw, DrawnRows]:
@@ -217,12 +226,12 @@ class ReplayMemory(MemoryOnDevice):
             rows = self._whole().read(ids, self._assembler.staging.take)
         return self._assembler.complete(rows, self.schema.observation.leaves)
 
-    def outcomes(self, ids: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
+    def outcomes(self, ids: Any) -> tuple[NDArray[Any], NDArray[np.bool_], NDArray[np.bool_]]:
         """Return rewards, terminated and truncated of `ids`, of any shape; no observation is touched."""
         with self._locked():
-            store = self._whole()
-            self._held(store).require(ids)
-            return store.outcomes(ids)
+            store, wanted = self._whole(), ids_of_any_shape(ids)
+            self._held(store).require(wanted)
+            return store.outcomes(wanted)
 
     def update_priorities(self, ids: Any, priorities: Any) -> None:
         """Set how much it would pay to see transitions again, such as their TD errors' sizes.
@@ -303,7 +312,9 @@ class ReplayMemory(MemoryOnDevice):
     def are_valid(self, ids: Any) -> NDArray[np.bool_]:
         """Tell which of some held ids are transitions: lanes added with valid=False made none."""
         with self._locked():
-            return self._whole().are_valid(as_ids(ids))
+            store, wanted = self._whole(), as_ids(ids)
+            require_in_range(wanted, store.first_tick * self.num_envs, store.next_tick * self.num_envs)
+            return store.are_valid(wanted)
 
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from holdall.batch import RolloutBatch
 from holdall.delivery import DeviceRollout, Gather, MinibatchDelivery, is_on_device
 from holdall.errors import ArgumentError, ClosedError
-from holdall.json_state import generator_of
+from holdall.json_state import childs_generator, generator_of
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import LIVING, FieldReport, MemoryReport
 from holdall.sampling import RolloutSequences
 from holdall.schema import Array, Leaf, Schema, as_array, fit_flags, fit_reward
 from holdall.storage import FinalObservations, RolloutFields, gather_padded, gather_rows, new_ring
+from holdall.threads import tell_of_forks
 from holdall.units import require_count, require_share
 
 _FLOAT32 = np.dtype(np.float32)
@@ -93,6 +94,7 @@ class RolloutMemory:
         self._valid: NDArray[np.bool_] | None = None
         self._resident: DeviceRollout | None = None  # of steps that are born on the device
         self._now = _Progress()
+        tell_of_forks(self)
         LIVING.add(self)
 
     def observe(self, obs: Any) -> None:
@@ -417,6 +419,10 @@ class RolloutMemory:
         if self._now.is_stale:
             self._empty()
         return self._frames
+
+    def after_fork(self) -> None:
+        """In a child, draw minibatches in another order than the parent."""
+        self._generator = childs_generator(self._generator)
 
     def _require_room(self) -> None:
         if self.is_full:

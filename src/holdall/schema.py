@@ -204,6 +204,10 @@ def fit_reward(value: Any, leading: tuple[int, ...], dtype: np.dtype[Any] | None
 
 def as_array(value: Any, called: str) -> Array:
     """Make an array of a list, a scalar or a foreign array, without choosing a dtype for it."""
+    if isinstance(value, np.ma.MaskedArray):
+        raise ArgumentError(
+            f"{called} is a masked array, whose mask would be lost; pass value.filled(...), without one"
+        )
     try:
         array = np.asarray(value)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -288,6 +292,12 @@ def as_ids(ids: Any) -> NDArray[np.int64]:
     if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
         raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
     return array.astype(np.int64)
+
+
+def ids_of_any_shape(ids: Any) -> NDArray[np.int64]:
+    """Return `ids` as an array of transition ids, or say why it is not one."""
+    array = as_array(ids, "ids")
+    return as_ids(array.reshape(-1)).reshape(array.shape)
 
 
 class Validity(Protocol):

@@ -35,6 +35,8 @@ class SharedObservations:
 
     def __init__(self, observation_space: spaces.Space[Any], num_envs: int, context: BaseContext | None = None) -> None:
         require_count("num_envs", num_envs)
+        if context is not None and not isinstance(context, BaseContext):
+            raise ArgumentError(f"context ({context!r}) is no multiprocessing context; pass get_context(...), or None")
         self._tree = Tree.of(observation_space, "observation_space")
         self._lanes = num_envs
         # Without a name: the system frees it with the last process that has it, however that one ends.
@@ -54,14 +56,18 @@ class SharedObservations:
 
     def write(self, lane: int, obs: Any) -> None:
         """Put one lane's observation, of exactly the space's shapes and dtypes, in its place."""
-        if not 0 <= lane < self._lanes:
-            raise ArgumentError(f"lane ({lane}) must be from 0 to {self._lanes - 1}; pass the worker's own")
+        self._require_lane(lane)
         for rows, new in zip(self._rows, self._tree.flatten(obs, (), "obs"), strict=True):
             rows[lane] = new
 
     def lane(self, lane: int) -> Any:
         """Return one lane's observation as views to write to, for environments that render in place."""
+        self._require_lane(lane)
         return self._tree.build([rows[lane : lane + 1].reshape(rows.shape[1:]) for rows in self._rows])
+
+    def _require_lane(self, lane: Any) -> None:
+        if require_count("lane", lane, 0) >= self._lanes:
+            raise ArgumentError(f"lane ({lane}) must be from 0 to {self._lanes - 1}; pass the worker's own")
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what a process needs when it is started; at any other time the memory cannot be passed on."""

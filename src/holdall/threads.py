@@ -8,12 +8,16 @@ memory; what they cost is time, once more of them run than there are cores.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
+import threading
+import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from holdall.errors import ArgumentError
 
@@ -127,3 +131,79 @@ def _quota() -> float | None:
         return int(most) / int(period) if most not in {"max", "-1"} else None
     except (OSError, ValueError, ZeroDivisionError):  # no such control group, or none that says so
         return None
+
+
+# ---------------------------------------------------------------- forks
+
+_FORK_PATIENCE_S = 5.0
+"""How long a fork waits for locks. They are held for milliseconds, unless it is the forking thread that holds one."""
+
+_Lock = TypeVar("_Lock")
+
+
+class Forked(Protocol):
+    """What has to know that it is in a child now."""
+
+    def after_fork(self) -> None:
+        """Leave to the parent what is the parent's; called in the child, by its only thread."""
+
+
+_LOCKS: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_NUMBERS = itertools.count()
+_FORKED: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class _Fork(threading.local):
+    """The fork that a thread is about to make."""
+
+    def __init__(self) -> None:
+        self.held: list[Any] = []
+        self.made = 0  # its number among the forks of this process
+        self.number = 0  # of the fork that made this process
+
+
+_FORK = _Fork()
+_FORKS = itertools.count(1)
+
+
+def fork_safe(lock: _Lock) -> _Lock:
+    """Have a lock taken before a fork and let go of after it, so that no child finds it held by a thread it lacks.
+
+    Locks are taken in the order of these calls: one that is taken under another comes later.
+    """
+    _LOCKS[next(_NUMBERS)] = lock
+    return lock
+
+
+def tell_of_forks(thing: Forked) -> None:
+    """Have `after_fork` called in every child, for as long as the thing lives."""
+    _FORKED.add(thing)
+
+
+def fork_number() -> int:
+    """Return which of its parent's forks made this process; 0 if none did."""
+    return _FORK.number
+
+
+def _before_fork() -> None:
+    deadline = time.monotonic() + _FORK_PATIENCE_S
+    for lock in [_LOCKS[number] for number in sorted(_LOCKS) if number in _LOCKS]:
+        if lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            _FORK.held.append(lock)
+    _FORK.made = next(_FORKS)
+
+
+def _after_fork_in_parent() -> None:
+    while _FORK.held:
+        _FORK.held.pop().release()
+
+
+def _after_fork_in_child() -> None:
+    _after_fork_in_parent()
+    _FORK.number = _FORK.made
+    for thing in list(_FORKED):
+        thing.after_fork()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

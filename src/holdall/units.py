@@ -6,9 +6,12 @@ In:  what a user passed.  Out: a number, or an error that names the argument, it
 from __future__ import annotations
 
 import math
+import os
 import re
 from numbers import Integral, Real
 from typing import Any
+
+import numpy as np
 
 from holdall.errors import ArgumentError
 
@@ -52,8 +55,8 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
 
     Units are as written: GB is 10^9 bytes, GiB is 2^30. A bare "8G" is refused, since people mean either by it.
     """
-    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
-        return size
+    if isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0:
+        return int(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
         number, unit = found.groups()
         if unit.lower() in _FACTORS:
@@ -69,6 +72,24 @@ def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise ArgumentError(f"{argument} ({value!r}) must be a whole number of at least {least}{reason}; pass one")
     return int(value)
+
+
+def require_flag(argument: str, value: Any) -> bool:
+    """Return `value` if it is True or False, or say that it is not."""
+    if isinstance(value, bool | np.bool_):
+        return bool(value)
+    raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
+
+
+def require_path(argument: str, value: Any) -> str:
+    """Return a path or a url as text, or say that it is none."""
+    try:
+        path = os.fspath(value)
+    except TypeError:
+        path = b""
+    if isinstance(path, bytes):
+        raise ArgumentError(f"{argument} ({value!r}) is no path; pass text or a pathlib.Path")
+    return str(path)
 
 
 def require_share(argument: str, value: Any) -> None:

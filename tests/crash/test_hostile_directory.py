@@ -10,6 +10,7 @@ import os
 import shutil
 import socket
 import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -373,17 +374,25 @@ def another_user() -> Iterator[None]:
         os.seteuid(0)
 
 
-def opened_to_all(path: Path) -> None:
-    """Let everybody look into the folders above."""
-    for folder in [path, *path.parents]:
-        if folder.stat().st_uid == os.geteuid() and folder != Path("/"):
-            folder.chmod(folder.stat().st_mode | 0o055)
+@pytest.fixture
+def open_run(run: Path) -> Iterator[Path]:
+    """The same two checkpoints where another user may look: not below pytest's own folders, which are closed."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        copy = Path(shutil.copytree(run, Path(folder) / "run"))
+        with another_user():
+            may_look = os.access(copy, os.R_OK | os.X_OK, effective_ids=True)
+        if not may_look:
+            pytest.skip("needs a folder for temporary files that every user may look into")
+        yield copy
 
 
 @pytest.mark.parametrize("recover", [False, True])
-def test_what_may_not_be_read_is_an_error_and_no_older_state(run: Path, recover: bool) -> None:
+def test_what_may_not_be_read_is_an_error_and_no_older_state(open_run: Path, recover: bool) -> None:
     """Half of the transitions with a line in a log would look like all of them."""
-    opened_to_all(run)
+    run = open_run
+    assert ticks_of(run, recover=recover) == 120
+    assert called("verify", run).exit_code == called("ls", run).exit_code == 0  # all is imported by now
     for victim in [manifest(run, 2), only_in(run, 2)[0], run / "FORMAT", run / "segments", run / "manifests"]:
         mode = stat.S_IMODE(victim.stat().st_mode)
         victim.chmod(0)

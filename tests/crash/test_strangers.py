@@ -237,4 +237,4 @@ def test_blocks_that_claim_more_than_this_machine_has_are_refused(tmp_path: Path
     assert len(words["blocks"]) == 1
     words["blocks"][0][1] = 2**40
     name.write_bytes(signed(json.dumps(words).encode()))
-    refused_within(2**26, lambda: ReplayMemory.load(run), "lower capacity")
+    refused_within(2**26, lambda: ReplayMemory.load(run), "do not fit; lower capacity")

@@ -86,6 +86,15 @@ def test_close_gives_a_store_up_that_was_never_there(nobody: str) -> None:
     memory.close()
 
 
+def test_a_handle_waits_while_the_save_gets_on(nobody: str, tmp_path: Path) -> None:
+    """And cancels one that does not."""
+    with new_memory(30) as memory:
+        with pytest.raises(CheckpointError, match=nobody):
+            memory.save("s3://runs/nowhere").finish(timeout=0.5)
+        slowly = memory.save(tmp_path, progress=lambda _phase, _nbytes: time.sleep(0.3))
+        assert slowly.finish(timeout=SOON_S).number == 1
+
+
 @pytest.mark.parametrize("seconds", [1, pytest.param(None, marks=pytest.mark.nightly, id="default")])
 @pytest.mark.parametrize("end", ["close", "exit"])
 def test_a_program_with_a_mistyped_endpoint_ends(nobody: str, end: str, seconds: float | None) -> None:

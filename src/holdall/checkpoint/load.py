@@ -66,8 +66,7 @@ if TYPE_CHECKING:
     from holdall.checkpoint.streams import LoadedMemory
 
 _LOG = logging.getLogger("holdall")
-_HEAD_BYTES = 2**11
-_FREE_BYTES = 2**30
+_HEAD_BYTES, _FREE_BYTES = 2**11, 2**30
 
 _T = TypeVar("_T")
 _M = TypeVar("_M", bound="LoadedMemory")
@@ -141,8 +140,7 @@ class _LoadedBlocks:
     def _filled(self, entry: BlockEntry) -> KeptBlock:
         self.raw_bytes += entry.slices * entry.slice_bytes
         if self.raw_bytes > _FREE_BYTES and self.raw_bytes > min(limit.total_bytes for limit in memory_limits()):
-            needs = f"checkpoint {self.manifest.number} needs {self.raw_bytes} bytes of memory at once"
-            raise CheckpointError(errno.ENOMEM, f"{needs}; load it with a lower capacity")
+            raise CheckpointError(errno.ENOMEM, f"{self.raw_bytes} bytes of raw slices do not fit; lower capacity")
         arena = reserve(entry.slices * entry.slice_bytes)
         done = 0
         for ref in entry.refs:
@@ -171,7 +169,6 @@ def restored(
     """Read a checkpoint: all but its rows, which follow, and its full blocks, which stay.
 
     Args:
-        reader: Where its files lie.
         capacity_ticks: Ticks that the memory holds; None: as many as before. The oldest are passed over.
         losses: Takes down what is damaged, instead of refusing the checkpoint; blocks are then read whole, to know.
     """
@@ -331,7 +328,7 @@ def _rows_left(
 ) -> Iterator[RowChunk]:
     """Read rows; where they are damaged, the ticks are lost, and so is the one before: its next observations."""
     entries = [chunk for chunk in manifest.rows if chunk.first_tick + chunk.ticks > first_tick]
-    found: dict[int, RowChunk | None] = {}
+    found: set[int] = set()
     for chunk in entries:  # once to know what is lost, since a chunk may be lost to the one before it
         try:
             _chunk(files, chunk, like)
@@ -339,12 +336,11 @@ def _rows_left(
             if not is_lost(error):
                 raise
             losses.lose(chunk.first_tick - 1, chunk.ticks + 1, str(error))
-            found[chunk.first_tick] = None
-    lanes = int(manifest.schema["num_envs"])
+            found.add(chunk.first_tick)
     for chunk in entries:
         is_blank = chunk.first_tick in found
         rows = blank_rows(chunk.first_tick, chunk.ticks, like) if is_blank else _chunk(files, chunk, like)
-        yield losses.marked(rows, lanes)
+        yield losses.marked(rows, int(manifest.schema["num_envs"]))
 
 
 def _extents(segments: list[Segment[ClosedPart]]) -> list[Extent]:
@@ -411,7 +407,7 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
         for reason in refused:
             _LOG.warning("%s: a newer checkpoint is not whole, so %d was loaded (%s)", reader.url, number, reason)
         return built
-    why = f": {'; '.join(refused)}" if refused else ""
+    why = ": " * bool(refused) + "; ".join(refused)
     raise CheckpointError(f"{reader.url} holds no checkpoint that is whole{why}; check the path") from first
 
 
@@ -423,8 +419,7 @@ class Loading(Generic[_M]):
         make: Makes an empty memory of a schema that holds so many ticks. The last argument is False for one that is
             only read: batches of it are of NumPy arrays.
         restore: Has such a memory take over what was saved; the sampler is the one that it draws with from now on.
-        capacity: Transitions to hold; None: as many as before.
-        num_envs: Lanes; None: as many as before.
+        capacity, num_envs: Transitions to hold, and lanes; None: as many as before.
         recover: Whether to load what is left of a damaged checkpoint.
     """
 
@@ -456,8 +451,8 @@ class Loading(Generic[_M]):
             from holdall.checkpoint.streams import converted  # noqa: PLC0415  for other lanes and shards only
 
             memory = converted(self, manifest, reader, schema, lanes)
-        was_empty = manifest.next_tick == manifest.first_tick and not any(each.transitions for each in manifest.shards)
-        if may_be_empty or was_empty or memory.are_valid(np.arange(memory.first_id, memory.next_id)).any():
+        held = manifest.next_tick - manifest.first_tick + sum(shard.transitions for shard in manifest.shards)
+        if may_be_empty or not held or memory.are_valid(np.arange(memory.first_id, memory.next_id)).any():
             return memory
         memory.close()
         raise DamageError(f"nothing is left of checkpoint {manifest.number} of {reader.url}")

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from holdall.errors import ArgumentError, CheckpointError, DamageError, FencedError, NewerFormatError
 from holdall.json_state import count_of, malformed_refused, parsed, text_of, unparsed
+from holdall.units import require_path
 
 if TYPE_CHECKING:
     from holdall.checkpoint.interfaces import CheckpointReader
@@ -273,8 +274,7 @@ def _in_order(runs: Any) -> Any:
     return runs
 
 
-MOST_FORMAT_BYTES = 4096
-MOST_NUMBER = 10**16 - 1
+MOST_FORMAT_BYTES, MOST_NUMBER = 4096, 10**16 - 1
 LEASE_S = 3600.0
 """For so long, a file that no manifest names may belong to a save under way, and stays."""
 
@@ -468,7 +468,7 @@ def is_remote(url: str | os.PathLike[str]) -> bool:
 
 def normalized_url(url: str | os.PathLike[str]) -> str:
     """Return what a url or a path names, in one way of writing it; refuse what looks like a url and is none here."""
-    text = os.fspath(url)
+    text = require_path("url", url)
     found = _URL.fullmatch(text)
     if found is None or (found[1].lower() not in SCHEMES and "://" not in text):
         return os.path.abspath(os.path.expanduser(text))  # noqa: PTH100, PTH111  # links are not followed

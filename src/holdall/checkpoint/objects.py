@@ -213,7 +213,7 @@ class Objects:
                     raise FileNotFoundError(short(error)) from error
                 if refused is not None:
                     raise CheckpointError(f"{self.url} refuses a request ({short(error)}); check the store") from error
-                self.waiting.reason = f"{_endpoint(str(error))} does not answer ({short(error)})"
+                self.waiting.reason = f"{_endpoint(str(error))} does not answer ({_cause(error)})"
                 if not is_logged:
                     _LOG.warning("%s: %s; trying until it does", self.url, self.waiting.reason)
                 is_logged = True
@@ -301,6 +301,12 @@ def _endpoint(told: str = "") -> str:
     if found is not None:
         return found.group()
     return next((os.environ[name] for name in _ENDPOINTS if name in os.environ), "the store")
+
+
+def _cause(error: BaseException) -> str:
+    """Return what the operating system said, which the client puts behind its own words; or these."""
+    found = re.search(r'(?:message|error): "([^"]+)"', str(error))
+    return short(error) if found is None else found[1]
 
 
 def short(error: BaseException) -> str:

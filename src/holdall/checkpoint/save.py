@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdall.checkpoint.directory import DirectoryWriter
 from holdall.checkpoint.file_system import disk_errors_explained
@@ -32,6 +32,10 @@ from holdall.threads import left
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import CheckpointMirror
 
+
+_LOOK_S = 0.1
+_CANCELLED_S = 5.0
+"""How long a save that was cancelled has to end."""
 
 _LOG = logging.getLogger("holdall")
 
@@ -60,9 +64,11 @@ class SaveHandle:
         url: str,
         interrupt: Callable[[], None],
         wait_for_mirror: Callable[[int, float | None], None] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self.url = url
         self._interrupt = interrupt
+        self._waiting = waiting or Waiting(url)
         self._wait_for_mirror = wait_for_mirror
         self._ended = threading.Event()
         self._checkpoint: Checkpoint | None = None
@@ -81,6 +87,15 @@ class SaveHandle:
         if self._checkpoint is None:
             raise CheckpointError(f"the checkpoint at {self.url} ended without a result; report this")
         return self._checkpoint
+
+    def finish(self, timeout: float = CLOSE_S) -> Checkpoint:
+        """Wait as long as the save gets on; cancel it if it does not for `timeout` seconds. Return the checkpoint."""
+        began = time.monotonic()
+        while not self._ended.wait(_LOOK_S):
+            if time.monotonic() - self._waiting.stuck_since(began) >= timeout:
+                self.cancel()
+                return self.result(_CANCELLED_S)
+        return self.result()
 
     def mirrored(self, timeout: float | None = None) -> Checkpoint:
         """Wait until the checkpoint, or a newer one, stands in the mirror too, and return it."""
@@ -105,6 +120,14 @@ class SaveHandle:
         """End badly."""
         self._error = error
         self._ended.set()
+
+
+def require_mirror(mirror: Any, url: str) -> None:
+    """Refuse a mirror, unless it is None, that checkpoints saved to `url` cannot be copied to."""
+    if mirror is not None and is_remote(url):
+        raise ArgumentError(f"mirror ({mirror!r}) is for saves to a directory; {url} is no directory")
+    if mirror is not None and not (isinstance(mirror, str) and is_remote(mirror)):
+        raise ArgumentError(f"mirror ({mirror!r}) must be a prefix of an object store: s3://, gs:// or az://")
 
 
 def open_writer(url: str | os.PathLike[str], waiting: Waiting | None = None) -> CheckpointWriter:
@@ -205,7 +228,8 @@ class Saver:
         is_queued = False
         try:
             behind = None if mirror is None else self._mirror(mirror)
-            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), None if behind is None else behind.wait)
+            wait = None if behind is None else behind.wait
+            handle = SaveHandle(self.url, lambda: self._cancel(handle, behind), wait, self._waiting)
             with left(self._thread.lock):
                 self._leave_to_parent()
                 self._thread.wake()
@@ -327,10 +351,7 @@ class Saver:
             _LOG.info("nothing was written to %s ahead of the next checkpoint (%s)", self.url, error)
 
     def _mirror(self, url: str) -> CheckpointMirror:
-        if is_remote(self.url):
-            raise ArgumentError(f"mirror ({url!r}) is for saves to a directory; {self.url} is no directory")
-        if not is_remote(url):
-            raise ArgumentError(f"mirror ({url!r}) must be a prefix of an object store: s3://, gs:// or az://")
+        require_mirror(url, self.url)
         found = self._mirrors.get(url)
         if found is None:
             from holdall.checkpoint.autosave import CheckpointMirror  # noqa: PLC0415  needs object stores

@@ -19,18 +19,18 @@ import numpy as np
 
 from holdall.checkpoint.load import Loading, Restored, open_reader
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
-from holdall.checkpoint.save import Progress, SaveHandle, Savers
+from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
 from holdall.checkpoint.waiting import CLOSE_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
-from holdall.json_state import generator_state, restored_generator, schema_words
+from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
 from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
-from holdall.threads import left
-from holdall.units import require_count, require_number
+from holdall.threads import fork_safe, left, tell_of_forks
+from holdall.units import require_count, require_flag, require_number
 
 if TYPE_CHECKING:
     from holdall.checkpoint.autosave import Autosave, BackgroundFetch
@@ -53,9 +53,11 @@ class SavedMemory(ABC):
         self.schema, self.num_envs = schema, schema.num_envs
         self.capacity = capacity // schema.num_envs * schema.num_envs  # transitions: whole ticks, over all lanes
         self._settings = settings
-        self._lock: Any = threading.RLock()  # entered once: see `_locked`
+        self._lock: Any = fork_safe(threading.RLock())  # entered once: see `_locked`
         self._prefetched: Prefetched | None = None  # made with the first loader
-        self._savers = Savers(coder)
+        self._savers, self._coder = Savers(coder), coder
+        self._parents: list[Any] = []  # what a forked child must neither use nor close
+        tell_of_forks(self)
         self._attached = Attached()
         self._autosave: Autosave | None = None
         self._fetch: BackgroundFetch | None = None
@@ -123,7 +125,10 @@ class SavedMemory(ABC):
                 well, about, if it takes three arguments.
         """
         require_count("keep", keep, 1)
+        if progress is not None and not callable(progress):
+            raise ArgumentError(f"progress ({progress!r}) must be a function of text and bytes; pass one, or None")
         files = checked_attachments(attach)
+        require_mirror(mirror, normalized_url(url))
         saver = self._savers.to(normalized_url(url))
         with left(saver.in_order):
             return saver.save(self._snapshot(saver.rows_saved(), files), int(keep), progress, mirror)
@@ -152,6 +157,7 @@ class SavedMemory(ABC):
         if transitions is not None:
             require_count("transitions", transitions, 1)
         require_count("keep", keep, 1)
+        require_mirror(mirror, normalized_url(url))
         from holdall.checkpoint.autosave import Autosave, SaveInterval  # noqa: PLC0415  not for every memory
 
         interval, location, kept = SaveInterval(pause, transitions), normalized_url(url), int(keep)
@@ -192,7 +198,8 @@ class SavedMemory(ABC):
             url: Where it was saved.
             capacity: Transitions to hold, if not as many as before; the newest are kept.
             sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
-                one of another kind starts afresh. None: `Uniform()`.
+                one of another kind starts afresh. None: `Uniform()`, if the saved one was that; any other kind has
+                settings that a checkpoint does not hold, and has to be passed.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
@@ -201,6 +208,7 @@ class SavedMemory(ABC):
         """
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
+        require_flag("recover", recover)
 
         made: Any = cls
 
@@ -269,6 +277,12 @@ class SavedMemory(ABC):
         finally:
             self._savers.close(timeout)
         self._autosave = self._fetch = None
+
+    def after_fork(self) -> None:
+        """In a child, draw other batches than the parent, and leave its checkpoints to it."""
+        self._generator = childs_generator(self._generator)
+        self._parents += [self._savers, self._autosave, self._fetch]
+        self._savers, self._autosave, self._fetch = Savers(self._coder), None, None
 
     def _take_over(self, found: Restored, sampler: Sampler | None) -> None:
         """Become what was saved."""

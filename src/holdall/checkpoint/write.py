@@ -340,10 +340,11 @@ class SnapshotWriter:
         done = self._records.filling.get(filling.key, PartialBlock())
         if len(done.refs) >= _MOST_PIECES or done.slices > count:
             done = PartialBlock()
-        new = self._write_pieces(self._pieces, filling.slices, filling.slice_bytes, done.slices)
-        refs = done.refs + tuple(new)
-        self._fresh.filling[filling.key] = PartialBlock(refs, count)
-        return BlockEntry(filling.slice_bytes, count, refs)
+        settled = filling.slices[: filling.settled * filling.slice_bytes]
+        refs = done.refs + tuple(self._write_pieces(self._pieces, settled, filling.slice_bytes, done.slices))
+        self._fresh.filling[filling.key] = PartialBlock(refs, filling.settled)
+        rest = self._write_pieces(self._brief, filling.slices, filling.slice_bytes, filling.settled)
+        return BlockEntry(filling.slice_bytes, count, refs + tuple(rest))
 
     @staticmethod
     def _write_pieces(writer: RecordWriter, slices: Bytes, slice_bytes: int, first: int) -> list[Ref]:

@@ -20,7 +20,7 @@ from holdall.batch import Batch, Draw, Goals
 from holdall.errors import ArgumentError, DamageError, MissingPackageError
 from holdall.schema import Array, Bytes, Leaf, Schema
 from holdall.storage import ALIGNMENT_BYTES, Kernels, Places, Rows, Store, bring_places, fresh_bytes
-from holdall.threads import left
+from holdall.threads import fork_safe, left
 
 if TYPE_CHECKING:
     import torch
@@ -63,7 +63,7 @@ class BlockPool:
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
-        self._lock = threading.RLock()
+        self._lock = fork_safe(threading.RLock())
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
@@ -195,7 +195,7 @@ class Delivery:
     @classmethod
     def of(cls, device: str | None, store_device: str | None, leaves: list[Leaf]) -> Delivery:
         """Deliver to the device that the store is on, unless none was named for it."""
-        if store_device is not None and device not in {None, store_device}:
+        if store_device is not None and device is not None and device != store_device:
             raise ArgumentError(
                 f"store_device ({store_device}) and device ({device}) differ; batches are made where the store is, so "
                 "leave device out"

@@ -8,6 +8,7 @@ A batch is drawn `prefetch` batches before it is handed out; with `prefetch=0` w
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -41,6 +42,7 @@ class Loader:
         if prefetch:
             self._worker = ThreadPoolExecutor(1, thread_name_prefix="holdall-loader")
         self._closed = False
+        self._process = os.getpid()
 
     def __iter__(self) -> Self:
         return self
@@ -49,6 +51,8 @@ class Loader:
         """Return the next batch; if making it failed in the background, the error is raised here."""
         if self._closed:
             raise ClosedError("the loader was closed; make a new one with memory.loader(...)")
+        if self._process != os.getpid():
+            raise ClosedError("the loader's thread is in the parent of this process; make a new one here")
         if self._worker is None:
             job = self._start()
             job.work()

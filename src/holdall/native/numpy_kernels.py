@@ -235,6 +235,11 @@ class PortablePart(OpenPart):
         return int(self.written.end.max())
 
     @property
+    def shortest(self) -> int:
+        """See `OpenPart.shortest`."""
+        return int(self.written.end.min())
+
+    @property
     def steps(self) -> int:
         """See `OpenPart.steps`."""
         return self.written.steps

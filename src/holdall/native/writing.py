@@ -241,6 +241,11 @@ class NativePart(OpenPart):
         return int(self._struct.longest)
 
     @property
+    def shortest(self) -> int:
+        """See `OpenPart.shortest`."""
+        return int(self._memory[1].min())
+
+    @property
     def steps(self) -> int:
         """See `OpenPart.steps`."""
         return int(self._struct.steps)

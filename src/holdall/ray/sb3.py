@@ -56,7 +56,7 @@ class ReplayBuffer(LocalReplayBuffer):
         if not isinstance(self.memory.sampler, Prioritized):
             return samples
         weights = self._tensor(batch.weights.reshape(-1, 1))
-        return PrioritizedSamples(**samples._asdict(), weights=weights, ids=batch.ids)
+        return PrioritizedSamples.of(samples, weights, batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors."""

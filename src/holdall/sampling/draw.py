@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Draw
-from holdall.errors import ArgumentError, DamageError
-from holdall.schema import Validity, as_array, as_ids, require_held
+from holdall.errors import ArgumentError, DamageError, TransitionIdError
+from holdall.schema import Validity, as_array, ids_of_any_shape, require_held
 
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -73,6 +73,8 @@ class Held:
 
     def require_drawn(self, draw: Draw) -> None:
         """Refuse a recipe that names something else than what is held."""
+        if not isinstance(draw, Draw):
+            raise ArgumentError(f"draw ({draw!r}) is no recipe; pass what `draw` of a memory or a sampler returned")
         for ids in (draw.ids, draw.last_ids, None if draw.goals is None else draw.goals.ids):
             if ids is not None:
                 self.require(ids)
@@ -160,6 +162,19 @@ def _drawn_again(ids: Ids, held: Held, generator: np.random.Generator) -> Ids:
 # ---------------------------------------------------------------- a memory's sampler
 
 
+def required_sampler(sampler: Any) -> Sampler:
+    """Return a memory's sampler, `Uniform()` for None, or say why it is none."""
+    chosen = Uniform() if sampler is None else sampler
+    methods = (getattr(chosen, name, None) for name in ("draw", "state", "restore"))
+    if isinstance(chosen, type) or not all(map(callable, methods)):
+        raise ArgumentError(
+            f"sampler ({sampler!r}) has no draw, state and restore of its own; pass an object, such as Uniform() or "
+            "Prioritized()"
+        )
+    made: Sampler = chosen
+    return made
+
+
 def require_enough(count: int, transitions: int, least: int) -> None:
     """Refuse to draw `count` rows of a memory that holds less than `least` transitions."""
     if transitions < least:
@@ -177,9 +192,11 @@ def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> N
             f"update_priorities was called, but the memory's sampler ({type(sampler).__name__}) has no "
             "priorities; construct the memory with sampler=Prioritized(...)"
         )
-    given = np.asarray(ids)
     values = priorities.detach().cpu() if hasattr(priorities, "detach") else priorities
-    update(held, as_ids(given.reshape(-1)).reshape(given.shape), as_array(values, "priorities"))
+    wanted = ids_of_any_shape(ids)
+    if wanted.size and wanted.min() < 0:
+        raise TransitionIdError(f"ids holds {wanted.min()}, but the first id ever is 0; pass the ids of a batch")
+    update(held, wanted, as_array(values, "priorities"))
 
 
 def sampler_state(sampler: Sampler) -> dict[str, Any]:
@@ -194,7 +211,7 @@ def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
             f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
             "settings, or another one to start anew"
         )
-    return Uniform() if sampler is None else sampler
+    return required_sampler(sampler)
 
 
 def resume(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: int) -> bool:

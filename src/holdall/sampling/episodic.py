@@ -18,7 +18,7 @@ from holdall.batch import Draw, Goals, RewardFunction
 from holdall.errors import ArgumentError, TransitionIdError
 from holdall.sampling.draw import Flags, Held, Ids, Sampler, State, Uniform
 from holdall.sampling.prioritized import Prioritized
-from holdall.units import require_count, require_number
+from holdall.units import require_count, require_flag, require_number
 
 
 class ComposedSampler(ABC):
@@ -232,7 +232,7 @@ class Sequence(ComposedSampler):
         self.length = require_count("length", length, 1)
         self.burn_in = require_count("burn_in", burn_in, 0)
         self.stride = require_count("stride", stride, 1)
-        self.crossing = bool(crossing)
+        self.crossing = require_flag("crossing", crossing)
         self._flags_drawn = 0  # how often flags had been set again at the last draw
 
     def draw(self, held: Held, count: int, generator: np.random.Generator) -> Draw:
@@ -321,6 +321,9 @@ class Hindsight(ComposedSampler):
         self.strategy = strategy
         self.k = require_number("k", k, 0.0)
         self.reward_fn = reward_fn
+        for name, key in (("achieved_key", achieved_key), ("desired_key", desired_key)):
+            if not isinstance(key, str):
+                raise ArgumentError(f"{name} ({key!r}) must be text; pass a key of the observation space")
         self._keys = (achieved_key, desired_key)
         self._episodes = Episodes()
 

@@ -221,8 +221,9 @@ class Prioritized:
             raise ArgumentError(f"priorities has dtype {priorities.dtype}; pass integers or floating point numbers")
         if not held.fields.all_valid:
             self._require_valid(held, ids)
-        if priorities.size and priorities.min() < 0:
-            raise ArgumentError(f"priorities holds {priorities.min()}; pass finite numbers of at least 0")
+        if priorities.size and not (priorities.min() >= 0 and priorities.max() < np.inf):  # or NaN
+            wrong = priorities[~((priorities >= 0) & (priorities < np.inf))][0]
+            raise ArgumentError(f"priorities holds {wrong}; pass finite numbers of at least 0")
         scaled = self._scaled(priorities)
         self._unfinished = (ids, scaled, (held.first_id, held.next_id, self._capacity))
         if not self._update(tree):

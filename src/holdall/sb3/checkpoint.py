@@ -14,6 +14,7 @@ import logging
 import os
 import random
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,8 @@ import torch as th
 from gymnasium import spaces
 from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.save_util import load_from_zip_file
+from stable_baselines3.common.type_aliases import GymEnv
 from stable_baselines3.common.vec_env import VecEnv, VecNormalize
 
 from holdall.checkpoint import SaveHandle, attached_files
@@ -98,12 +101,12 @@ class CheckpointCallback(BaseCallback):
         self._wait_for_last_save()
 
     def _wait_for_last_save(self) -> None:
-        """Wait for the last save; a failed one is logged, and training goes on."""
+        """Wait for the last save while it gets on; a failed one is logged, and training goes on."""
         handle, self._handle = self._handle, None
         if handle is None:
             return
         try:
-            handle.result()
+            handle.finish()
         except OSError as error:
             _LOG.warning("a checkpoint could not be saved (%s); training goes on", error)
 
@@ -120,33 +123,43 @@ class CheckpointCallback(BaseCallback):
 
 def resume(
     path: str | os.PathLike[str],
-    env: VecEnv,
+    env: GymEnv | None,
     *,
     algorithm: type[BaseAlgorithm] | None = None,
     device: str = "auto",
     env_state: EnvState | None = None,
-    budget: str | int | None = "auto",
-    prefer: str = "balanced",
+    budget: str | int | EllipsisType | None = ...,
+    prefer: str | EllipsisType = ...,
+    spill_dir: str | os.PathLike[str] | EllipsisType | None = ...,
 ) -> Any:
     """Return the model of the newest checkpoint, ready for `learn(..., reset_num_timesteps=False)`.
 
     Args:
         path: Where `CheckpointCallback` saved it. The model's own file holds pickles, which can run code: resume only
             from places that you trust.
-        env: The environments, wrapped as they were; with VecNormalize, its averages are set.
+        env: The environments, wrapped as they were: whatever the `load` of Stable-Baselines3 takes. With VecNormalize,
+            its averages are set.
         algorithm: The model's class, where it is none of Stable-Baselines3's or sb3-contrib's.
         env_state: As in `CheckpointCallback`; without it, the environments are reset when training goes on.
-        budget: See `holdall.ReplayMemory`.
+        budget: See `holdall.ReplayMemory`; if not given, the one that the saved run had.
         prefer: The same.
+        spill_dir: The same.
     """
+    asked = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+    asked = {name: value for name, value in asked.items() if value is not ...}
     training = _parse_training(attached_files(path)[_TRAINING], str(path))
     sampler = Prioritized(*training["priorities"]) if training["priorities"] is not None else None
-    memory = ReplayMemory.load(path, budget=budget, prefer=prefer, sampler=sampler)
+    tiers: dict[str, Any] = training.get("tiers", {}) | asked
+    memory = ReplayMemory.load(path, sampler=sampler, **tiers)
     try:
-        return _restore_training(memory, env, algorithm, device, env_state)
+        model = _restore_training(memory, env, algorithm, device, env_state, asked)
     except BaseException:
         memory.close()
         raise
+    buffer = getattr(model, "replay_buffer", None)
+    if buffer is not None:
+        buffer.tiers.update(tiers)
+    return model
 
 
 def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str, bytes]:
@@ -159,6 +172,7 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
     training: dict[str, Any] = {
         "algorithm": algorithm_name(type(model)),
         "buffer": None if buffer is None else type(_require_holdall(buffer)).__name__,
+        "tiers": {} if buffer is None else _tiers_json(buffer),
         "priorities": [buffer.sampler.alpha, buffer.sampler.beta] if is_prioritized else None,
         "has_env_state": env_state is not None,
         "generators": rng_states(model, numbers),
@@ -174,7 +188,12 @@ def training_files(model: BaseAlgorithm, env_state: EnvState | None) -> dict[str
 
 
 def _restore_training(
-    memory: ReplayMemory, env: VecEnv, algorithm: type[BaseAlgorithm] | None, device: str, env_state: EnvState | None
+    memory: ReplayMemory,
+    env: GymEnv | None,
+    algorithm: type[BaseAlgorithm] | None,
+    device: str,
+    env_state: EnvState | None,
+    asked: dict[str, Any],
 ) -> Any:
     files = memory.attached
     training = _parse_training(files[_TRAINING], "the checkpoint")
@@ -183,13 +202,18 @@ def _restore_training(
         raise ArgumentError(
             "env_state was given, but the checkpoint was saved without; leave it out, or pass it to both"
         )
-    if training["buffer"] is not None and env.num_envs != memory.num_envs:
+    lanes = memory.num_envs if env is None else env.num_envs if isinstance(env, VecEnv) else 1
+    if training["buffer"] is not None and lanes != memory.num_envs:
         raise ArgumentError(
-            f"env has {env.num_envs} environments, and the training was saved with {memory.num_envs}; pass as many, or "
-            f"load its memory alone with ReplayMemory.load(path, num_envs={env.num_envs})"
+            f"env has {lanes} environments, and the training was saved with {memory.num_envs}; pass as many, or "
+            f"load its memory alone with ReplayMemory.load(path, num_envs={lanes})"
         )
     kind = algorithm or algorithm_named(training["algorithm"])
-    model = kind.load(io.BytesIO(files[_MODEL]), env=env, device=device, force_reset=env_state is None)
+    settings: dict[str, Any] = {"env": env, "device": device, "force_reset": env_state is None}
+    if asked and training["buffer"] is not None:
+        data, _, _ = load_from_zip_file(io.BytesIO(files[_MODEL]), device=device)
+        settings["replay_buffer_kwargs"] = ((data or {}).get("replay_buffer_kwargs") or {}) | asked
+    model = kind.load(io.BytesIO(files[_MODEL]), **settings)
     buffer = getattr(model, "replay_buffer", None)
     if training["buffer"] is None:
         memory.close()
@@ -227,11 +251,17 @@ def _parse_training(raw: bytes, where: str) -> Any:
     return training
 
 
+def _tiers_json(buffer: ReplayBuffer) -> dict[str, Any]:
+    spill_dir = buffer.tiers["spill_dir"]
+    return buffer.tiers | {"spill_dir": None if spill_dir is None else os.fspath(spill_dir)}
+
+
 def _require_holdall(buffer: Any) -> ReplayBuffer:
     if not isinstance(buffer, ReplayBuffer):
         raise CheckpointError(
             f"the model's replay buffer is a {type(buffer).__name__}; make the model with "
-            "replay_buffer_class=holdall.sb3.ReplayBuffer"
+            "replay_buffer_class=holdall.sb3.ReplayBuffer. If that buffer was loaded from a file, write "
+            "model.replay_buffer = holdall.sb3.ReplayBuffer.copy_of(model.replay_buffer)"
         )
     return buffer
 

@@ -29,7 +29,7 @@ _KINDS = "biuf"
 _JSON_TYPES = (bool, int, float, str)
 
 
-class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type: ignore[override]  # arrays read when asked
+class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
     """Drop-in for Stable-Baselines3's `HerReplayBuffer`.
 
     `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.HerReplayBuffer)`
@@ -45,9 +45,10 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         spill_dir: The same.
     """
 
+    _takes_steps = False
     _drawable: NDArray[np.int64] | None
-    _held_from: int
     """Places of finished episodes, until these change."""
+    _held_from: int
 
     def __init__(
         self,
@@ -144,6 +145,20 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):  # type:
         ReplayBuffer.reset(self)
         self.infos = InfoSlots(*self.infos.shape)
         self._forget_episodes()
+
+    @classmethod
+    def _settings_of(cls, buffer: Any) -> dict[str, Any]:
+        names = ("env", "n_sampled_goal", "goal_selection_strategy", "copy_info_dict")
+        return {name: getattr(buffer, name) for name in names}
+
+    def _copy_slots(self, buffer: Any) -> None:
+        ReplayBuffer._copy_slots(self, buffer)
+        self.ep_start[:], self.ep_length[:] = buffer.ep_start, buffer.ep_length
+        self._current_ep_start[:] = buffer._current_ep_start
+        self._held_from = self.memory.first_id // self.n_envs
+        if self.copy_info_dict:
+            for slot in range(self.buffer_size if buffer.full else buffer.pos):
+                self.infos.write(slot, [pack_info(info) for info in buffer.infos[slot]])
 
     def episode_state(self) -> dict[str, NDArray[Any]]:
         """Return what the buffer knows about episodes and infos, for a checkpoint."""

@@ -29,6 +29,11 @@ class PrioritizedSamples(NamedTuple):
     weights: th.Tensor  # (batch, 1)
     ids: NDArray[np.int64]  # for `update_priorities`
 
+    @classmethod
+    def of(cls, samples: Any, weights: th.Tensor, ids: NDArray[np.int64]) -> PrioritizedSamples:
+        """Put weights and ids beside samples; those of Stable-Baselines3 2.6 have no discounts."""
+        return cls(**({"discounts": None} | samples._asdict()), weights=weights, ids=ids)
+
 
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws transitions in proportion to their priorities.
@@ -58,7 +63,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         draw = self.memory.draw(batch_size)
         samples: ReplayBufferSamples | DictReplayBufferSamples = self._samples(draw.ids, env)
         weights = self._tensor(draw.weights.reshape(-1, 1))
-        return PrioritizedSamples(**samples._asdict(), weights=weights, ids=draw.ids)
+        return PrioritizedSamples.of(samples, weights, draw.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""

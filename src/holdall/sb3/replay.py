@@ -9,16 +9,20 @@ number of slots; arrays over slots are gathered when they are read.
 from __future__ import annotations
 
 import os
+import sys
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from math import prod
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
+import stable_baselines3
 import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common import buffers
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -27,6 +31,7 @@ from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
+from holdall.sb3.arrays import SlotArray, SlotArrays
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count
@@ -35,6 +40,12 @@ _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
 _READ_AT_ONCE_BYTES = 8 * 2**20
 """Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
+_COPIED_AT_ONCE = 64
+"""Slots of another buffer that are copied in one go."""
+_WARNS_OF_STEPS = (2, 9, 1)
+"""From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
+_FRAMES_TO_MODEL = 4
+"""Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -56,6 +67,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
         prefer: The same.
         spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
     """
+
+    _takes_steps = True
+
+    # What plain arrays are there; gathered when they are read. Slots that were never written to read as zeros.
+    observations: Any = SlotArrays(lambda buffer: buffer._observed("observations", lambda batch: batch.obs))
+    next_observations: Any = SlotArrays(
+        lambda buffer: buffer._observed("next_observations", lambda batch: batch.next_obs)
+    )
+    actions: Any = SlotArrays(lambda buffer: buffer._acted())
+    rewards: Any = SlotArrays(lambda buffer: buffer._numbers("rewards", lambda batch: batch.reward))
+    dones: Any = SlotArrays(lambda buffer: buffer._numbers("dones", _done_flags, buffer._write_dones))
+    timeouts: Any = SlotArrays(
+        lambda buffer: buffer._numbers("timeouts", lambda batch: batch.truncated, buffer._write_timeouts)
+    )
 
     def __init__(
         self,
@@ -79,7 +104,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
-        self.n_steps = require_count("n_steps", n_steps, 1)
+        self.n_steps = _require_steps(n_steps)
+        if n_steps == 1:
+            self._warn_of_ignored_steps()
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -103,8 +130,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if self.handle_timeout_termination:
             for info in infos:  # a loop: most often none was cut, and it ends with that
                 if info.get("TimeLimit.truncated", False):
-                    cut = np.array([info.get("TimeLimit.truncated", False) for info in infos], np.bool_)
-                    done = np.asarray(done, np.bool_) ^ cut
+                    cut = _cut_flags([info.get("TimeLimit.truncated", False) for info in infos], self._lane_shape)
+                    done = _cast(done, self._lane_shape, _BOOL) ^ cut
                     break
         ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
         if not ticks:
@@ -122,6 +149,8 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
+        if self.full and self.memory.next_id == 0:  # somebody set `full`
+            return self._samples_of_nothing(batch_size, env)
         # Its own buffer draws differently with optimize_memory_usage; this one never does.
         filled, newest = self.size(), self.memory.next_id // self.n_envs - 1
         if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
@@ -185,8 +214,17 @@ class ReplayBuffer(buffers.ReplayBuffer):
             next_observations=self._tensors(self._normalize_obs(next_obs, env), tensor_of),
             dones=tensor_of(ended.reshape(-1, 1)),
             rewards=tensor_of(rewards),
-            discounts=None if discounts is None else tensor_of(discounts),
+            **({} if discounts is None else {"discounts": tensor_of(discounts)}),
         )
+
+    def _samples_of_nothing(self, count: int, env: VecNormalize | None) -> Any:
+        """Return rows of slots that were never written to: zeros."""
+        zeros = {key: np.zeros((count, *shape[1:]), dtype) for key, (shape, dtype) in self._obs_specs.items()}
+        obs = zeros if self._is_dict else zeros[""]
+        none, rewards = np.zeros(count, np.bool_), np.zeros(count, np.float32)
+        action = np.zeros((count, self.action_dim), self._action_dtype)
+        batch = Batch(obs, action, rewards, obs, none, none, {}, np.full(count, -1), np.ones(count, np.float32))
+        return self._as_samples(batch, self._normalize_reward(rewards.reshape(-1, 1), env), env)
 
     def reset(self) -> None:
         """Forget every transition."""
@@ -206,55 +244,87 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.memory = memory
         self.pos, self.full = ticks % self.buffer_size, ticks >= self.buffer_size
 
+    @classmethod
+    def copy_of(cls, buffer: buffers.ReplayBuffer, **settings: Any) -> Self:
+        """Return a buffer with the transitions of one of Stable-Baselines3's, in the same slots, so draws are the same.
+
+        `model.load_replay_buffer(path)` of a file that Stable-Baselines3's buffer was saved to gives the model that
+        buffer; this makes it holdall's: `model.replay_buffer = ReplayBuffer.copy_of(model.replay_buffer)`.
+
+        Args:
+            settings: budget, prefer and spill_dir, as in the constructor.
+        """
+        if isinstance(buffer, ReplayBuffer) or buffer.optimize_memory_usage:
+            raise ArgumentError(
+                f"buffer ({type(buffer).__module__}.{type(buffer).__name__}) must be one of Stable-Baselines3's own, "
+                "without optimize_memory_usage, which has written first observations over last ones"
+            )
+        made = cls(
+            buffer.buffer_size * buffer.n_envs, buffer.observation_space, buffer.action_space, device=buffer.device,
+            n_envs=buffer.n_envs, handle_timeout_termination=buffer.handle_timeout_termination,
+            **(cls._settings_of(buffer) | settings),
+        )  # fmt: skip
+        made._copy_slots(buffer)
+        return made
+
+    @classmethod
+    def _settings_of(cls, buffer: Any) -> dict[str, Any]:
+        """Return what a buffer of Stable-Baselines3's was made with, beside what all buffers have."""
+        return {name: getattr(buffer, name) for name in ("n_steps", "gamma") if hasattr(buffer, name)}
+
+    def _copy_slots(self, buffer: Any) -> None:
+        """Add what another buffer's slots hold, so that it lies in the same ones."""
+        written = np.arange(buffer.buffer_size if buffer.full else buffer.pos)
+        # The slot to be written to next is the oldest: what lies before it is the newest, and is added again.
+        ticks = np.concatenate([written, np.arange(buffer.pos)]) if buffer.full else written
+
+        def rows(name: str, slots: NDArray[np.int64]) -> Any:
+            found = getattr(buffer, name)
+            return {key: each[slots] for key, each in found.items()} if isinstance(found, dict) else found[slots]
+
+        for begin in range(0, len(ticks), _COPIED_AT_ONCE):
+            slots = ticks[begin : begin + _COPIED_AT_ONCE]
+            cut = buffer.timeouts[slots].astype(np.bool_)
+            obs, following = rows("observations", slots), rows("next_observations", slots)
+            ended = buffer.dones[slots].astype(np.bool_) ^ cut
+            self.memory.extend(obs, buffer.actions[slots], buffer.rewards[slots], following, ended, cut)
+        self.pos, self.full = buffer.pos, buffer.full
+
+    @property
+    def tiers(self) -> dict[str, Any]:
+        """budget, prefer and spill_dir of the memory, and of the next one after a `reset`."""
+        return self._tiers
+
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
-
-    @property
-    def observations(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The observations as an array over slots, or a dict of them; gathered when read."""
-        return self._observed("observations", lambda batch: batch.obs)
-
-    @property
-    def next_observations(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The next observations, likewise."""
-        return self._observed("next_observations", lambda batch: batch.next_obs)
-
-    @property
-    def actions(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The actions, likewise."""
-        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda b: b.action)
-
-    @property
-    def rewards(self) -> Any:  # type: ignore[override]  # a plain array there
-        """The rewards, likewise."""
-        return self._slots("rewards", (), _FLOAT32, lambda batch: batch.reward)
-
-    @property
-    def dones(self) -> Any:  # type: ignore[override]  # a plain array there
-        """Whether an episode ended, for any reason; may be written to."""
-
-        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            cut = self.memory.gather(ids).truncated
-            self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
-
-        return self._slots("dones", (), _FLOAT32, _done_flags, write)
-
-    @property
-    def timeouts(self) -> Any:  # type: ignore[override]  # a plain array there
-        """Whether an episode was cut short by a time limit; may be written to."""
-
-        def write(ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
-            done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
-            self.memory.set_flags(ids, done ^ cut, cut)
-
-        return self._slots("timeouts", (), _FLOAT32, lambda batch: batch.truncated, write)
 
     def _stored_spaces(self) -> tuple[spaces.Space[Any], spaces.Space[Any]]:
         """Describe observations and actions as they are stored."""
         stored = {key: stored_space(shape[1:], dtype) for key, (shape, dtype) in self._obs_specs.items()}
         observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
         return observed, stored_space((self.action_dim,), self._action_dtype)
+
+    def _warn_of_ignored_steps(self) -> None:
+        """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
+        if _version() >= _WARNS_OF_STEPS:
+            return
+        frame = sys._getframe(2)
+        for _ in range(_FRAMES_TO_MODEL):
+            model = frame.f_locals.get("self")
+            if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
+                line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
+                remedy = f"write {line}" if self._takes_steps else "it has one-step returns only"
+                warnings.warn(
+                    f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
+                    f"here {type(self).__name__}; {remedy}",
+                    UserWarning,
+                    stacklevel=2,
+                )
+                return
+            if frame.f_back is None:
+                return
+            frame = frame.f_back
 
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
@@ -299,6 +369,20 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return tensor.clone()
         return tensor
 
+    def _write_dones(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        cut = self.memory.gather(ids).truncated
+        self.memory.set_flags(ids, rows.astype(np.bool_) ^ cut, cut)
+
+    def _write_timeouts(self, ids: NDArray[np.int64], rows: NDArray[Any]) -> None:
+        done, cut = _done_flags(self.memory.gather(ids)), rows.astype(np.bool_)
+        self.memory.set_flags(ids, done ^ cut, cut)
+
+    def _acted(self) -> SlotArray:
+        return self._slots("actions", (self.action_dim,), self._action_dtype, lambda batch: batch.action)
+
+    def _numbers(self, name: str, of: Any, write: Any = None) -> SlotArray:
+        return self._slots(name, (), _FLOAT32, of, write)
+
     def _observed(self, name: str, of: Any) -> Any:
         if not self._is_dict:
             shape, dtype = self._obs_specs[""]
@@ -319,6 +403,19 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
+def _version() -> tuple[int, ...]:
+    return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
+
+
+def _require_steps(n_steps: int) -> int:
+    if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
+        raise ArgumentError(
+            f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
+            f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
+        )
+    return n_steps
+
+
 def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     """Return what Stable-Baselines3 keeps as `dones`.
 
@@ -326,6 +423,14 @@ def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     was as truncated; a cut without an end, which only writing to `timeouts` first can give, as both.
     """
     return np.asarray(batch.terminated ^ batch.truncated)
+
+
+def _cut_flags(timeouts: list[Any], shape: tuple[int, ...]) -> NDArray[np.bool_]:
+    """Return what infos say about time limits, one flag an environment: bools, numbers, arrays of one, None."""
+    given = _cast([0 if timeout is None else timeout for timeout in timeouts], shape, _FLOAT32)
+    if not np.isin(given, (0, 1)).all():
+        raise ArgumentError(f'infos[...]["TimeLimit.truncated"] is {timeouts}, which are flags; pass True or False')
+    return np.ascontiguousarray(np.broadcast_to(given != 0, shape))
 
 
 def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[Any]:
@@ -357,99 +462,3 @@ def n_step_returns(
     returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
     discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
     return returns, discounts, last
-
-
-ReadRows = Callable[[NDArray[np.int64]], NDArray[Any]]
-WriteRows = Callable[[NDArray[np.int64], NDArray[Any]], None]
-
-
-class SlotArray:
-    """One field as an array of (slots, environments, *shape) that exists only when it is read.
-
-    Args:
-        shape: Shape of the whole, slots and environments first.
-        dtype: Of what is read.
-        ids_of: Transition ids by flat (slot, environment) positions; -1 where there is none.
-        read: Rows of given ids.
-        rows_at_once: Most ids that are read in one go: reading takes memory for all fields, not this one alone.
-        write: Takes ids and their new rows; None if the field cannot be written to.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-        ids_of: Callable[[NDArray[np.int64]], NDArray[np.int64]],
-        read: ReadRows,
-        rows_at_once: int,
-        write: WriteRows | None = None,
-    ) -> None:
-        self.name = name
-        self.shape = shape
-        self.dtype = dtype
-        self._ids_in_slots = ids_of
-        self._read = read
-        self._rows_at_once = rows_at_once
-        self._write = write
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    @property
-    def ndim(self) -> int:
-        """Axes, slots and environments among them."""
-        return len(self.shape)
-
-    def __getitem__(self, key: Any) -> Any:
-        outer, inner = self._split(key)
-        positions = self._positions()[outer]
-        return self._rows(positions)[(*[slice(None)] * np.ndim(positions), *inner)]
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        if self._write is None:
-            raise ArgumentError(
-                f"{self.name}[...] = ... was tried; a stored {self.name} cannot be changed, only "
-                "dones and timeouts can: call reset() and add the transitions again"
-            )
-        outer, _ = self._split(key)
-        positions = self._positions()[outer]
-        ids = self._ids_in_slots(np.atleast_1d(positions).reshape(-1))
-        rows = np.broadcast_to(np.asarray(value), np.shape(positions)).reshape(-1)
-        held = ids >= 0
-        self._write(ids[held], rows[held])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError(f"{self.name} is gathered when it is read, so it is always a copy")
-        whole = self._rows(self._positions())
-        return whole if dtype is None else whole.astype(dtype)
-
-    def _positions(self) -> NDArray[np.int64]:
-        return np.arange(self.shape[0] * self.shape[1]).reshape(self.shape[:2])
-
-    def _split(self, key: Any) -> tuple[Any, tuple[Any, ...]]:
-        """Split a key into what picks slots and environments, and what picks inside a row."""
-        keys = key if isinstance(key, tuple) else (key,)
-        outer, inner = keys[:2], keys[2:]
-        plain = all(part is ... or isinstance(part, slice | int | np.integer) for part in inner)
-        leading = inner and (outer[0] is ... or outer[1] is ...)
-        # There NumPy moves the axes of arrays to the front, past a slice that comes before them.
-        moved = inner and isinstance(outer[0], slice) and not isinstance(outer[1], slice | int | np.integer)
-        if any(part is None for part in keys) or leading or moved or not plain:
-            raise ArgumentError(
-                f"{self.name}[{key!r}]: new axes, leading ellipses and arrays of elements are not understood; read "
-                f"np.asarray(buffer.{self.name}) first, or the rows and then their elements"
-            )
-        return outer, inner
-
-    def _rows(self, positions: Any) -> NDArray[Any]:
-        """Gather rows for an array of positions of any shape."""
-        flat = np.atleast_1d(positions).reshape(-1)
-        ids = self._ids_in_slots(flat)
-        rows = np.zeros((len(flat), *self.shape[2:]), self.dtype)
-        held = np.flatnonzero(ids >= 0)
-        for begin in range(0, len(held), self._rows_at_once):
-            some = held[begin : begin + self._rows_at_once]
-            rows[some] = self._read(ids[some]).reshape(len(some), *self.shape[2:])
-        return rows.reshape((*np.shape(positions), *self.shape[2:]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from functools import partial
+from math import prod
+from operator import is_
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,7 @@ from holdall.delivery import Gather, MinibatchDelivery
 from holdall.errors import ArgumentError
 from holdall.native import chosen_kernels, copy_in_order, estimate_advantages
 from holdall.report import FieldReport, MemoryReport
-from holdall.sb3.replay import SlotArray
+from holdall.sb3.arrays import SlotArray
 from holdall.schema import Leaf
 from holdall.storage import RolloutFields
 
@@ -37,7 +39,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     `PPO("CnnPolicy", env, rollout_buffer_class=holdall.sb3.RolloutBuffer)`
 
-    `observations` is gathered when it is read; all other arrays are plain ones, and the same ones for ever.
+    `observations` is gathered when it is read; all other arrays are plain ones. As there, each array may be written to
+    or exchanged for another one, until the next `reset`; `observations` may only be exchanged.
 
     Args:
         compress: See `holdall.RolloutMemory`; through `rollout_buffer_kwargs`.
@@ -68,7 +71,8 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def arrays(self) -> list[tuple[str, NDArray[Any]]]:
         """Return every array that the buffer holds, by field, for a watch that asks where they lie."""
         staged = [("staging", block) for block in self._delivery.arrays()]
-        return [*self._frames.arrays(), *self._rows.items(), ("episode_starts", self._starts), *staged]
+        given = [(f"observations.{leaf.name}".rstrip("."), rows) for leaf, rows in self._exchanged()]
+        return [*self._frames.arrays(), *given, *self._rows.items(), ("episode_starts", self._starts), *staged]
 
     @property
     def fill(self) -> float:
@@ -80,6 +84,7 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._frames.reset()
         self._delivery.release_large()
         self._show_arrays()
+        self._is_written = True
         self.generator_ready = False
         super(buffers.RolloutBuffer, self).reset()
 
@@ -94,12 +99,18 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     ) -> None:
         """Add one step per environment."""
         pos = self.pos
-        self._frames.write(pos, [self._cast(leaf, obs) for leaf in self._leaves])
-        self._rows["actions"][pos] = action.reshape((self.n_envs, self.action_dim))
-        self._rows["rewards"][pos] = reward
-        self._starts[pos] = episode_start
-        self._rows["values"][pos] = value.detach().cpu().numpy().flatten()
-        self._rows["log_probs"][pos] = log_prob.detach().cpu().numpy()
+        rows = [self._cast(leaf, obs) for leaf in self._leaves]
+        if self._is_written:
+            self._frames.write(pos, rows)
+        shown: Any = self.observations
+        if not (all(map(is_, shown.values(), self._stored.values())) if self._is_dict else shown is self._stored[""]):
+            for leaf, given in self._exchanged():
+                given[pos] = rows[self._leaves.index(leaf)]
+        self.actions[pos] = action.reshape((self.n_envs, self.action_dim))
+        self.rewards[pos] = reward
+        self.episode_starts[pos] = episode_start
+        self.values[pos] = value.detach().cpu().numpy().flatten()
+        self.log_probs[pos] = log_prob.detach().cpu().numpy()
         self.pos = pos + 1
         if self.pos == self.buffer_size:
             self.full = True
@@ -107,16 +118,17 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
 
     def compute_returns_and_advantage(self, last_values: th.Tensor, dones: NDArray[Any]) -> None:
         """Estimate advantages and returns, as Stable-Baselines3 does, in place."""
-        if type(self.gamma) not in {int, float} or type(self.gae_lambda) not in {int, float}:
-            # NumPy computes with scalars of its own types in their precision, and the loop there does so.
+        names = ("rewards", "values", "advantages", "returns")
+        is_own = self.episode_starts is self._own_starts and all(
+            getattr(self, name) is self._rows[name] for name in names
+        )
+        if not is_own or type(self.gamma) not in {int, float} or type(self.gae_lambda) not in {int, float}:
+            # NumPy computes with scalars of its own types, and with arrays of others, in their precision.
             super().compute_returns_and_advantage(last_values, dones)
-            self._rows["advantages"][:], self._rows["returns"][:] = self.advantages, self.returns
             return
         self._starts[self.buffer_size] = dones
         last = last_values.detach().cpu().numpy().flatten().astype(np.float32, copy=False)
-        rewards, values, advantages, returns = (
-            self._rows[name] for name in ("rewards", "values", "advantages", "returns")
-        )
+        rewards, values, advantages, returns = (self._rows[name] for name in names)
         ends = self._starts[1:]
         estimate_advantages(rewards, values, ends, last, self.gamma, self.gae_lambda, advantages, returns)
 
@@ -135,12 +147,18 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             yield self._get_samples(indices[first : first + (batch_size or steps)])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
-        fields: list[tuple[Leaf, Gather]] = [
-            (leaf, partial(self._gather_observations, field)) for field, leaf in enumerate(self._leaves)
-        ]
-        for name, rows in self._flat.items():
-            shape = rows.shape[1:] if name == "actions" else ()  # actions are handed over as float32, whatever they are
-            fields.append((Leaf(name, shape, _FLOAT32), partial(_gather_rows, rows.reshape(-1, *shape))))
+        fields = [self._observed_field(number, leaf) for number, leaf in enumerate(self._leaves)]
+        for name in self._flat:
+            rows = np.asarray(getattr(self, name))
+            shape = rows.shape[1:] if name == "actions" else ()
+            if rows.size != self.buffer_size * self.n_envs * prod(shape):
+                raise ArgumentError(
+                    f"{name} has shape {rows.shape}, and the rollout has {self.buffer_size} steps of {self.n_envs} "
+                    "environments; assign an array of the shape that it had"
+                )
+            # Actions are handed over as float32, whatever they are.
+            leaf = Leaf(name, shape, _FLOAT32 if name == "actions" else rows.dtype)
+            fields.append((leaf, partial(_gather_rows, rows.reshape(-1, *shape))))
         delivered = self._delivery.deliver(batch_inds, fields)
         seen, (actions, *estimates) = delivered[: len(self._leaves)], delivered[len(self._leaves) :]
         if not self._is_dict:
@@ -151,8 +169,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         frames = self._frames
-        fields = frames.report(self.pos)
-        for name, rows in (*self._rows.items(), ("episode_starts", self._starts)):
+        fields = frames.report(self.pos if self._is_written else 0)
+        given = [(f"observations.{leaf.name}".rstrip("."), rows) for leaf, rows in self._exchanged()]
+        for name, rows in (*given, *self._rows.items(), ("episode_starts", self._starts)):
             nbytes = rows[: self.pos].nbytes
             fields.append(FieldReport(name, 0, 0, nbytes, nbytes, "flat rows"))
         sealer = frames.sealer
@@ -168,17 +187,20 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     @staticmethod
     def swap_and_flatten(arr: Any) -> Any:
         """Put environments before steps and both into one axis; observations stay where they are."""
-        return FlattenedObservations(arr) if isinstance(arr, SlotArray) else buffers.BaseBuffer.swap_and_flatten(arr)
+        return arr.flattened() if isinstance(arr, SlotArray) else buffers.BaseBuffer.swap_and_flatten(arr)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave the rollout behind: it is of no use without the policy that it came from."""
-        made = {"_frames", "_delivery", "_rows", "_flat", "_starts", "observations", "episode_starts", *self._rows}
+        """Return the rollout as the plain arrays that it shows."""
+        made = {"_frames", "_delivery", "_rows", "_flat", "_starts", "_own_starts", "_stored", "_stored_flat"}
         return {name: value for name, value in self.__dict__.items() if name not in made}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Go on with plain arrays until the next `reset`."""
         self.__dict__.update(state)
         self._allocate()
-        self.reset()
+        self._is_written = False
+        if "observations" not in state:  # pickled by a version that left the rollout behind
+            self.reset()
 
     def _allocate(self) -> None:
         """Make everything that a rollout needs, once."""
@@ -194,6 +216,9 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
         self._rows["actions"] = np.zeros((*lanes, self.action_dim), self.action_space.dtype)
         self._flat = {name: self.swap_and_flatten(self._rows[name]).copy() for name in ("actions", *_ESTIMATES)}
         self._starts = np.zeros((self.buffer_size + 1, self.n_envs), np.float32)  # the last row: after the rollout
+        self._own_starts = self._starts[: self.buffer_size]
+        self._stored = {leaf.name: self._observed(field, leaf) for field, leaf in enumerate(self._leaves)}
+        self._stored_flat = {name: stored.flattened() for name, stored in self._stored.items()}
 
     def _leaves_of(self) -> list[Leaf]:
         """Shape and dtype of every observation key, as Stable-Baselines3 stores it."""
@@ -209,17 +234,39 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
             rows.fill(0)
             setattr(self, name, rows)
         self._starts.fill(0)
-        self.episode_starts = self._starts[: self.buffer_size]
-        stored = {leaf.name: self._observed(field, leaf) for field, leaf in enumerate(self._leaves)}
-        shown: Any = stored if self._is_dict else stored[""]
+        self.episode_starts = self._own_starts
+        shown: Any = dict(self._stored) if self._is_dict else self._stored[""]
         self.observations = shown
 
     def _flatten_arrays(self) -> None:
         """Show the arrays as Stable-Baselines3 does from a rollout's first minibatch on: environment by environment."""
         for name, flat in self._flat.items():
-            swapped = self._rows[name].swapaxes(0, 1)
-            flat.reshape(swapped.shape)[...] = swapped
-            setattr(self, name, flat)
+            rows = getattr(self, name)
+            if rows is self._rows[name]:
+                swapped = rows.swapaxes(0, 1)
+                flat.reshape(swapped.shape)[...] = swapped
+                setattr(self, name, flat)
+            else:
+                setattr(self, name, self.swap_and_flatten(rows))
+        shown: Any = self._stored_flat | {leaf.name: self.swap_and_flatten(rows) for leaf, rows in self._exchanged()}
+        self.observations = shown if self._is_dict else shown[""]
+
+    def _exchanged(self) -> list[tuple[Leaf, Any]]:
+        """Return the observations that somebody put in the place of the stored ones."""
+        shown: Any = self.observations if self._is_dict else {"": self.observations}
+        return [
+            (leaf, shown[leaf.name])
+            for leaf in self._leaves
+            if shown[leaf.name] is not self._stored[leaf.name] and shown[leaf.name] is not self._stored_flat[leaf.name]
+        ]
+
+    def _observed_field(self, number: int, leaf: Leaf) -> tuple[Leaf, Gather]:
+        """Return how one key's observations are gathered: from where they are stored, or from what is shown instead."""
+        shown: Any = self.observations if self._is_dict else {"": self.observations}
+        if shown[leaf.name] is self._stored_flat[leaf.name]:
+            return leaf, partial(self._gather_observations, number)
+        rows = np.asarray(shown[leaf.name])
+        return Leaf(leaf.name, rows.shape[1:], rows.dtype), partial(_gather_rows, rows)
 
     def _observed(self, field: int, leaf: Leaf) -> SlotArray:
         def read(places: NDArray[np.int64]) -> NDArray[Any]:
@@ -248,29 +295,6 @@ class RolloutBuffer(buffers.DictRolloutBuffer):
     def _gather_observations(self, field: int, batch_inds: NDArray[np.int64], out: NDArray[Any]) -> None:
         lane, step = np.divmod(batch_inds, self.buffer_size)
         self._frames.gather(field, step * self.n_envs + lane, out)
-
-
-class FlattenedObservations:
-    """The observations of a rollout with one axis, environment by environment: what is read of it is gathered."""
-
-    def __init__(self, stored: SlotArray) -> None:
-        self._stored = stored
-        steps, environments, *shape = stored.shape
-        self._steps = steps
-        self.shape = (steps * environments, *shape)
-        self.dtype = stored.dtype
-
-    def __len__(self) -> int:
-        return self.shape[0]
-
-    def __getitem__(self, key: Any) -> NDArray[Any]:
-        environment, step = np.divmod(np.arange(len(self))[key], self._steps)
-        return np.asarray(self._stored[step, environment])
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> NDArray[Any]:
-        if copy is False:
-            raise ValueError("observations are gathered when they are read, so they are always a copy")
-        return np.asarray(self[:], dtype)
 
 
 def _gather_rows(rows: NDArray[Any], places: NDArray[np.int64], out: NDArray[Any]) -> None:

@@ -130,6 +130,8 @@ def release_tail(array: Bytes, used_bytes: int) -> None:
 
 
 _SEEKING = threading.Lock()
+_LAST_BYTE = 2**63 - 1
+"""No file is longer."""
 
 
 class SegmentFile:
@@ -179,14 +181,20 @@ class Extent:
 
     def bring(self) -> None:
         """See to it that all units can be read."""
+        self._require_within(self.nbytes)
         self.file.bring(np.array([self.start]), np.array([self.start + self.nbytes]))
 
     def read(self, first: int, end: int) -> bytes:
         """Read bytes [first, end) of the units."""
+        self._require_within(end)
         content = self.file.read(self.start + first, end - first)
         if len(content) != end - first:
             raise DamageError(f"{self.file.path} was cut short; nothing of it is returned")
         return content
+
+    def _require_within(self, end: int) -> None:
+        if not 0 <= self.start <= _LAST_BYTE - end:  # the system's calls take no other; decode.c checks the same
+            raise DamageError(f"{self.file.path} has no byte {self.start + end}; nothing of it is returned")
 
 
 def _pread(descriptor: int, nbytes: int, start: int) -> bytes:
@@ -226,15 +234,17 @@ class Coded:
 
     def __post_init__(self) -> None:
         form, group = self.codec.transform, self.codec.group
-        units = -(-self.count // group) if self.codec.is_sound else -1
-        checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
-        fits = self.count >= 0 and len(self.offsets) == units + 1 and self.palette.size == 256 * form.word_bytes
-        if not (self.codec.is_sound and fits and checked):
+        if not (self.codec.is_sound and self.count >= 0 and self._fits(-(-self.count // group))):
             raise DamageError(
                 f"a block of {self.count} slices claims to be coded by {form} in groups of {group} with a palette of "
                 f"{self.palette.size} bytes and {len(self.offsets)} offsets, which do not go together; nothing of it "
                 "is returned"
             )
+
+    def _fits(self, units: int) -> bool:
+        """Whether offsets, sums and palette are those of so many units."""
+        checked = not isinstance(self.data, Extent) or len(self.data.checks) == units
+        return checked and len(self.offsets) == units + 1 and self.palette.size == 256 * self.codec.transform.word_bytes
 
     def in_memory(self) -> Coded:
         """Return the same with its units in memory; they are read from their file and checked if they lie in one."""

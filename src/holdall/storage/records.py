@@ -253,8 +253,7 @@ def codec_of(head: Mapping[str, Any], dictionaries: Mapping[str, Dictionary]) ->
 
 ROWS, LOGS, PIECE, STATE, FILE = "rows", "logs", "piece", "state", "file"
 PIECE_BYTES = 4 * 2**20
-_WORTH_IT = 0.9
-_FRAME_HEAD_BYTES = 18
+_WORTH_IT, _FRAME_HEAD_BYTES = 0.9, 18
 _MOST_BYTES = 2**31
 """Of all parts of a record as they were before they were compressed; none of holdall's comes near."""
 
@@ -265,8 +264,7 @@ class _Parts:
     """The parts of a record to be written, each compressed if that pays and there is time for it."""
 
     def __init__(self, *, compresses: bool = True) -> None:
-        self._compresses = compresses
-        self._raw_bytes = 0
+        self._compresses, self._raw_bytes = compresses, 0
         self.content: dict[str, Buffer] = {}
         self.coded: list[str] = []
 
@@ -290,8 +288,7 @@ class _Parts:
 
 def _array(record: Record, name: str, read: Read, dtype: np.dtype[Any], shape: Sequence[int]) -> Array:
     """Read a part as an array whose shape and dtype are known."""
-    nbytes = prod(shape) * dtype.itemsize
-    raw = record.part(name, read)
+    nbytes, raw = prod(shape) * dtype.itemsize, record.part(name, read)
     if name in record.head["coded"]:
         raw = _inflated(raw, nbytes, record)
     if len(raw) != nbytes:

@@ -314,7 +314,7 @@ class RolloutFields:
         kernels: Kernels,
         copy: Copy = np.copyto,
     ) -> None:
-        if compress is not None and compress not in COST_CAPS:
+        if compress is not None and compress not in tuple(COST_CAPS):
             raise ArgumentError(
                 f"compress ({compress!r}) must be None or one of {sorted(COST_CAPS)}; pass one of these"
             )

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -27,11 +28,17 @@ _WAIT_FROM = 1
 """Blocks waiting from which on `add` waits, so that memory stays bounded: beside these there are the
 one being sealed and the open one."""
 _WAIT_WHILE_CHOOSING_FROM = 4
-"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still."""
+_WAIT_WHILE_CHOOSING_BYTES = 8 * 2**20
+"""The same while a codec is chosen, which takes a second and happens once or twice: training need not stand still for
+it, unless the blocks that wait are large."""
 _DRIFT = 0.85
 """A block that shrinks this much worse than the one the codec was chosen on asks for a new choice."""
 _REST = 8
 """Blocks of a field between two choices, so that data that defies compression costs little."""
+_SAY_AFTER_S = 10.0
+"""Who waits longer says so in the log."""
+_STOP_S = 30.0
+"""How long the end of a memory waits for the block that is being worked at: a disk may hang."""
 _LOOK_AGAIN_S = 1.0
 """How often who waits for the worker looks whether there is one."""
 
@@ -181,11 +188,17 @@ class Sealer:
         """What went wrong last, if anything."""
         return self._queue.failure
 
+    def reason(self, field: int) -> str:
+        """Say why the slices of a field are coded as they are; nothing if that was not chosen yet."""
+        return self._work.reason(field)
+
     @property
     def is_crowded(self) -> bool:
         """Whether so many blocks are queued that no more should come."""
-        most = _WAIT_WHILE_CHOOSING_FROM if self._work.is_choosing else _WAIT_FROM
-        return len(self._queue.jobs) >= most
+        jobs = tuple(self._queue.jobs)
+        if len(jobs) < _WAIT_FROM or not self._work.is_choosing or len(jobs) >= _WAIT_WHILE_CHOOSING_FROM:
+            return len(jobs) >= _WAIT_FROM
+        return sum(job.frozen.block.used_bytes for job in jobs) > _WAIT_WHILE_CHOOSING_BYTES
 
     def wait_for_room(self) -> None:
         """Wait while too many blocks are queued; not to be called under the memory's lock."""
@@ -200,7 +213,7 @@ class Sealer:
         """End the worker after the block that it is at."""
         self._queue.stop()
         if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+            self._thread.join(_STOP_S)
         self._thread = None
 
     def _enqueue(self, job: _SealJob) -> None:
@@ -212,8 +225,13 @@ class Sealer:
         self._see_to_worker()
 
     def _wait_until(self, condition: Callable[[], bool]) -> None:
+        began, is_said = time.monotonic(), False
         while not condition() and not self._queue.stopped:
             self._see_to_worker()
+            if not is_said and time.monotonic() - began >= _SAY_AFTER_S:
+                is_said = True
+                reason = f" ({self.failure})" if self.failure else ""
+                _LOG.warning("still waiting: %d blocks are to be compressed or spilled%s", self.backlog, reason)
             bell = _new_bell()
             self._queue.waiting.append(bell)
             if not condition() and not self._queue.stopped:
@@ -245,6 +263,11 @@ class _Work:
         self._threads = threads
         self._chosen: dict[tuple[int, Window], _ChosenCodec] = {}
         self.is_choosing = False
+
+    def reason(self, field: int) -> str:
+        """Say why the newest codec of a field was chosen."""
+        reasons = [chosen.codec.reason for (of, _), chosen in tuple(self._chosen.items()) if of == field]
+        return reasons[-1] if reasons else ""
 
     def do(self, job: _SealJob, hurry: bool) -> SealedSlices | None:
         """Give a block its next form; None if it stays as it is."""

@@ -101,6 +101,11 @@ class OpenPart(ABC):
 
     @property
     @abstractmethod
+    def shortest(self) -> int:
+        """Log entries of the lane that has fewest."""
+
+    @property
+    @abstractmethod
     def steps(self) -> int:
         """Transitions written."""
 

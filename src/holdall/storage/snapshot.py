@@ -318,17 +318,22 @@ def put_rows(ring: Array, first: int, rows: Array) -> None:
 
 @dataclass(frozen=True, slots=True)
 class OpenSlices:
-    """The slices of a block that was still being filled: those numbered by then, which never change."""
+    """The slices of a block that was still being filled: those numbered by then."""
 
     key: object  # the same one in every snapshot, for as long as the block is open
     slice_bytes: int
     slices: Bytes  # (count * slice_bytes,)
+    settled: int  # of the slices, the first so many never change
 
     @classmethod
     def of(cls, part: OpenPart, closed: ClosedPart) -> OpenSlices:
         """See what an open part's block holds."""
-        nbytes = closed.slice_count * part.window.slice_bytes
-        return cls(part if part.block is None else part.block, part.window.slice_bytes, part.slices[:nbytes])
+        slice_bytes, count = part.window.slice_bytes, closed.slice_count
+        slices = part.slices[: count * slice_bytes]
+        if part.block is not None:
+            return cls(part.block, slice_bytes, slices, count)
+        # Without a log, slices lie where the log's entries would: lanes that are behind fill their places later.
+        return cls(part, slice_bytes, slices, part.shortest * part.lanes)
 
 
 class FullBlock(NamedTuple):

@@ -21,6 +21,7 @@ from holdall.errors import ArgumentError, SpillError
 from holdall.storage.blocks import Coder, Extent, SealedSlices, SegmentFile
 from holdall.storage.codec import Dictionary
 from holdall.storage.records import Buffer, pack_dictionary, pack_slices
+from holdall.units import require_path
 
 if sys.platform != "win32":
     import fcntl
@@ -45,7 +46,7 @@ class SpillFolder:
 
     def __init__(self, spill_dir: str | os.PathLike[str], coder: Coder) -> None:
         self._coder = coder
-        self._place = Path(spill_dir)
+        self._place = Path(require_path("spill_dir", spill_dir))
         self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
         self._open: _OpenFile | None = None
         self._files = 0
@@ -58,13 +59,23 @@ class SpillFolder:
             raise ArgumentError(
                 f"spill_dir ({self._place}) cannot be written to ({error.strerror}); name a directory that can"
             ) from error
-        self._remove = weakref.finalize(self, _remove, self._path, self._locks, os.getpid())
+        self._process = os.getpid()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
+
+    def _leave_parents_folder(self) -> None:
+        """In a forked child, write to a folder of its own; what the parent wrote so far can be read from here."""
+        self._process, self._locks, self._open = os.getpid(), [], None
+        self._path = self._place / f"holdall-spill-{secrets.token_hex(8)}"
+        self._remove.detach()
+        self._remove = weakref.finalize(self, _remove, self._path, self._locks, self._process)
 
     def write(self, sealed: SealedSlices) -> SealedSlices:
         """Write a block to a file and return it as it is read from there."""
         data = sealed.coded.data
         if isinstance(data, Extent):
             return sealed
+        if self._process != os.getpid():
+            self._leave_parents_folder()
         checks = self._coder.checksums(data, sealed.coded.offsets)
         try:
             file = self._file()

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -528,7 +529,9 @@ class Store:
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:
-                observed.append(self.large_segments.report(self._large.index(i), name, plain, touched))
+                field = self._large.index(i)
+                found, why = self.large_segments.report(field, name, plain, touched), self.sealer.reason(field)
+                observed.append(replace(found, finding=f"{found.finding}: {why}") if why else found)
             else:
                 observed.append(FieldReport(name, 0, 0, ring.bytes_of(touched), plain, ring.describe(kept)))
         return observed + self._rings.report(held, touched)

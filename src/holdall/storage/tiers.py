@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
@@ -46,9 +46,9 @@ class Budget:
     threads: int
 
     @classmethod
-    def of(cls, budget: str | int | None, prefer: str, threads: int, *, spills: bool = False) -> Budget:
+    def of(cls, budget: Any, prefer: Any, threads: int, *, spills: bool = False) -> Budget:
         """Read the constructor's arguments."""
-        if prefer not in COST_CAPS:
+        if not isinstance(prefer, str) or prefer not in COST_CAPS:
             raise ArgumentError(f"prefer ({prefer!r}) must be one of {sorted(COST_CAPS)}")
         cap = COST_CAPS[prefer]
         if budget is None:

@@ -61,11 +61,11 @@ def environments(kind: str, lanes: int = 2) -> VecEnv:
     return env
 
 
-def new_model(kind: str) -> BaseAlgorithm:
+def new_model(kind: str, lanes: int = 2, **settings: Any) -> BaseAlgorithm:
     """Return a model that has learnt nothing."""
     torch.set_num_threads(1)
     common: Any = {
-        "env": environments(kind),
+        "env": environments(kind, lanes),
         "learning_starts": 20,
         "batch_size": 16,
         "buffer_size": 150,
@@ -74,7 +74,7 @@ def new_model(kind: str) -> BaseAlgorithm:
         "policy_kwargs": {"net_arch": [16]},
         "replay_buffer_class": ReplayBuffer,
         "train_freq": 2,
-    }
+    } | settings
     if kind == "DQN":
         return DQN("MlpPolicy", target_update_interval=50, **common)
     if kind == "DDPG":

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from stable_baselines3 import PPO
 from stable_baselines3.common.buffers import ReplayBuffer as PlainReplayBuffer
+from stable_baselines3.common.monitor import Monitor
 from stable_baselines3.common.vec_env import DummyVecEnv
 
 from holdall import ArgumentError, CheckpointError
@@ -140,6 +141,68 @@ def test_on_policy_models_are_saved_without_a_memory(tmp_path: Path) -> None:
     env.seed(SECOND_SEED)
     again.learn(64, reset_num_timesteps=False)
     assert_same_weights(again, model)
+
+
+@pytest.mark.parametrize("wrapped", [False, True], ids=["an Env", "a Monitor"])
+def test_a_plain_environment_is_enough(tmp_path: Path, wrapped: bool) -> None:
+    """As for Stable-Baselines3's own `load`: one that is not vectorised stands for one."""
+    model = new_model("SAC", lanes=1)
+    model.learn(60, callback=CheckpointCallback(30, tmp_path))
+    model.get_env().seed(SECOND_SEED)  # type: ignore[union-attr]
+    model._last_obs = None
+    model.learn(40, reset_num_timesteps=False)
+    env: Any = Monitor(DriftEnv()) if wrapped else DriftEnv()
+    again = resume(tmp_path, env, device="cpu")
+    again.get_env().seed(SECOND_SEED)
+    again.learn(40, reset_num_timesteps=False)
+    assert_same_weights(again, model)
+
+
+def test_environments_may_be_set_later(tmp_path: Path) -> None:
+    """`load(env=None)`, and `set_env` before training goes on."""
+    new_model("SAC").learn(60, callback=CheckpointCallback(30, tmp_path))
+    again = resume(tmp_path, None, device="cpu")
+    again.set_env(environments("SAC"))
+    again.learn(20, reset_num_timesteps=False)
+    assert again.num_timesteps == 80
+
+
+def test_a_resumed_run_keeps_its_limits(tmp_path: Path) -> None:
+    """Budget, preference and disk tier are those of the saved run, unless they are given; and so from run to run."""
+    spill, other = tmp_path / "spilled", tmp_path / "other"
+    limits: dict[str, Any] = {"budget": "64MiB", "prefer": "memory", "spill_dir": spill}
+    model = new_model("SAC", replay_buffer_kwargs=limits)
+    model.learn(60, callback=CheckpointCallback(30, tmp_path / "run"))
+    again = resume(tmp_path / "run", environments("SAC"), device="cpu")
+    assert again.replay_buffer.tiers == limits | {"spill_dir": str(spill)}
+    assert _limits_of(again.replay_buffer) == _limits_of(model.replay_buffer)  # type: ignore[attr-defined]  # has one
+    again.replay_buffer.memory.close()
+    model.replay_buffer.memory.close()  # type: ignore[attr-defined]  # it still holds the place that it saved to
+
+    again = resume(tmp_path / "run", environments("SAC"), device="cpu", budget=None, spill_dir=other)
+    asked = {"budget": None, "prefer": "memory", "spill_dir": other}
+    assert again.replay_buffer.tiers == asked
+    assert again.replay_buffer_kwargs == asked
+    again.learn(60, reset_num_timesteps=False, callback=CheckpointCallback(30, tmp_path / "run"))
+    third = resume(tmp_path / "run", environments("SAC"), device="cpu")
+    assert third.replay_buffer.tiers == asked | {"spill_dir": str(other)}
+    third.replay_buffer.reset()  # a new memory, with the same limits
+    assert str(third.replay_buffer.memory.spill_dir) == str(other)
+
+
+def test_a_limit_is_kept_that_only_the_buffer_knows(tmp_path: Path) -> None:
+    """The buffer was made by hand, so the model's own file does not know of it."""
+    model: Any = new_model("SAC")
+    kind = type(model.replay_buffer)
+    model.replay_buffer = kind(150, model.observation_space, model.action_space, "cpu", 2, budget="50MiB")
+    model.learn(60, callback=CheckpointCallback(30, tmp_path))
+    again = resume(tmp_path, environments("SAC"), device="cpu")
+    assert again.replay_buffer.tiers["budget"] == "50MiB"
+    assert _limits_of(again.replay_buffer) == _limits_of(model.replay_buffer)
+
+
+def _limits_of(buffer: Any) -> Any:
+    return buffer.memory._budget, str(buffer.memory.spill_dir)
 
 
 def test_priorities_and_episodes_of_other_buffers_come_back(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,12 +178,3 @@ def test_a_buffer_that_is_not_full_gives_no_minibatches() -> None:
     buffer = RolloutBuffer(4, VECTOR, ARM, device="cpu")
     with pytest.raises(ArgumentError, match="0 of 4 steps"):
         next(buffer.get(2))
-
-
-def test_a_pickled_buffer_comes_back_empty_and_works() -> None:
-    """A rollout is of no use without its policy, and Stable-Baselines3 does not save it either."""
-    model, _ = Task(partial(Wander, VECTOR, ARM)).learn(RolloutBuffer)
-    again = pickle.loads(pickle.dumps(model.rollout_buffer))
-    assert again.pos == 0
-    assert again.buffer_size == STEPS
-    assert np.asarray(again.observations).shape == (STEPS, 3, 5)

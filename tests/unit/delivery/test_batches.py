@@ -220,7 +220,7 @@ def test_a_reward_that_torch_does_not_know_is_refused_with_the_first_add() -> No
     memory = ReplayMemory(stream.observation_space, stream.action_space, 50, device="cpu")
     given = stream.tick().arguments()
     with pytest.raises(ArgumentError, match=r"^device \(cpu\): torch has no dtype for reward"):
-        memory.add(**{**given, "reward": given["reward"].astype(">f4")})
+        memory.add(**{**given, "reward": np.ones_like(given["reward"], np.longdouble)})
     assert memory.next_id == 0
     memory.add(**given)
     assert memory.sample(1).reward.dtype == torch.float32

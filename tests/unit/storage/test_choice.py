@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
+import re
+import subprocess
+import sys
 import time
+import tracemalloc
 from dataclasses import replace
 from typing import Any
 
+import lz4.block
 import numpy as np
 import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from holdall.native import PortableCoder, chosen_kernels
+from holdall.native import PortableCoder, chosen_kernels, native_kernels
 from holdall.schema import Bytes, Leaf
 from holdall.storage import codec as choice
 from holdall.storage.blocks import Coder, SealedSlices
@@ -207,3 +216,104 @@ def test_what_was_measured_is_what_sealing_gives(coder: Coder) -> None:
         odd = np.ascontiguousarray(slices[1::2])
         assert result.ratio == pytest.approx(ratio_of(coder, odd, result.codec))
         assert result.decode_us > 0
+
+
+# ---------------------------------------------------------------- whatever else the machine does
+
+
+def scenes(count: int) -> Bytes:
+    """Draw frames that resemble their neighbours, so that groups of several sizes come near to the cap."""
+    generator = np.random.default_rng(2)
+    frames = (generator.integers(0, 6, (count // 16 + 1, 1, FRAME.nbytes), np.uint8) * 40).repeat(16, axis=1)
+    frames = frames.reshape(-1, FRAME.nbytes)[:count].copy()
+    for number, place in enumerate(generator.integers(0, FRAME.nbytes - 60, count)):
+        frames[number, place : place + 60] = generator.integers(0, 256, 60)
+    return frames
+
+
+needs_compiled_loops = pytest.mark.skipif(native_kernels() is None, reason="the NumPy twins go by the clock")
+
+
+@needs_compiled_loops
+@pytest.mark.parametrize("prefer", COST_CAPS)
+@pytest.mark.parametrize("frames", [scenes, games], ids=["scenes", "games"])
+def test_one_codec_is_chosen_however_the_clock_runs(frames: Any, prefer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """CPU time varies by a half when other processes share a core or its caches; what is counted does not."""
+    slices, coder, generator = frames(300), chosen_kernels().coder, np.random.default_rng(3)
+    timed = choice._timed_us
+    choice._machine_speed()
+    monkeypatch.setattr(choice, "_timed_us", lambda act: timed(act) * generator.uniform(0.7, 1.6))
+    window = replace(WHOLE, count=4)
+    chosen = {choose(coder, FRAME, window, slices, COST_CAPS[prefer], 2).describe() for _ in range(4)}
+    assert len(chosen) == 1
+
+
+@needs_compiled_loops
+def test_one_codec_is_chosen_beside_busy_processes() -> None:
+    """Quiet or loaded, again and again."""
+    slices, coder, window = scenes(300), chosen_kernels().coder, replace(WHOLE, count=4)
+    burn = "import numpy as np\na = np.zeros(30_000_000, np.uint8)\nwhile True: a.copy(), sum(range(20_000))"
+
+    def chosen() -> set[str]:
+        return {choose(coder, FRAME, window, slices, cap, 2).describe() + str(cap) for cap in COST_CAPS.values()}
+
+    quiet = chosen()
+    busy = [subprocess.Popen([sys.executable, "-c", burn]) for _ in range(3)]
+    try:
+        loaded = chosen() | chosen()
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    assert quiet == loaded
+    assert len(quiet) == len(COST_CAPS)
+
+
+@given(st.binary(max_size=3000), st.integers(1, 300), st.booleans())
+def test_what_decoding_has_to_do_is_counted(text: bytes, repeats: int, by_zstd: bool) -> None:
+    """As many sequences as the formats' own definitions give, for any content: long matches, long literals, none."""
+    content = (text * repeats)[:70_000] + text[::-1]
+    if by_zstd:
+        frame = zstandard.ZstdCompressor(level=3).compress(content)
+        sequences, literals, tables = choice._zstd_work(frame)
+        assert 0 <= sequences <= len(content) // 3 + 1
+        assert 0 <= literals <= len(content)
+        assert tables <= 1 + len(content) // 2**17
+    else:
+        packed = lz4.block.compress(content, store_size=False)
+        assert choice._lz4_sequences(packed) == sequences_by_definition(packed)
+
+
+def sequences_by_definition(packed: bytes) -> int:
+    """Walk through an LZ4 block byte by byte."""
+    stream, found = iter(packed), 0
+    for token in stream:
+        found += 1
+        lengths = [token >> 4, token & 15]
+        for which, length in enumerate(lengths):
+            while length == 15 and (more := next(stream)) is not None:
+                lengths[which] += more
+                if more < 255:
+                    break
+            if which == 0 and len([*itertools.islice(stream, lengths[0] + 2)]) < lengths[0] + 2:
+                break
+    return found
+
+
+def test_a_choice_says_why() -> None:
+    """How much smaller, and what it costs; or that nothing pays."""
+    coder = chosen_kernels().coder
+    codec = choose(coder, FRAME, WHOLE, games(300), ANY_COST, 1)
+    assert re.fullmatch(r"\d+\.\d times smaller, decoded in \d+\.\d of [\d.]+ raw copies", codec.reason)
+    assert choose(coder, FRAME, WHOLE, noise(40), 2.0, 1).reason.startswith("raw, since nothing decoded in 2.0 raw")
+
+
+def test_choosing_takes_little_memory_whatever_the_size_of_a_slice() -> None:
+    """A block of large frames has few of them; copies of all would take more than is promised beside transitions."""
+    leaf = Leaf("", (256, 280, 3), np.dtype("u1"))
+    slices = np.random.default_rng(0).integers(0, 3, (78, leaf.nbytes), np.uint8)
+    tracemalloc.start()
+    choose(chosen_kernels().coder, leaf, Window.whole(leaf), slices, 2.0, 2)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 24 * 2**20, f"{most / 2**20:.0f} MiB"

@@ -248,6 +248,22 @@ def test_a_few_more_may_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch:
     assert bench.sealer.is_crowded
 
 
+def test_large_blocks_do_not_queue_while_a_codec_is_chosen(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of large frames fill quickly: a few of them would take more than is promised beside the transitions."""
+    chosen = threading.Event()
+    monkeypatch.setattr(seal, "choose", lambda *_: CODEC if chosen.wait(PATIENCE_S) else None)
+    monkeypatch.setattr(seal, "_WAIT_FROM", 1)
+    monkeypatch.setattr(seal, "_WAIT_WHILE_CHOOSING_BYTES", 1.5 * frozen_block().block.used_bytes)
+    bench.submit(frozen_block())
+    wait_until(lambda: bench.sealer._work.is_choosing)
+    crowded = []
+    for _ in range(2):
+        bench.submit(frozen_block())
+        crowded.append(bench.sealer.is_crowded)
+    chosen.set()
+    assert crowded == [False, True]
+
+
 def test_stopping_lets_go_of_whoever_waits(bench: Bench) -> None:
     """For room, or for the last block."""
     bench.submit(*[frozen_block() for _ in range(seal._WAIT_FROM + 2)])
@@ -276,6 +292,24 @@ def test_stopping_ends_the_worker_after_the_block_it_is_at(bench: Bench) -> None
     assert not workers()
     assert len(bench.coder.levels) == 1
     bench.sealer.stop()
+
+
+def test_a_worker_that_hangs_is_told_of_and_left_behind(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a disk that hangs, say; whoever waits says why, and the memory can be closed."""
+    for name in ("_SAY_AFTER_S", "_LOOK_AGAIN_S", "_STOP_S"):
+        monkeypatch.setattr(seal, name, 0.05)
+    bench.submit(frozen_block())
+    assert bench.coder.begun.acquire(timeout=PATIENCE_S)
+    with caplog.at_level(logging.WARNING, "holdall"):
+        waiting = threading.Thread(target=bench.sealer.drain)
+        waiting.start()
+        wait_until(lambda: "1 blocks are to be compressed or spilled" in caplog.text)
+    bench.sealer.stop()
+    waiting.join(PATIENCE_S)
+    assert not waiting.is_alive()
+    assert workers()
 
 
 # ---------------------------------------------------------------- the choice

@@ -10,6 +10,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -66,7 +67,7 @@ def messages(command: list[str], environment: Mapping[str, str] | None = None) -
             complaints.seek(0)
             last = (complaints.read().strip().splitlines() or ["it printed nothing"])[-1]
             ended = f"was killed by signal {-child.returncode}" if child.returncode < 0 else "ended"
-            msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{' '.join(command)}` alone."
+            msg = f"The process {ended} with exit code {child.returncode} ({last}); run `{shlex.join(command)}` alone."
             raise ChildError(msg)
 
 

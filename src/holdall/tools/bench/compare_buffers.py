@@ -7,6 +7,7 @@ whose rounds are done, {"kind": "absent"} for what could not be measured; docs/b
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -131,9 +132,9 @@ def _compare_on_trace(
 def _measure_round(
     setup: BufferSetup, file: Path, count: int, on_progress: Callable[[float], None], *, checks: bool
 ) -> dict[str, Any]:
-    command = module_command("tools.bench.measure_buffer", "--way", setup.name, "--trace", file, "--transitions", count)
+    task = {"setup_name": setup.name, "file": str(file), "transitions": count, "checks": checks}
     found: dict[str, Any] = {}
-    for message in messages(command + (["--check"] if checks else [])):
+    for message in messages(module_command("tools.bench.measure_buffer", json.dumps(task))):
         found = message.get("result", found)
         if "done" in message:
             on_progress(message["done"] / message["total"])

@@ -1,4 +1,4 @@
-"""Measure one buffer in its own process: `python -m holdall.tools.bench.measure_buffer --way holdall --trace FILE`.
+"""Measure one buffer in its own process: `python -m holdall.tools.bench.measure_buffer TASK`, the task as JSON.
 
 Out: JSON lines, {"done", "total"} while it runs and {"result"} last. Bytes are the growth of the process's unique
 memory, from before the buffer is made until it is full; libraries are imported and used before. Adding is timed by
@@ -7,9 +7,10 @@ blocks, sampling by batch, loading up to the first batch. Every row is compared 
 
 from __future__ import annotations
 
-import argparse
 import gc
 import importlib
+import json
+import sys
 import tempfile
 import time
 import warnings
@@ -93,11 +94,11 @@ def _differing(got: NDArray[Any], want: NDArray[Any], path: str, found: RowDiffe
     return np.asarray((got != want).any(axis=1))
 
 
-def measure(setup_name: str, file: Path, transitions: int, *, checks: bool) -> dict[str, Any]:
+def measure(setup_name: str, file: str, transitions: int, *, checks: bool) -> dict[str, Any]:
     """Fill, sample, save, load, and compare."""
     setup = BUFFER_SETUPS[setup_name]
     importlib.import_module("torch")  # batches of every side are its tensors
-    trace = Trace.load(file)
+    trace = Trace.load(Path(file))
     _warm_up(setup, trace)
     before = held_bytes().unique
     buffer = setup.open(trace.observation_space, trace.action_space, transitions + 1)
@@ -167,16 +168,11 @@ def _measure_load(reopen: Any, folder: Path, trace: Trace, compared: int) -> dic
 
 
 def main() -> None:
-    """Read the command line, measure, and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m holdall.tools.bench.measure_buffer")
-    parser.add_argument("--way", choices=sorted(BUFFER_SETUPS), required=True)
-    parser.add_argument("--trace", type=Path, required=True)
-    parser.add_argument("--transitions", type=int, required=True)
-    parser.add_argument("--check", action="store_true")
-    wanted = parser.parse_args()
-    emit({"done": 0, "total": wanted.transitions})
+    """Read the task, measure, and print the result."""
+    task = json.loads(sys.argv[1])
+    emit({"done": 0, "total": task["transitions"]})
     warnings.simplefilter("ignore")  # what other libraries warn of is no figure
-    emit({"result": measure(wanted.way, wanted.trace, wanted.transitions, checks=wanted.check)})
+    emit({"result": measure(**task)})
 
 
 if __name__ == "__main__":

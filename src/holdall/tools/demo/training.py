@@ -1,4 +1,4 @@
-"""One training in a process of its own: `python -m holdall.tools.demo.training --buffer holdall`.
+"""One training in a process of its own: `python -m holdall.tools.demo.training TASK`, the task as JSON.
 
 Out: JSON lines, {"done", "total"} while it runs, {"saved"} or {"resumed"}, and {"result"} last.
 Two runs that differ only in the buffer, or in being killed and resumed, must end with the same weights.
@@ -6,10 +6,10 @@ Two runs that differ only in the buffer, or in being killed and resumed, must en
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import hashlib
 import json
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -52,18 +52,23 @@ class SafeCheckpoint(CheckpointCallback):
 
 
 def train(
-    buffer: str, steps: int, transitions: int, checkpoint: Path | None, record: Path | None, resumes: bool
+    buffer: str, steps: int, transitions: int, checkpoint: str = "", record: str = "", resumes: bool = False
 ) -> DemoResult:
-    """Train for `steps`, then let random actions fill the same buffer up to `transitions`."""
+    """Train for `steps`, then let random actions fill the same buffer up to `transitions`.
+
+    Args:
+        checkpoint: Where one is saved half-way, or the training goes on from; empty: nowhere.
+        record: Where readings of this process are written; empty: it is not watched.
+    """
     # Sums over threads depend on how many there are; one thread keeps the runs comparable on any machine.
     torch.set_num_threads(1)
-    model = _resumed(checkpoint) if checkpoint is not None and resumes else _new(buffer, steps + transitions)
+    model = _resumed(checkpoint) if resumes else _new(buffer, steps + transitions)
     begun = model.num_timesteps
     progress = MeasureCallback("train", steps + transitions, begun)
     callbacks: list[BaseCallback] = [progress]
-    if record is not None:
+    if record:
         callbacks.append(WatchCallback(interval_s=1.0, record=record, verbose=0))
-    if checkpoint is not None and not resumes:
+    if checkpoint and not resumes:
         callbacks.append(SafeCheckpoint(steps // 2, checkpoint, env_state=(get_env_state, set_env_state)))
     model.learn(steps - begun, callback=CallbackList(callbacks), reset_num_timesteps=False)
     # The median of the steps that train: a mean shows the machine's other users more than the run.
@@ -88,13 +93,13 @@ def _new(buffer: str, capacity: int) -> Any:
     )
 
 
-def _resumed(checkpoint: Path) -> Any:
+def _resumed(checkpoint: str) -> Any:
     """Continue from a checkpoint; a second memory draws the batches whose fingerprint is reported."""
     start = time.perf_counter()
     model = resume(checkpoint, environment(), device="cpu", env_state=(get_env_state, set_env_state))
     seconds = time.perf_counter() - start
     with ReplayMemory.load(checkpoint) as memory:
-        _emit_fingerprint("resumed", model.num_timesteps, memory, seconds, checkpoint)
+        _emit_fingerprint("resumed", model.num_timesteps, memory, seconds, Path(checkpoint))
     return model
 
 
@@ -144,17 +149,10 @@ def weights_digest(policy: torch.nn.Module) -> str:
 
 
 def main() -> None:
-    """Read the command line, train, and print the result."""
-    parser = argparse.ArgumentParser(prog="python -m holdall.tools.demo.training")
-    parser.add_argument("--buffer", choices=sorted(BUFFERS), required=True)
-    parser.add_argument("--steps", type=int, required=True)
-    parser.add_argument("--transitions", type=int, required=True)
-    parser.add_argument("--checkpoint", type=Path, help="save half-way there")
-    parser.add_argument("--resume", dest="resumes", action="store_true", help="go on from the checkpoint")
-    parser.add_argument("--record", type=Path, help="watch this process, and write the readings there")
-    wanted = parser.parse_args()
-    emit({"done": 0, "total": wanted.steps + wanted.transitions})
-    emit({"result": dataclasses.asdict(train(**vars(wanted)))})
+    """Read the task, train, and print the result."""
+    task = json.loads(sys.argv[1])
+    emit({"done": 0, "total": task["steps"] + task["transitions"]})
+    emit({"result": dataclasses.asdict(train(**task))})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import json
+import shlex
 import shutil
 import time
 from contextlib import closing
@@ -59,15 +60,15 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     console.print("  [dim]libraries as measured here, and the buffer; the network is small and left out[/]")
 
     heading(2, "Train with Stable-Baselines3's replay buffer")
-    command = module_command("tools.demo.training", "--steps", steps, "--transitions", transitions, "--buffer")
-    plain = _result_of(_train(console, "sb3", [*command, "sb3"]))
+    task: dict[str, Any] = {"buffer": "sb3", "steps": steps, "transitions": transitions}
+    plain = _result_of(_train(console, task))
 
     heading(3, "Train with holdall's, save a checkpoint half-way, and kill -9")
-    own = [*command, "holdall", "--checkpoint", str(checkpoint)]
-    saved = _train_until_killed(console, own)
+    task |= {"buffer": "holdall", "checkpoint": str(checkpoint)}
+    saved = _train_until_killed(console, task)
 
     heading(4, "Resume, and watch the memory while it fills")
-    messages_by_kind = _train(console, "holdall", [*own, "--resume", "--record", str(record)], record)
+    messages_by_kind = _train(console, task | {"resumes": True, "record": str(record)})
     resumed = CheckpointFingerprint(**messages_by_kind["resumed"])
     same = "identical" if resumed.batches_sha256 == saved.batches_sha256 else "DIFFERENT"
     console.print(
@@ -82,31 +83,35 @@ def run_demo(steps: int, transitions: int, limit_bytes: int | None, folder: Path
     return dataclasses.replace(comparison, seconds=time.perf_counter() - begun, report=str(page))
 
 
-def _train(
-    console: Console, buffer: str, command: list[str], record: Path | None = None, *, is_killed: bool = False
-) -> dict[str, Any]:
+def _train(console: Console, task: dict[str, Any], *, is_killed: bool = False) -> dict[str, Any]:
     """Run one training behind a bar, to its end or until it has gone past its checkpoint; return messages by kind."""
     messages_by_kind: dict[str, Any] = {}
-    bar = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
-    shown = Progress(*bar, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
-    with shown as bars, closing(messages(command)) as lines:  # closing kills the child, with SIGKILL
-        task = bars.add_task(TITLES[buffer], total=1.0, memory="")
+    columns = (TextColumn("  {task.description:18}"), BarColumn(12), TextColumn("{task.percentage:3.0f}%"))
+    shown = Progress(*columns, TimeElapsedColumn(), TextColumn("[dim]{task.fields[memory]}"), console=console)
+    with shown as bars, closing(messages(training_command(task))) as lines:  # closing kills the child, with SIGKILL
+        bar = bars.add_task(TITLES[task["buffer"]], total=1.0, memory="")
         for message in lines:
             if "done" not in message:
                 messages_by_kind |= message
                 continue
             if is_killed and "saved" in messages_by_kind and message["done"] > messages_by_kind["saved"]["step"]:
                 break  # it has learnt something that is not in the checkpoint
-            memory = "" if record is None else latest_reading(record).partition(", torch")[0]
-            bars.update(task, completed=message["done"] / message["total"], memory=memory)
+            memory = latest_reading(Path(task["record"])).partition(", torch")[0] if "record" in task else ""
+            bars.update(bar, completed=message["done"] / message["total"], memory=memory)
     return messages_by_kind
 
 
-def _train_until_killed(console: Console, command: list[str]) -> CheckpointFingerprint:
+def training_command(task: dict[str, Any]) -> list[str]:
+    """Return the command that trains in a process of its own."""
+    return module_command("tools.demo.training", json.dumps(task))
+
+
+def _train_until_killed(console: Console, task: dict[str, Any]) -> CheckpointFingerprint:
     """Run a training until its checkpoint is safe, and kill it some steps later."""
-    found = _train(console, "holdall", command, is_killed=True)
+    found = _train(console, task, is_killed=True)
     if "saved" not in found:
-        raise HoldallError(f"The training ended before it saved a checkpoint; run `{' '.join(command)}` to see why.")
+        command = shlex.join(training_command(task))
+        raise HoldallError(f"The training ended before it saved a checkpoint; run `{command}` to see why.")
     saved = CheckpointFingerprint(**found["saved"])
     size = format_bytes(saved.checkpoint_bytes)
     console.print(f"  checkpoint at step {saved.step}: {size}, safe on disk after {saved.seconds:.1f} s; then kill -9")

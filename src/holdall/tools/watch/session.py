@@ -12,6 +12,7 @@ import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
+import json
 import os
 import shutil
 import signal
@@ -85,8 +86,8 @@ def start(
     own = agent()
     guard = MemoryGuard(own, on_pressure, pressure_at, limit_bytes, checkpoint)
     path = None if record is None else os.fspath(record)
-    options = {"--interval": interval_s, "--record": path, "--prometheus": prometheus, "--limit": limit_bytes}
-    return Watch(own, guard, {name: str(value) for name, value in options.items() if value is not None})
+    options = {"interval_s": interval_s, "record": path, "prometheus": prometheus, "limit_bytes": limit_bytes}
+    return Watch(own, guard, options)
 
 
 class Watch:
@@ -96,11 +97,11 @@ class Watch:
         options: Those of the watcher process.
     """
 
-    def __init__(self, own: Agent, guard: MemoryGuard, options: Mapping[str, str]) -> None:
+    def __init__(self, own: Agent, guard: MemoryGuard, options: Mapping[str, Any]) -> None:
         self.agent, self._guard = own, guard
         own.publish()
-        command = [sys.executable, "-m", "holdall.tools.watch.watcher_process", str(os.getpid())]
-        command += [word for option in options.items() for word in option]
+        module, pid = "holdall.tools.watch.watcher_process", str(os.getpid())
+        command = [sys.executable, "-m", module, pid, json.dumps(dict(options))]
         # The package may have been found in a way that another Python does not know.
         home = str(Path(holdall.__file__).parent.parent)
         search = os.pathsep.join([home, *filter(None, [os.environ.get("PYTHONPATH")])])

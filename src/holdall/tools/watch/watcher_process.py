@@ -1,13 +1,12 @@
-"""The watcher process: `python -m holdall.tools.watch.watcher_process PID`, started by `holdall.watch.start`.
+"""The watcher process: `python -m holdall.tools.watch.watcher_process PID OPTIONS`, started by `holdall.watch.start`.
 
-In:  the id of the process to watch.  Out: its latest reading in the private folder; if wanted, a record of JSON lines
-(docs/watch.md has the format) and a Prometheus page. `holdall watch` uses the same recorder and server.
-It ends with the process that it watches.
+In:  the id of the process to watch, and options as JSON.  Out: its latest reading in the private folder; if wanted, a
+record of JSON lines (docs/watch.md has the format) and a Prometheus page. `holdall watch` uses the same recorder and
+server. It ends with the process that it watches.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import platform
@@ -159,26 +158,21 @@ def _escaped_label(text: str) -> str:
 
 def main() -> None:
     """Read the command line, and watch until the process ends."""
-    parser = argparse.ArgumentParser(prog="python -m holdall.tools.watch.watcher_process")
-    parser.add_argument("--interval", type=float, default=2.0)
-    parser.add_argument("--bind", default="127.0.0.1")
-    for name, kind in (("pid", int), ("--record", Path), ("--prometheus", int), ("--limit", int)):
-        parser.add_argument(name, type=kind)
-    wanted = parser.parse_args()
-    loop = WatchLoop(wanted.pid, wanted.interval, wanted.limit)
+    pid, wanted = int(sys.argv[1]), json.loads(sys.argv[2])
+    loop = WatchLoop(pid, wanted["interval_s"], wanted["limit_bytes"])
     outputs: list[WatchRecorder | PrometheusServer] = []
-    if wanted.record is not None:
-        header = record_header(wanted.pid, psutil.Process(wanted.pid).cmdline(), wanted.interval)
-        outputs.append(WatchRecorder(wanted.record, header))
-    if wanted.prometheus is not None:
-        outputs.append(PrometheusServer(wanted.prometheus, wanted.bind))
+    if wanted["record"] is not None:
+        header = record_header(pid, psutil.Process(pid).cmdline(), wanted["interval_s"])
+        outputs.append(WatchRecorder(Path(wanted["record"]), header))
+    if wanted["prometheus"] is not None:
+        outputs.append(PrometheusServer(wanted["prometheus"]))
     while loop.watcher.is_alive():
         try:
             latest = loop.run_pass()
         except WatchError:
             break
         with contextlib.suppress(OSError):
-            publish_latest(wanted.pid, latest)
+            publish_latest(pid, latest)
         for output in outputs:
             output.show(latest)
         loop.pause()

@@ -1,0 +1,347 @@
+"""Harm done to a directory of checkpoints: what disks, people, other programs and strangers do to it.
+
+Every function takes the directory, a folder beside it that nobody may touch, and a generator. It returns what it did.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import shutil
+import socket
+import struct
+import zlib
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import zstandard
+
+from holdall.checkpoint.manifest import signed, signed_text
+from holdall.storage.records import MAGIC, PREAMBLE
+
+Harm = Callable[[Path, Path, Random], str]
+_STRANGERS = import_module("tests.crash.test_strangers")
+mutated, renamed, rewritten = _STRANGERS.mutated, _STRANGERS.renamed, _STRANGERS.rewritten
+
+
+def files_of(run: Path) -> list[Path]:
+    """Return the regular files of a directory, those of shards too, in order."""
+    found = (Path(top, name) for top, _folders, names in os.walk(run) for name in names)
+    return sorted(path for path in found if path.is_file() and not path.is_symlink())
+
+
+def _victim(run: Path, generator: Random) -> Path:
+    """Pick a file; manifests more often than there are many."""
+    files = files_of(run) or [run / "FORMAT"]
+    manifests = [path for path in files if path.parent.name == "manifests"]
+    return generator.choice(manifests if manifests and generator.random() < 0.4 else files)
+
+
+def _named(run: Path, path: Path) -> str:
+    return str(path.relative_to(run))
+
+
+# ---------------------------------------------------------------- disks
+
+
+def remove(run: Path, _outside: Path, generator: Random) -> str:
+    """A file is gone."""
+    path = _victim(run, generator)
+    path.unlink(missing_ok=True)
+    return f"removed {_named(run, path)}"
+
+
+def remove_many(run: Path, _outside: Path, generator: Random) -> str:
+    """A folder is gone, or all that was in it, or the whole directory."""
+    folder = generator.choice([run / "segments", run / "manifests", run])
+    shutil.rmtree(folder, ignore_errors=True)
+    if generator.random() < 0.5:
+        folder.mkdir(exist_ok=True)
+    return f"removed all of {folder.name}"
+
+
+def swap(run: Path, _outside: Path, generator: Random) -> str:
+    """Two files have each other's content."""
+    one, other = _victim(run, generator), _victim(run, generator)
+    if one.exists() and other.exists():
+        first, second = one.read_bytes(), other.read_bytes()
+        one.write_bytes(second)
+        other.write_bytes(first)
+    return f"swapped {_named(run, one)} and {_named(run, other)}"
+
+
+def change_bytes(run: Path, _outside: Path, generator: Random) -> str:
+    """Bytes are cut off, added, zeroed or flipped."""
+    path = _victim(run, generator)
+    raw = bytearray(path.read_bytes() if path.exists() else b"")
+    place = generator.randrange(len(raw) + 1)
+    how = generator.choice(["cut", "emptied", "zeroed", "zeroed whole", "flipped", "grew", "overwritten"])
+    match how:
+        case "cut":
+            del raw[place:]
+        case "emptied":
+            raw.clear()
+        case "zeroed":
+            stretch = slice(place, place + generator.choice([1, 40, 512, 4096]))
+            raw[stretch] = bytes(len(raw[stretch]))
+        case "zeroed whole":
+            raw[:] = bytes(len(raw))
+        case "grew":
+            raw += generator.randbytes(generator.choice([1, 100, 5000]))
+        case "overwritten":
+            stretch = slice(place, place + generator.choice([4, 40, 512]))
+            raw[stretch] = generator.randbytes(len(raw[stretch]))
+        case _:
+            for _ in range(generator.choice([1, 1, 8])):
+                if raw:
+                    raw[generator.randrange(len(raw))] ^= 1 << generator.randrange(8)
+    path.write_bytes(raw)
+    return f"{how} {_named(run, path)}"
+
+
+# ---------------------------------------------------------------- people, and other programs
+
+
+def replace_by_something_else(run: Path, outside: Path, generator: Random) -> str:
+    """A name stands for a link, a pipe, a directory, a socket or a device."""
+    folders = [run / "segments", run / "manifests"]
+    path = generator.choice(folders) if generator.random() < 0.2 else _victim(run, generator)
+    if generator.random() < 0.15:
+        path = run / "LOCK"
+    return f"{_named(run, path)} is {_replace(path, outside, generator)}"
+
+
+def _replace(path: Path, outside: Path, generator: Random) -> str:
+    raw = path.read_bytes() if path.is_file() else b""
+    moved = outside / f"moved-{path.name}"
+    if path.is_dir():
+        if not moved.exists():
+            shutil.copytree(path, moved)
+        shutil.rmtree(path)
+    elif path.exists() or path.is_symlink():
+        moved.write_bytes(raw)
+        path.unlink()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    targets = {
+        "a link to the same outside": moved,
+        "a link to a victim": outside / "victim.txt",
+        "a link to nothing": outside / "made-by-mistake",
+        "a link to itself": path,
+        "a link to a folder": outside / "folder",
+        "a link to /dev/zero": Path("/dev/zero"),
+        "a link to /dev/full": Path("/dev/full"),
+    }
+    kind = generator.choice([*targets, "a pipe", "a folder", "a full folder", "a socket"])
+    if kind in targets:
+        path.symlink_to(targets[kind])
+    elif kind == "a pipe":
+        os.mkfifo(path)
+    elif kind == "a socket":
+        here = Path.cwd()
+        os.chdir(path.parent)  # names of sockets are short
+        try:
+            with socket.socket(socket.AF_UNIX) as one:
+                one.bind(path.name)
+        finally:
+            os.chdir(here)
+    else:
+        path.mkdir()
+        if kind == "a full folder":
+            (path / "own.txt").write_text("a user's own file")
+    return kind
+
+
+def foreign_files(run: Path, outside: Path, generator: Random) -> str:
+    """Somebody keeps files of their own there, some of which look like holdall's."""
+    folder = generator.choice([run, run / "segments", run / "manifests"])
+    if not folder.is_dir():
+        return "nothing"
+    name = generator.choice(
+        [
+            "notes.txt",
+            "own.tmp",
+            ".tmp",
+            "a b.json",
+            "run.seg.tmp",
+            "FORMAT.tmp",
+            "0000000000000001.json.tmp",
+            "x" * 200,
+        ]
+    )
+    path = folder / name
+    if path.exists() or path.is_symlink():
+        return "nothing"
+    how = generator.choice(["file", "folder", "link", "link to a folder"])
+    if how == "file":
+        path.write_text("a user's own file")
+    elif how == "folder":
+        path.mkdir()
+        (path / "own.txt").write_text("a user's own file")
+    else:
+        path.symlink_to(outside / ("victim.txt" if how == "link" else "folder"))
+    return f"a foreign {how} {_named(run, path)}"
+
+
+def odd_numbers(run: Path, _outside: Path, generator: Random) -> str:
+    """A manifest lies under a number that is not its own, or nothing does."""
+    folder = run / "manifests"
+    manifests = [path for path in files_of(run) if path.parent == folder]
+    if not manifests:
+        return "nothing"
+    number = generator.choice([0, 4, 17, 10**9, 10**16 - 2, 10**16 - 1])
+    raw = generator.choice([b"", b"{}", signed(b"{}"), generator.choice(manifests).read_bytes()])
+    path = folder / f"{number:016d}.json"
+    path.write_bytes(raw)
+    return f"{_named(run, path)} holds {len(raw)} bytes of another"
+
+
+# ---------------------------------------------------------------- strangers: the sums are right, the words are not
+
+
+def _newest(run: Path, generator: Random) -> tuple[Path, Any] | None:
+    folders = [run, run, *sorted(run.glob("shards/*"))]
+    folder = generator.choice(folders)
+    for path in sorted((folder / "manifests").glob("*.json"), reverse=True)[generator.choice([0, 0, 0, 1]) :]:
+        if path.is_file() and not path.is_symlink():
+            with contextlib.suppress(OSError, ValueError):
+                words = json.loads(signed_text(path.read_bytes()))
+                if isinstance(words, dict):
+                    return path, words
+    return None
+
+
+def _write(path: Path, words: Any) -> None:
+    path.write_bytes(signed(json.dumps(words).encode()))
+
+
+def forge_anything(run: Path, _outside: Path, generator: Random) -> str:
+    """One word of a manifest is another, of any kind."""
+    found = _newest(run, generator)
+    if found is None:
+        return "nothing"
+    path, words = found
+    for _ in range(generator.choice([1, 1, 2, 4])):
+        words = mutated(words, generator)
+    _write(path, words)
+    return f"forged {_named(run, path)}"
+
+
+def _claims(words: Any, outside: Path, generator: Random) -> dict[str, Any]:
+    deep: Any = []
+    for _ in range(generator.choice([40, 900])):
+        deep = [deep]
+    escape = generator.choice([f"../../{outside.name}/victim.txt", "/etc/passwd", f"{outside}/x", "..", "a/../../x"])
+    huge = generator.choice([2**31, 2**40, 2**53, 2**62, 2**63, 10**30])
+    ref = words.get("state")
+    lists = [key for key in ("rows", "segments", "blocks", "files") if words.get(key)]
+    many = generator.choice(lists or ["files"])
+    schema = words.get("schema")
+    claims: dict[str, Any] = {
+        "time": generator.choice([math.nan, math.inf, 1e300, -1e300, 1e18, "x"]),
+        "version": generator.choice([2, 0, -1, 10**30, "1"]),
+        "features": generator.choice([["x"], ["shards"], [[]], "shards", 7]),
+        "number": generator.choice([0, -1, 2**53, 10**30, 1.0]),
+        "capacity_ticks": generator.choice([0, 1, huge]),
+        "first_tick": huge,
+        "next_tick": generator.choice([0, huge]),
+        "files": generator.choice([[[escape, 1]], [], [["f" * 16 + "-" + "0" * 16 + ".seg", huge]]]),
+        "attached": generator.choice([{escape: [ref]}, {"a": [ref] * 9}, {"x" * 300: []}]),
+        "shards": generator.choice(
+            [[[escape, 1, "0" * 32, 1, 1]], [["shards/00000", 1, "0" * 32, huge, huge]] * 3, [["shards/99999"]], deep]
+        ),
+        "blocks": generator.choice([[[huge, huge, [ref]]], [[1, 2**33, []]], [[2**20, 2**13, [ref]]], [[0, 0, [ref]]]]),
+        "rows": generator.choice([[], [[0, huge, *(ref or [])]]]),
+        "segments": [],
+        "dictionaries": {"0" * 64: ref},
+        many: (words.get(many) or [[]]) * generator.choice([2, 3_000]),
+        "schema": generator.choice([deep, {}, mutated(schema, generator), _widened(schema, generator)]),
+        "epoch": escape,
+        "state": generator.choice([[0, 0, huge, "0" * 32], [huge, 0, 0, "0" * 32], [], ref]),
+    }
+    key = generator.choice(sorted(claims))
+    return {key: claims[key]} | ({"features": ["shards"]} if key == "shards" else {})
+
+
+def _widened(schema: Any, generator: Random) -> Any:
+    """Claim other numbers in a schema: lanes, lengths of axes."""
+    huge = generator.choice([0, -1, 3, 2**20, 2**31, 2**40])
+    if isinstance(schema, dict):
+        return {key: _widened(child, generator) if generator.random() < 0.7 else child for key, child in schema.items()}
+    if isinstance(schema, list):
+        return [_widened(child, generator) for child in schema]
+    return huge if type(schema) is int else schema
+
+
+def forge_claims(run: Path, outside: Path, generator: Random) -> str:
+    """A manifest claims what would be expensive, or lead elsewhere."""
+    found = _newest(run, generator)
+    if found is None:
+        return "nothing"
+    path, words = found
+    claims = _claims(words, outside, generator)
+    _write(path, words | claims)
+    return f"forged {_named(run, path)}: {str(claims)[:120]}"
+
+
+def forge_record(run: Path, _outside: Path, generator: Random) -> str:
+    """A record of the newest checkpoint is another one, and the manifest names it."""
+    found = _newest(run, generator)
+    if found is None or not isinstance(found[1].get("files"), list):
+        return "nothing"
+    path, words = found
+    try:
+        index, start, nbytes, digest = _ref_in(words, generator)
+        file = path.parents[1] / "segments" / words["files"][index][0]
+        raw = file.read_bytes()[start : start + nbytes] if file.is_file() else b""
+        changed = _bomb(generator) if generator.random() < 0.03 else rewritten(raw, generator)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error):
+        return "nothing"
+    name = "f" * 16 + f"-{generator.getrandbits(60):016x}.seg"
+    (path.parents[1] / "segments" / name).write_bytes(changed)
+    head = changed[: 32 + PREAMBLE.unpack(changed[:32])[1]]
+    new = [len(words["files"]), 0, len(changed), hashlib.sha256(head).hexdigest()[:32]]
+    words = renamed(words, [index, start, nbytes, digest], new)
+    words["files"].append([name, len(changed)])
+    _write(path, words)
+    return f"forged a record of {len(changed)} bytes at {start} of {_named(run, path)}"
+
+
+def _ref_in(words: Any, generator: Random) -> list[Any]:
+    refs = [words["state"], *(entry[-4:] for entry in words["rows"] + words["segments"])]
+    refs += [ref for block in words["blocks"] for ref in block[2]] + list(words["dictionaries"].values())
+    return list(generator.choice(refs))
+
+
+def _bomb(generator: Random) -> bytes:
+    """Return a state of a few kilobytes that claims gigabytes, part by part."""
+    zeros = zstandard.ZstdCompressor(level=1).compress(bytes(2**26))
+    count = generator.choice([24, 60])
+    parts = {str(number): zeros for number in range(count)} | {"tree": b"{}"}
+    described = [{"name": name, "bytes": len(part), "crc32": zlib.crc32(part)} for name, part in parts.items()]
+    coded = [str(number) for number in range(count)]
+    head = json.dumps({"kind": "state", "sizes": [2**26] * count, "coded": coded, "parts": described}).encode()
+    body = b"".join(parts.values())
+    start = struct.pack("<8sIIQ", MAGIC, len(head), zlib.crc32(head), len(body))
+    return start + struct.pack("<II", zlib.crc32(start), 0) + head + body
+
+
+def forge_format(run: Path, _outside: Path, generator: Random) -> str:
+    """FORMAT says something else, with the right sum."""
+    words: Any = generator.choice(
+        [{}, [], {"format": "holdall checkpoint", "min_reader": 2, "version": 2}, "x", {"format": 1}]
+    )
+    _write(run / "FORMAT", words)
+    return f"FORMAT says {words}"
+
+
+HARMS: list[Harm] = [
+    remove, remove_many, swap, change_bytes, change_bytes, change_bytes, replace_by_something_else,
+    replace_by_something_else, foreign_files, odd_numbers,
+]  # fmt: skip
+FORGERIES: list[Harm] = [forge_anything, forge_claims, forge_claims, forge_record, forge_record, forge_format]

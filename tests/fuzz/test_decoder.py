@@ -1,0 +1,271 @@
+"""Damaged blocks: an error, or some bytes of the right size; never a crash, and nothing outside is touched.
+
+Neither LZ4 nor Zstandard notices every flipped bit, so wrong bytes may come back of a block in memory; units in files
+have checksums for that. What must hold is that no length, offset, count or number that was read is trusted.
+
+The blocks and their damages are in damaged_blocks.py, which also runs as a script: in a process of its own, memory that
+ends at a guarded page, or a sanitizer, makes a read outside a block a crash that is seen. Nightly, 200,000 blocks are
+read under a sanitizer, from a seed that is another one every day; `HOLDALL_FUZZ_SEED` sets it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+from hypothesis import given
+from hypothesis import strategies as st
+
+import holdall
+from holdall.errors import DamageError
+from holdall.native import PortableCoder
+from holdall.storage.blocks import Coded, Coder
+from holdall.storage.codec import Codec, Method, Transform
+
+from . import damaged_blocks
+from .damaged_blocks import (
+    BLOCKS,
+    CLAIMS,
+    COUNT,
+    DAMAGES,
+    SINGLES,
+    WHOLE,
+    Block,
+    checks_of,
+    damaged,
+    guarded,
+    laid,
+    native_coder,
+    read_damaged,
+)
+from .seeds import rotating_seed
+
+SCRIPT = Path(damaged_blocks.__file__)
+CASES_IN_A_CHILD = 3_000
+CASES_A_NIGHT = 200_000
+CHILDREN_A_NIGHT = 8
+NATIVE = native_coder()
+needs_native = pytest.mark.skipif(NATIVE is None, reason="the compiled loops, libzstd or liblz4 are missing here")
+BOTH: list[Any] = [
+    pytest.param(NATIVE, id="native", marks=needs_native),
+    pytest.param(PortableCoder(), id="portable"),
+]
+
+
+# ---------------------------------------------------------------- the rules
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_whole_blocks_are_read(coder: Coder) -> None:
+    """Without damage nothing is refused, so that what follows is about damage."""
+    for block in BLOCKS:
+        assert read_damaged(coder, block, guarded) is not None
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("kind", DAMAGES)
+@given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
+def test_any_damage_is_an_error_or_some_bytes(coder: Coder, kind: str, number: int, seed: int) -> None:
+    """Whatever was flipped, cut, zeroed or made up."""
+    read_damaged(coder, damaged(number, [kind], seed), np.copy)
+
+
+@given(
+    number=st.integers(0, len(BLOCKS) - 1),
+    kinds=st.lists(st.sampled_from(sorted(CLAIMS)), min_size=1, max_size=2),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_false_claims_are_an_error_or_some_bytes(number: int, kinds: list[str], seed: int) -> None:
+    """A palette, a dictionary or a transform that does not go with the rest of the block."""
+    read_damaged(PortableCoder(), damaged(number, kinds, seed), np.copy)
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("kind", ["data", "checks", "file"])
+@given(number=st.integers(0, len(BLOCKS) - 1), seed=st.integers(0, 2**32 - 1))
+def test_damage_to_a_file_is_an_error_or_the_same_bytes(coder: Coder, kind: str, number: int, seed: int) -> None:
+    """Never others: what was read has the sum that it had when it was written, or it is not returned."""
+    whole = replace(BLOCKS[number % len(BLOCKS)], in_file=True)
+    whole.checks = checks_of(whole)
+    block = replace(whole)
+    DAMAGES[kind](block, np.random.default_rng(seed))
+    if block.data.size < whole.data.size:
+        block.cut, block.data = whole.data.size - block.data.size, whole.data
+    rows = read_damaged(coder, block, np.copy)
+    assert rows is None or rows == read_damaged(coder, whole, np.copy)
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("start", [1, COUNT - 1])
+def test_offsets_that_go_back_or_beyond_the_data_are_refused(start: int, coder: Coder) -> None:
+    """Even where the bytes between them would make a slice."""
+    for block in SINGLES:
+        for wrong in (int(block.offsets[start + 1]) + 1, block.data.size + 1, 2**32 - 1):
+            offsets = block.offsets.copy()
+            offsets[start] = wrong
+            assert read_damaged(coder, replace(block, offsets=offsets, numbers=np.array([start])), guarded) is None
+
+
+@pytest.mark.parametrize("coder", BOTH)
+@pytest.mark.parametrize("number", [-1, COUNT, COUNT + 1, 2**32, -(2**63)])
+def test_a_slice_that_is_not_in_the_block_is_refused(number: int, coder: Coder) -> None:
+    """The error names the slice."""
+    for block in BLOCKS:
+        sealed = coder.adopt(Coded(block.codec, COUNT, block.offsets, block.palette, laid(block, np.copy)))
+        out = np.empty((2, block.codec.transform.slice_bytes), np.uint8)
+        with pytest.raises(DamageError, match=rf"slice {number}\b"):
+            coder.decode(sealed, np.array([0, number]), out)
+
+
+@pytest.mark.parametrize("offsets", [0, 1, 2])
+@pytest.mark.parametrize("group", [0, -1, 65, 1 << 20, 1 << 31, 1 << 40])
+def test_a_unit_that_claims_to_be_large_is_refused_before_room_is_made_for_it(group: int, offsets: int) -> None:
+    """Even where offsets and sums go with it, or where there are none."""
+    for block in SINGLES:
+        codec, nothing = replace(block.codec, group=group), np.zeros(offsets, np.uint32)
+        with pytest.raises(DamageError, match=f"groups of {group} "):
+            Coded(codec, COUNT, nothing, block.palette, block.data)
+
+
+@pytest.mark.parametrize("coder", BOTH)
+def test_a_slice_that_claims_to_be_large_takes_no_memory(coder: Coder) -> None:
+    """A few bytes can stand for gigabytes; what is allocated is what a slice takes, whatever its header says."""
+    codec = Codec(Method.ZSTD, 3, Transform(900))
+    bomb = zstandard.ZstdCompressor(level=1).compress(bytes(1 << 28))
+    claim = b"\x28\xb5\x2f\xfd\xe0" + (1 << 45).to_bytes(8, "little") + bytes(23)
+    for piece in (bomb, claim):
+        data = np.frombuffer(piece, np.uint8)
+        block = Block(codec, data, np.array([0, data.size], np.uint32), np.zeros(0, np.uint8), np.array([0]))
+        tracemalloc.start()
+        try:
+            assert read_damaged(coder, block, np.copy) is None
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+        assert peak < 1_000_000
+
+
+# ---------------------------------------------------------------- in a process of its own
+
+
+def run_child(
+    kinds: list[str], cases: int, *, seed: int = 0, library: Path | None = None, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(SCRIPT), ",".join(kinds), str(cases), str(seed)]
+    return subprocess.run(
+        [*command, *([str(library)] if library else [])],
+        capture_output=True, text=True, check=False, timeout=3000, env=os.environ | environment,
+    )  # fmt: skip
+
+
+def last_lines(done: subprocess.CompletedProcess[str]) -> str:
+    return f"exit {done.returncode}: " + "\n".join(done.stderr.splitlines()[-30:])
+
+
+@needs_native
+def test_damaged_blocks_do_not_crash_a_process() -> None:
+    """Thousands of them, in memory that ends where none may be read any more."""
+    done = run_child([WHOLE, *DAMAGES], CASES_IN_A_CHILD)
+    assert done.returncode == 0, last_lines(done)
+
+
+@needs_native
+@pytest.mark.parametrize("kind", CLAIMS)
+def test_false_claims_do_not_crash_a_process(kind: str) -> None:
+    """C goes by the transform and the palette's size, so both are checked before it does."""
+    done = run_child([kind], 500)
+    assert done.returncode == 0, last_lines(done)
+
+
+@needs_native
+@pytest.mark.skipif(sys.platform != "linux", reason="guarded pages are made with Linux's calls")
+def test_a_read_outside_a_block_would_be_noticed() -> None:
+    """The guard works: reading one byte further ends the process."""
+    script = f"import runpy; runpy.run_path({str(SCRIPT)!r})['peek']()"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=100)
+    assert done.returncode < 0, last_lines(done)
+
+
+# ---------------------------------------------------------------- under a sanitizer
+
+
+def sanitized(sources: Path, library: Path) -> dict[str, str]:
+    """Build the C files of a folder with every access and every sum checked; return the environment to load them in."""
+    compiler = shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no gcc here")
+    flags = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-O1", "-g", "-std=c11"]
+    files = [str(source) for source in sorted(sources.glob("*.c"))]
+    command = [compiler, *flags, "-shared", "-fPIC", *files, "-o", str(library)]
+    built = subprocess.run(command, capture_output=True, text=True, check=False)
+    if built.returncode != 0:
+        pytest.skip(f"this compiler has no sanitizers: {built.stderr[-200:]}")
+    found = subprocess.run([compiler, "-print-file-name=libasan.so"], capture_output=True, text=True, check=True)
+    options = "detect_leaks=0:allocator_may_return_null=1"
+    return {"LD_PRELOAD": found.stdout.strip(), "ASAN_OPTIONS": options, "PYTHONMALLOC": "malloc"}
+
+
+def first_seed() -> int:
+    return rotating_seed() * CHILDREN_A_NIGHT
+
+
+@needs_native
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_sanitizer_finds_nothing(tmp_path: Path) -> None:
+    """The same with every access checked by the compiler, where it can do that, from another seed every day."""
+    library, first = tmp_path / "kernels.so", first_seed()
+    environment = sanitized(Path(holdall.__file__).parent / "native", library)
+    for seed in range(first, first + CHILDREN_A_NIGHT):
+        kinds = [*([WHOLE] if seed == first else []), *DAMAGES, *CLAIMS]
+        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, library=library, **environment)
+        assert done.returncode == 0, f"seed {seed}: {last_lines(done)}"
+
+
+OLD_MISTAKES = {
+    "a sum of two positions in a file overflows": (
+        "native/decode.c",
+        " || b->file_start > INT64_MAX - b->data_bytes",
+        "",
+        "signed integer overflow",
+    ),
+    "an unsound group passes where there are no offsets": (
+        "storage/blocks.py",
+        "if not (self.codec.is_sound and self.count >= 0 and self._fits(-(-self.count // group))):",
+        "if not (self.count >= 0 and self._fits(-(-self.count // group) if self.codec.is_sound else -1)):",
+        "MemoryError|AddressSanitizer",
+    ),
+}
+"""What was wrong once: a file of holdall's, what stands there now, what stood there, and what the fuzz says of it."""
+
+
+@needs_native
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mistake", OLD_MISTAKES)
+def test_a_night_would_find_what_was_wrong_once(tmp_path: Path, mistake: str) -> None:
+    """Put back into a copy, each of them ends the run."""
+    file, now, then, message = OLD_MISTAKES[mistake]
+    package = tmp_path / "src" / "holdall"
+    shutil.copytree(Path(holdall.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    text = (package / file).read_text(encoding="utf-8")
+    assert text.count(now) == 1, f"{file} has changed; say what the mistake looks like now"
+    (package / file).write_text(text.replace(now, then), encoding="utf-8")
+    library = tmp_path / "kernels.so"
+    environment = sanitized(package / "native", library) | {"PYTHONPATH": str(package.parent)}
+    first, kinds = first_seed(), [*DAMAGES, *CLAIMS]
+    for seed in range(first, first + CHILDREN_A_NIGHT):
+        done = run_child(kinds, CASES_A_NIGHT // CHILDREN_A_NIGHT, seed=seed, library=library, **environment)
+        if done.returncode != 0:
+            break
+    assert re.search(message, done.stderr), last_lines(done)

@@ -1,0 +1,261 @@
+"""Arrays of a rollout that somebody writes to, exchanges, copies or pickles: what SB3's buffer does decides."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from sb3_contrib import MaskablePPO, RecurrentPPO
+from stable_baselines3 import PPO
+from stable_baselines3.common import buffers
+from stable_baselines3.common.callbacks import BaseCallback
+from stable_baselines3.common.vec_env import DummyVecEnv
+
+from holdall.errors import ArgumentError
+from holdall.sb3 import RolloutBuffer
+from holdall.sb3.contrib import MaskableRolloutBuffer, equip
+
+from .comparison import learned
+from .environments import ARM, BUTTONS, VECTOR, Wander, each
+from .pair import assert_same_batch, assert_same_bits, seeded
+
+Edit = Callable[[Any], None]
+STEPS, LANES = 16, 3
+KEYS = spaces.Dict({"state": spaces.Box(-1, 1, (4,), np.float32), "speed": spaces.Box(-1, 1, (2,), np.float32)})
+
+
+class EditCallback(BaseCallback):
+    """Edits the rollout at its end, or before one of its steps is added."""
+
+    def __init__(self, edit: Edit, step: int | None) -> None:
+        super().__init__()
+        self._edit, self._step = edit, step
+
+    def _on_step(self) -> bool:
+        if self.model.rollout_buffer.pos == self._step:  # type: ignore[attr-defined]  # on-policy algorithms have one
+            self._edit(self.model.rollout_buffer)  # type: ignore[attr-defined]  # likewise
+        return True
+
+    def _on_rollout_end(self) -> None:
+        if self._step is None:
+            self._edit(self.model.rollout_buffer)  # type: ignore[attr-defined]  # likewise
+
+
+def scaled(name: str, factor: float = 3.0, dtype: Any = None) -> Edit:
+    """Assign an array that is computed from the one that is there."""
+
+    def edit(buffer: Any) -> None:
+        rows = getattr(buffer, name)
+        setattr(buffer, name, ((rows - rows.mean()) * factor).astype(dtype or rows.dtype))
+
+    return edit
+
+
+def in_place(name: str) -> Edit:
+    def edit(buffer: Any) -> None:
+        rows = getattr(buffer, name)
+        rows *= 0.5
+        rows[1:, 0] += 1
+
+    return edit
+
+
+def seen_otherwise(buffer: Any) -> None:
+    buffer.observations = np.asarray(buffer.observations) * np.float32(0.5) + 1
+
+
+def one_key_otherwise(buffer: Any) -> None:
+    buffer.observations["state"] = np.asarray(buffer.observations["state"]) * np.float32(0.5)
+
+
+def tensor(buffer: Any) -> None:
+    buffer.advantages = torch.as_tensor(buffer.advantages) * 2
+
+
+END: dict[str, Edit] = {
+    **{
+        f"{name} assigned": scaled(name)
+        for name in ("advantages", "returns", "values", "log_probs", "rewards", "actions")
+    },
+    **{f"{name} in place": in_place(name) for name in ("advantages", "returns", "values", "log_probs")},
+    "float64 advantages": scaled("advantages", dtype=np.float64),
+    "episode starts assigned": scaled("episode_starts", 0.0),
+    "observations assigned": seen_otherwise,
+    "a tensor assigned": tensor,
+}
+BEFORE: dict[str, Edit] = {
+    **{f"{name} assigned": scaled(name, 0.5) for name in ("rewards", "values", "advantages", "returns")},
+    "float64 rewards": scaled("rewards", dtype=np.float64),
+    "episode starts assigned": scaled("episode_starts", 0.0),
+    "observations assigned": seen_otherwise,
+    "rewards in place": in_place("rewards"),
+}
+
+
+def weights(
+    kind: type[buffers.RolloutBuffer] | None,
+    edit: Edit,
+    step: int | None,
+    space: Any = VECTOR,
+    policy: str = "MlpPolicy",
+) -> dict[str, bytes]:
+    vec_env = DummyVecEnv(each(partial(Wander, space, ARM), LANES))
+    model = PPO(
+        policy, vec_env, n_steps=STEPS, batch_size=STEPS, n_epochs=2, rollout_buffer_class=kind, seed=5, device="cpu",
+        policy_kwargs={"net_arch": [8]}, learning_rate=0.01, normalize_advantage=False, clip_range_vf=0.2,
+    )  # fmt: skip
+    model.learn(2 * STEPS * LANES, callback=EditCallback(edit, step))
+    return dict(learned(model))  # type: ignore[arg-type]  # any algorithm's
+
+
+def assert_same_effect(edit: Edit, step: int | None, **task: Any) -> dict[str, bytes]:
+    expected, got = weights(None, edit, step, **task), weights(RolloutBuffer, edit, step, **task)
+    assert [name for name in expected if got[name] != expected[name]] == []
+    return got
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor:UserWarning")
+@pytest.mark.parametrize("edit", END, ids=str)
+def test_an_edit_at_the_end_of_a_rollout_has_sb3s_effect(edit: str) -> None:
+    """The same weights; and other ones than without it, where Stable-Baselines3 still reads the array."""
+    got = assert_same_effect(END[edit], None)
+    if edit.split(maxsplit=1)[0] not in {"rewards", "episode"}:
+        assert got != weights(RolloutBuffer, lambda _: None, None)
+
+
+@pytest.mark.parametrize("edit", BEFORE, ids=str)
+def test_an_edit_within_a_rollout_has_sb3s_effect(edit: str) -> None:
+    assert_same_effect(BEFORE[edit], 7)
+
+
+def test_one_key_of_a_dict_may_be_exchanged() -> None:
+    for step in (None, 7):
+        assert_same_effect(one_key_otherwise, step, space=KEYS, policy="MultiInputPolicy")
+
+
+def test_stored_observations_cannot_be_written_to() -> None:
+    """The error says so, instead of a write that goes nowhere."""
+    ours = filled(RolloutBuffer, VECTOR)
+    with pytest.raises(ArgumentError, match="observations"):
+        ours.observations[0] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        ours.observations[0][0] = 0
+
+
+def test_an_array_of_another_shape_is_refused() -> None:
+    ours = filled(RolloutBuffer, VECTOR)
+    next(ours.get(5))
+    ours.advantages = np.zeros(7, np.float32)
+    with pytest.raises(ArgumentError, match=r"advantages has shape \(7,\)"):
+        next(ours.get(5))
+
+
+def filled(kind: Any, space: spaces.Space[Any], steps: int = STEPS, buffer: Any = None) -> Any:
+    """Fill a buffer with the same steps whatever its kind, or go on with one."""
+    generator = np.random.default_rng(steps)
+    buffer = buffer or kind(STEPS, space, ARM, device="cpu", gae_lambda=0.9, n_envs=LANES)
+    space.seed(3)
+    for _ in range(steps):
+        drawn = [space.sample() for _ in range(LANES)]
+        obs: Any = (
+            np.stack(drawn) if space is VECTOR else {key: np.stack([one[key] for one in drawn]) for key in drawn[0]}
+        )
+        action = generator.standard_normal((LANES, 2), np.float32)
+        reward, value, log_prob = generator.standard_normal((3, LANES), np.float32)
+        start = generator.random(LANES) < 0.2
+        buffer.add(obs, action, reward, start, torch.from_numpy(value), torch.from_numpy(log_prob))
+    if buffer.full:
+        buffer.compute_returns_and_advantage(torch.ones(LANES), np.zeros(LANES))
+    return buffer
+
+
+COPIES: dict[str, Callable[[Any], Any]] = {
+    "deepcopy": copy.deepcopy,
+    "pickle": lambda buffer: pickle.loads(pickle.dumps(buffer)),
+}
+
+
+def assert_same_rollout(expected: Any, got: Any) -> None:
+    assert (got.pos, got.full, got.generator_ready) == (expected.pos, expected.full, expected.generator_ready)
+    for name in ("actions", "rewards", "values", "log_probs", "advantages", "returns", "episode_starts"):
+        assert_same_bits(getattr(expected, name), getattr(got, name), name)
+    theirs, ours = expected.observations, got.observations
+    for key in theirs if isinstance(theirs, dict) else [None]:
+        assert_same_bits(theirs if key is None else theirs[key], ours if key is None else ours[key], f"seen {key}")
+    if got.full:
+        for one, other in zip(
+            seeded(2, lambda: list(expected.get(7))), seeded(2, lambda: list(got.get(7))), strict=True
+        ):
+            assert_same_batch(one, other)
+
+
+@pytest.mark.parametrize("how", COPIES)
+@pytest.mark.parametrize("space", [VECTOR, KEYS], ids=["Box", "Dict"])
+@pytest.mark.parametrize("steps", [0, 9, STEPS])
+@pytest.mark.parametrize("drawn", [False, True])
+def test_a_copy_holds_the_rollout(how: str, space: Any, steps: int, drawn: bool) -> None:
+    """Empty, begun and full, before and after minibatches were drawn; it goes on, and is used for the next rollout."""
+    plain = buffers.RolloutBuffer if space is VECTOR else buffers.DictRolloutBuffer
+    sides = [filled(kind, space, steps) for kind in (plain, RolloutBuffer)]
+    if drawn and steps == STEPS:
+        for side in sides:
+            seeded(1, lambda side=side: list(side.get(5)))
+    expected, got = (COPIES[how](side) for side in sides)
+    assert_same_rollout(expected, got)
+    assert_same_rollout(expected, COPIES[how](got))
+    assert got.report().transitions == steps * LANES
+    for side in (expected, got):
+        if steps < STEPS:
+            filled(None, space, STEPS - steps, side)
+    assert_same_rollout(expected, got)
+    for side in (expected, got):
+        side.reset()
+        filled(None, space, STEPS, side)
+    assert_same_rollout(expected, got)
+    assert got._exchanged() == []
+    # What was copied is as it was, and shares nothing with the copy.
+    assert sides[1].pos == steps
+
+
+def test_observations_have_sb3s_shape_once_minibatches_were_drawn() -> None:
+    """Environment by environment, in one axis."""
+    sides = [filled(kind, VECTOR) for kind in (buffers.RolloutBuffer, RolloutBuffer)]
+    for side in sides:
+        next(side.get(5))
+    assert_same_bits(sides[0].observations, sides[1].observations, "observations")
+    assert_same_bits(sides[0].observations[[3, 1]], sides[1].observations[[3, 1]], "rows")
+    assert sides[1].observations[..., 0].shape == (STEPS * LANES,)
+
+
+@pytest.mark.parametrize("algorithm", [MaskablePPO, RecurrentPPO])
+def test_edits_have_sb3_contribs_effect(algorithm: Any) -> None:
+    edit = scaled("advantages")
+    learnt = []
+    for ours in (False, True):
+        vec_env = DummyVecEnv(each(partial(Wander, VECTOR, BUTTONS), LANES))
+        how: dict[str, Any] = {"n_steps": STEPS, "batch_size": STEPS, "n_epochs": 1, "seed": 5, "device": "cpu"}
+        how |= {"policy_kwargs": {"net_arch": [8]}, "normalize_advantage": False}
+        if algorithm is MaskablePPO:
+            how["rollout_buffer_class"] = MaskableRolloutBuffer if ours else None
+            model: Any = MaskablePPO("MlpPolicy", vec_env, **how)
+        else:
+            how["policy_kwargs"]["lstm_hidden_size"] = 8
+            model = RecurrentPPO("MlpLstmPolicy", vec_env, **how)
+            model = equip(model) if ours else model
+        model.learn(
+            2 * STEPS * LANES,
+            callback=EditCallback(edit, None),
+            **({"use_masking": False} if algorithm is MaskablePPO else {}),
+        )
+        learnt.append(dict(learned(model)))
+        again = pickle.loads(pickle.dumps(model.rollout_buffer))
+        assert again.pos == model.rollout_buffer.pos
+        assert_same_bits(model.rollout_buffer.observations, again.observations, "observations")
+    assert learnt[0] == learnt[1]

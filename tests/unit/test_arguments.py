@@ -1,0 +1,303 @@
+"""Every public argument: what makes no sense is refused by name, before anything changes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import holdall
+from holdall import Hindsight, HoldallError, NStep, Prioritized, ReplayMemory, RolloutMemory, Sequence, Uniform
+from holdall.testing import assert_same_bits
+
+VECTOR, BUTTONS, LANES = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(2), 2
+NAN, INFINITE = float("nan"), float("inf")
+NO_COUNTS: tuple[Any, ...] = (-1, True, None, "x", 1.5, NAN, [], {}, b"x")
+NO_NUMBERS: tuple[Any, ...] = (-1.0, True, None, "x", NAN, INFINITE, [], {}, b"x")
+NO_TEXT: tuple[Any, ...] = (5, True, None, NAN, [], {}, b"x")
+NO_PATHS: tuple[Any, ...] = (5, True, NAN, [], {}, b"x")
+NO_FLAGS: tuple[Any, ...] = (5, None, "x", NAN, [], {}, b"x")
+NO_SPACES: tuple[Any, ...] = (5, None, "x", [], {}, spaces.Text(3), spaces.Box)
+NO_SAMPLERS: tuple[Any, ...] = (5, "x", [], {}, Uniform, Prioritized, lambda: None)
+NO_DEVICES: tuple[Any, ...] = (5, True, "nowhere", [], {}, b"x")
+NO_IDS: tuple[Any, ...] = (
+    None, "x", NAN, {}, [0.5], [True], [10**9], [-7], [2**70], np.ma.array([0], mask=[True]), np.array(["x"]),
+    np.array([2**63], np.uint64),
+)  # fmt: skip
+
+
+def masked(array: Any) -> Any:
+    return np.ma.array(array, mask=np.ones_like(array, np.bool_))
+
+
+def step(**others: Any) -> dict[str, Any]:
+    rows, flags = np.ones((LANES, 3), np.float32), np.zeros(LANES, np.bool_)
+    numbers = np.ones(LANES, np.float32)
+    named = {"obs": rows, "action": np.zeros(LANES, np.int64), "reward": numbers, "next_obs": rows}
+    return named | {"terminated": flags, "truncated": flags} | others
+
+
+def rollout_step(**others: Any) -> dict[str, Any]:
+    named = {name: value for name, value in step().items() if name != "next_obs"}
+    return named | {"value": np.ones(LANES, np.float32), "log_prob": np.ones(LANES, np.float32)} | others
+
+
+@pytest.fixture
+def memory() -> Any:
+    with ReplayMemory(VECTOR, BUTTONS, 40, LANES, seed=0, sampler=Prioritized()) as made:
+        for _ in range(6):
+            made.add(**step())
+        yield made
+
+
+@pytest.fixture
+def rollout() -> Any:
+    with RolloutMemory(VECTOR, BUTTONS, 4, LANES, seed=0) as made:
+        made.add(**rollout_step())
+        made.finish(np.zeros(LANES, np.float32))
+        yield made
+
+
+def assert_refused(argument: str, act: Callable[..., Any], *given: Any, **named: Any) -> None:
+    with pytest.raises(HoldallError) as refusal:
+        act(*given, **named)
+    assert re.match(rf"{argument}\b", str(refusal.value)), str(refusal.value)
+
+
+def cases(table: dict[str, tuple[Any, ...]]) -> Any:
+    """One test for every argument and every value that it must not have."""
+    return [
+        pytest.param(argument, value, id=f"{argument}={str(value)[:30]!r}")
+        for argument, values in table.items()
+        for value in values
+    ]
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    cases(
+        {
+            "observation_space": NO_SPACES, "action_space": NO_SPACES, "capacity": NO_COUNTS, "num_envs": NO_COUNTS,
+            "budget": (-1, True, "x", 1.5, NAN, [], {}, b"x"), "prefer": NO_TEXT, "spill_dir": NO_PATHS,
+            "device": NO_DEVICES, "store_device": NO_DEVICES, "seed": (-1, True, "x", 1.5, NAN, {}, b"x"),
+            "extras": (5, "x", [], {"a": 1}, BUTTONS), "sampler": NO_SAMPLERS,
+        }
+    ),
+)  # fmt: skip
+def test_a_replay_memory_is_not_made_of_it(argument: str, value: Any) -> None:
+    given = {"observation_space": VECTOR, "action_space": BUTTONS, "capacity": 40, "num_envs": LANES, argument: value}
+    device = "device" if argument == "store_device" else argument  # a store's device is asked for by its delivery
+    assert_refused(f"({argument}|{device})", ReplayMemory, **given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    cases(
+        {
+            "observation_space": NO_SPACES, "action_space": NO_SPACES, "num_steps": NO_COUNTS, "num_envs": NO_COUNTS,
+            "device": NO_DEVICES, "compress": (5, True, "x", NAN, [], {}, b"x"),
+            "seed": (-1, True, "x", 1.5, NAN, {}, b"x"), "extras": (5, "x", [], {"a": 1}, BUTTONS),
+        }
+    ),
+)  # fmt: skip
+def test_a_rollout_memory_is_not_made_of_it(argument: str, value: Any) -> None:
+    given = {"observation_space": VECTOR, "action_space": BUTTONS, "num_steps": 4, "num_envs": LANES, argument: value}
+    assert_refused(argument, RolloutMemory, **given)
+
+
+SAMPLERS: dict[Any, dict[str, tuple[Any, ...]]] = {
+    Prioritized: {"alpha": NO_NUMBERS, "beta": NO_NUMBERS, "floor": (0.0, *NO_NUMBERS)},
+    NStep: {"n": (0, *NO_COUNTS), "gamma": (1.5, *NO_NUMBERS), "by": NO_SAMPLERS},
+    Sequence: {
+        "length": (0, *NO_COUNTS), "burn_in": NO_COUNTS, "stride": (0, *NO_COUNTS), "crossing": NO_FLAGS,
+        "by": NO_SAMPLERS,
+    },
+    Hindsight: {
+        "strategy": ("x", *NO_TEXT), "k": NO_NUMBERS, "reward_fn": (5, None, "x"), "achieved_key": NO_TEXT,
+        "desired_key": NO_TEXT, "by": NO_SAMPLERS,
+    },
+}  # fmt: skip
+LEAST: dict[Any, dict[str, Any]] = {
+    NStep: {"n": 2, "gamma": 0.9}, Sequence: {"length": 2}, Hindsight: {"strategy": "future", "k": 4, "reward_fn": len},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SAMPLERS, ids=lambda kind: kind.__name__)
+def test_a_sampler_is_not_made_of_it(kind: Any) -> None:
+    for argument, values in SAMPLERS[kind].items():
+        for value in values:
+            given = LEAST.get(kind, {}) | {argument: value}
+            assert_refused(argument, kind, **given)
+
+
+CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]] = {
+    "sample": ("batch_size", lambda memory, value: memory.sample(value), (0, 1000, *NO_COUNTS)),
+    "draw": ("batch_size", lambda memory, value: memory.draw(value), (0, *NO_COUNTS)),
+    "follow": ("draw", lambda memory, value: memory.follow(value), (5, None, [0])),
+    "gather": ("ids", lambda memory, value: memory.gather(value), (5, [[0]], *NO_IDS)),
+    "are_valid": ("ids", lambda memory, value: memory.are_valid(value), (5, [[0]], *NO_IDS)),
+    "outcomes": ("ids", lambda memory, value: memory.outcomes(value), NO_IDS),
+    "update_priorities of ids": ("ids", lambda memory, value: memory.update_priorities(value, [1.0]), NO_IDS),
+    "update_priorities to": (
+        "priorities", lambda memory, value: memory.update_priorities([0], value),
+        ([NAN], [INFINITE], [-1.0], ["x"], [None], [True], 5, [1.0, 2.0], np.ma.array([1.0], mask=[True])),
+    ),
+    "set_flags of ids": ("ids", lambda memory, value: memory.set_flags(value, [True], [True]), NO_IDS),
+    "set_flags to": (
+        "terminated", lambda memory, value: memory.set_flags([0], value, [True]),
+        (5, None, "x", [1], [True, True], masked([True])),
+    ),
+    "set_flags to cut": ("truncated", lambda memory, value: memory.set_flags([0], [True], value), (5, None, [1])),
+    "loader": ("batch_size", lambda memory, value: memory.loader(value), (0, *NO_COUNTS)),
+    "loader ahead": ("prefetch", lambda memory, value: memory.loader(2, prefetch=value), NO_COUNTS),
+    "loader to": ("device", lambda memory, value: memory.loader(2, device=value), NO_DEVICES),
+    "relieve": ("nbytes", lambda memory, value: memory.relieve(value), NO_COUNTS),
+    "save": ("url", lambda memory, value: memory.save(value), (None, *NO_PATHS)),
+    "save keeping": ("keep", lambda memory, value: memory.save("nowhere", keep=value), (0, *NO_COUNTS)),
+    "save with": ("attach", lambda memory, value: memory.save("nowhere", attach=value), (5, "x", [1], {"a": 5})),
+    "save and mirror": ("mirror", lambda memory, value: memory.save("nowhere", mirror=value), ("x", *NO_PATHS)),
+    "save and show": ("progress", lambda memory, value: memory.save("nowhere", progress=value), (5, "x", [])),
+    "save_every": ("url", lambda memory, value: memory.save_every(value, 9.0), (None, *NO_PATHS)),
+    "save_every so long": (
+        "seconds", lambda memory, value: memory.save_every("nowhere", value), (0, -1, True, "x", NAN, [], b"x"),
+    ),
+    "save_every so many": (
+        "transitions", lambda memory, value: memory.save_every("nowhere", transitions=value), (0, -1, True, "x", 1.5),
+    ),
+    "save_every keeping": ("keep", lambda memory, value: memory.save_every("nowhere", 9, keep=value), (0, *NO_COUNTS)),
+    "save_every and mirror": ("mirror", lambda memory, value: memory.save_every("nowhere", 9, mirror=value), ("x", 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_refuses_it_and_changes_nothing(call: str, memory: ReplayMemory, tmp_path: Path) -> None:
+    """Neither what is held, nor what is drawn next, nor a file."""
+    argument, act, values = CALLS[call]
+    held, state = memory.gather(np.arange(12)), memory._generator.bit_generator.state
+    priorities = memory.sampler.state()
+    for value in values:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.chdir(tmp_path)
+            assert_refused(argument, act, memory, value)
+    assert_same_bits(memory.gather(np.arange(12)), held)
+    assert memory._generator.bit_generator.state == state
+    if call.startswith("update_priorities"):
+        memory.update_priorities([], [])
+        priorities["scaled"] = memory.sampler.state()["scaled"]
+        assert np.unique(priorities["scaled"][:12]).size == 1
+    assert not list(tmp_path.iterdir())
+    memory.add(**step())
+    assert len(memory) == 14
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.6])
+@pytest.mark.parametrize("wrong", [NAN, INFINITE, -INFINITE, -1.0])
+def test_priorities_are_finite_whatever_alpha_makes_of_them(alpha: float, wrong: float) -> None:
+    """Any number to the power of 0 is 1, NaN too."""
+    with ReplayMemory(VECTOR, BUTTONS, 40, LANES, sampler=Prioritized(alpha)) as memory:
+        memory.add(**step())
+        assert_refused("priorities holds", memory.update_priorities, [0, 1], np.array([1.0, wrong]))
+
+
+@pytest.mark.parametrize("name", [*step(), "valid", "extras"])
+def test_add_refuses_it_and_adds_nothing(name: str, memory: ReplayMemory) -> None:
+    fitting: Any = step().get(name, np.ones(LANES, np.bool_))
+    wrong: tuple[Any, ...] = (
+        5,
+        "x",
+        [[]],
+        masked(fitting),
+        fitting.astype(np.complex64),
+        fitting.astype(object),
+        fitting[:1],
+    )
+    if name == "extras":
+        wrong = (5, "x", [1], {"a": 1}, fitting)
+    for value in (*wrong, *(() if name in {"valid", "extras"} else (None,))):
+        assert_refused(name, memory.add, **step(**{name: value}))
+    assert memory.next_id == 12
+
+
+@pytest.mark.parametrize("name", [*rollout_step(), "valid", "extras"])
+def test_a_rollout_refuses_it_and_adds_nothing(name: str, rollout: RolloutMemory) -> None:
+    fitting: Any = rollout_step().get(name, np.ones(LANES, np.bool_))
+    wrong: tuple[Any, ...] = (
+        5,
+        "x",
+        [[]],
+        masked(fitting),
+        fitting.astype(np.complex64),
+        fitting.astype(object),
+        fitting[:1],
+    )
+    for value in (5, "x", [1], {"a": 1}) if name == "extras" else wrong:
+        assert_refused(name, rollout.add, **rollout_step(**{name: value}))
+    assert len(rollout) == LANES
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    cases(
+        {
+            "last_values": (5, None, "x", [1.0], masked(np.zeros(LANES, np.float32)), np.zeros(LANES)),
+            "gamma": (1.5, *NO_NUMBERS), "gae_lambda": (1.5, *NO_NUMBERS),
+            "final_values": (5, "x", np.zeros(3, np.float32)),
+        }
+    ),
+)  # fmt: skip
+def test_a_rollout_is_not_finished_with_it(argument: str, value: Any, rollout: RolloutMemory) -> None:
+    before = next(rollout.minibatches(10)).advantage
+    given = {"last_values": np.ones(LANES, np.float32), argument: value}
+    assert_refused(argument, rollout.finish, **given)
+    assert_same_bits(np.sort(next(rollout.minibatches(10)).advantage), np.sort(before))
+
+
+@pytest.mark.parametrize("argument", ["batch_size", "epochs", "length"])
+@pytest.mark.parametrize("value", [0, *(value for value in NO_COUNTS if value is not None)], ids=str)
+def test_minibatches_are_not_cut_by_it(argument: str, value: Any, rollout: RolloutMemory) -> None:
+    given = {"batch_size": 2, argument: value}
+    assert_refused(argument, rollout.sequences, **given)
+    if argument != "length":
+        assert_refused(argument, rollout.minibatches, **given)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    cases(
+        {
+            "capacity": (0, -1, True, "x", 1.5, [], b"x"), "device": NO_DEVICES, "budget": (-1, True, "x", 1.5, []),
+            "prefer": NO_TEXT, "spill_dir": NO_PATHS, "sampler": NO_SAMPLERS, "recover": NO_FLAGS,
+            "num_envs": (0, -1, True, "x", 1.5, [], b"x"), "url": (None, *NO_PATHS),
+        }
+    ),
+)  # fmt: skip
+def test_a_checkpoint_is_not_loaded_with_it(argument: str, value: Any, saved: Path) -> None:
+    given = {"url": saved, "sampler": Prioritized(), argument: value}
+    assert_refused(argument, ReplayMemory.load, **given)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved")
+    with ReplayMemory(VECTOR, BUTTONS, 40, LANES, sampler=Prioritized()) as memory:
+        memory.add(**step())
+        memory.save(folder).result()
+    return folder
+
+
+def test_shared_observations_refuse_it() -> None:
+    for value in NO_COUNTS:
+        assert_refused("num_envs", holdall.SharedObservations, VECTOR, value)
+    for value in (5, "x", []):
+        assert_refused("context", holdall.SharedObservations, VECTOR, 2, value)
+    shared = holdall.SharedObservations(VECTOR, 2)
+    for value in (2, *NO_COUNTS):
+        assert_refused("lane", shared.lane, value)
+        assert_refused("lane", shared.write, value, np.ones(3, np.float32))
+    for value in (5, None, masked(np.ones(3, np.float32)), np.ones(3)):
+        assert_refused("obs", shared.write, 0, value)
