@@ -117,12 +117,18 @@ def replace_by_something_else(run: Path, outside: Path, generator: Random) -> st
     return f"{_named(run, path)} is {_replace(path, outside, generator)}"
 
 
+def _specials(folder: str, names: list[str]) -> list[str]:
+    """Return the names in a folder that are neither files, folders nor links."""
+    found = [Path(folder) / name for name in names]
+    return [path.name for path in found if not (path.is_symlink() or path.is_file() or path.is_dir())]
+
+
 def _replace(path: Path, outside: Path, generator: Random) -> str:
     raw = path.read_bytes() if path.is_file() else b""
     moved = outside / f"moved-{path.name}"
     if path.is_dir():
         if not moved.exists():
-            shutil.copytree(path, moved)
+            shutil.copytree(path, moved, symlinks=True, ignore=_specials)  # a link to /dev/zero has no end
         shutil.rmtree(path)
     elif path.exists() or path.is_symlink():
         moved.write_bytes(raw)

@@ -72,7 +72,7 @@ def assert_refused(argument: str, act: Callable[..., Any], *given: Any, **named:
 def cases(table: dict[str, tuple[Any, ...]]) -> Any:
     """One test for every argument and every value that it must not have."""
     return [
-        pytest.param(argument, value, id=f"{argument}={str(value)[:30]!r}")
+        pytest.param(argument, value, id=f"{argument}={str(value).split(' at 0x')[0][:30]!r}")
         for argument, values in table.items()
         for value in values
     ]

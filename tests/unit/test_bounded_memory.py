@@ -195,3 +195,15 @@ def test_a_checkpoint_is_loaded_with_another_budget_or_the_budget_is_refused(sav
     for settings in ({"budget": least}, {"budget": "2MB", "capacity": 200}):
         with ReplayMemory.load(tmp_path, **settings) as loaded:
             assert_same_bits(loaded.gather(np.arange(40)), expected)
+
+
+@needs_linux
+@pytest.mark.nightly
+@pytest.mark.skipif(native_kernels() is None, reason="the compiled loops were not built here: this takes minutes")
+def test_large_frames_take_no_more_beside_the_transitions_than_small_ones() -> None:
+    """Stacks of 4 frames of 215,040 bytes: open and waiting segments, and what choosing a codec takes."""
+    script = Path(__file__).parents[2] / "benchmarks" / "fixed_cost.py"
+    command = [sys.executable, str(script), "--transitions", "400"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=110)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout)["peak_beside_mib"] <= SLACK / MIB
