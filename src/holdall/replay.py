@@ -95,6 +95,7 @@ class ReplayMemory(MemoryOnDevice):
         self.sampler = required_sampler(sampler)
         self._generator = generator_of(seed)
         self._closing: Store | None = None  # one that `close` was interrupted in
+        self._elsewhere: dict[str, Batches] = {}  # what makes batches for other devices
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
@@ -211,14 +212,15 @@ class ReplayMemory(MemoryOnDevice):
         with self._locked():
             return self._draw(self._whole(), batch_size, 1)
 
-    def follow(self, draw: Draw) -> Batch:
-        """Return the batch that a recipe describes; for adapters that draw by themselves."""
+    def follow(self, draw: Draw, device: str | None = None) -> Batch:
+        """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
         with self._locked():
             store = self._whole()
             if not store.all_valid:
                 self._held(store).require_drawn(draw)
-            drawn = self._batches.look_up(draw, store)
-        return self._batches.make(draw, drawn)
+            batches = self._batches if device is None else self._batches_on(device)
+            drawn = batches.look_up(draw, store)
+        return batches.make(draw, drawn)
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""
@@ -329,6 +331,8 @@ class ReplayMemory(MemoryOnDevice):
         if self._closing is not None:
             self._closing.close()
             self._closing = None
+        for batches in self._elsewhere.values():
+            batches.close()
         for made in {"_batches", "_assembler"} & vars(self).keys():
             getattr(self, made).close()
 
@@ -349,6 +353,12 @@ class ReplayMemory(MemoryOnDevice):
         return self._resident or self._batches_to(
             self._delivery, store_on_device=self._settings["store_device"] is not None
         )
+
+    def _batches_on(self, device: str) -> Batches:
+        """Return what makes batches for another device than the memory's own."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self._batches_to(Delivery(device, self.schema.leaves))
+        return self._elsewhere[device]
 
     def _batches_to(self, delivery: Delivery, *, store_on_device: bool = False) -> Batches:
         pins = self._budget.limit is None

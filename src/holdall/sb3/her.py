@@ -137,7 +137,10 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
 
         goals = Goals(rows, outcomes, _ACHIEVED, _DESIRED, rewards_of)
         ids = self._ids(slots[order], lanes[order])
-        batch = self.memory.follow(Draw(ids, np.ones(batch_size, np.float32), goals=goals))
+        draw = Draw(ids, np.ones(batch_size, np.float32), goals=goals)
+        if self._is_delivered(env):
+            return self._delivered(draw)
+        batch = self.memory.follow(draw)
         return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
 
     def reset(self) -> None:

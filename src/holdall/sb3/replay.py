@@ -13,6 +13,7 @@ import sys
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from math import prod
 from typing import Any, Self
 
@@ -27,6 +28,7 @@ from stable_baselines3.common.type_aliases import DictReplayBufferSamples, Repla
 from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.batch import Batch, Draw
+from holdall.delivery import of_ids
 from holdall.errors import ArgumentError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
@@ -174,8 +176,12 @@ class ReplayBuffer(buffers.ReplayBuffer):
         if self.n_steps > 1:
             rewards, ends = self._following(ids)
             returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
-            batch = self.memory.follow(Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs))
-            return self._as_samples(batch, returns, env, discounts)
+            draw = Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs)
+            if self._is_delivered(env):
+                return self._delivered(replace(draw, reward=returns[:, 0], discount=discounts[:, 0]))
+            return self._as_samples(self.memory.follow(draw), returns, env, discounts)
+        if self._is_delivered(env):
+            return self._delivered(of_ids(ids))
         rows = self.memory.rows(ids)
         obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
         next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
@@ -185,6 +191,23 @@ class ReplayBuffer(buffers.ReplayBuffer):
         # Rows begin where tensors do; what was computed from them may begin anywhere.
         tensor_of = th.from_numpy if env is None and self.device.type == "cpu" else self._tensor
         return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None, tensor_of)
+
+    def _is_delivered(self, env: VecNormalize | None) -> bool:
+        """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
+        return env is None and self.device.type == "cuda"
+
+    def _delivered(self, draw: Draw) -> Any:
+        """Return a batch that is made on the GPU as Stable-Baselines3's tuple of tensors."""
+        batch = self.memory.follow(draw, device=str(self.device))
+        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
+        return kind(
+            observations=batch.obs,
+            actions=batch.action,
+            next_observations=batch.next_obs,
+            dones=(batch.terminated > batch.truncated).to(th.float32).reshape(-1, 1),
+            rewards=batch.reward.reshape(-1, 1),
+            **({} if batch.discount is None else {"discounts": batch.discount.reshape(-1, 1)}),
+        )
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""

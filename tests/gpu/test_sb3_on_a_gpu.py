@@ -1,0 +1,145 @@
+"""Drop-ins on a GPU: the tensors, and the trained weights, of Stable-Baselines3's own buffers on the same one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+sb3 = pytest.importorskip("stable_baselines3")
+
+from stable_baselines3.common import buffers  # noqa: E402
+
+import holdall.sb3  # noqa: E402
+
+pytestmark = pytest.mark.gpu
+
+CAMERA = spaces.Dict(
+    {"camera": spaces.Box(0, 255, (36, 36, 3), np.uint8), "state": spaces.Box(-9, 9, (7,), np.float32)}
+)
+IMAGE = spaces.Box(0, 255, (4, 36, 36), np.uint8)
+VECTOR = spaces.Box(-9, 9, (5,), np.float64)
+ACTION = spaces.Box(-1, 1, (2,), np.float32)
+
+
+def some(space: Any, lanes: int, draw: np.random.Generator) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: some(part, lanes, draw) for key, part in space.spaces.items()}
+    return draw.integers(0, 200, (lanes, *space.shape)).astype(space.dtype)
+
+
+def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
+    """Add the same steps to both, with episodes that end and are cut in different lanes."""
+    draw = np.random.default_rng(0)
+    obs = some(space, lanes, draw)
+    for _ in range(150):
+        following, done = some(space, lanes, draw), draw.random(lanes) < 0.2
+        infos = [{"TimeLimit.truncated": bool(d and draw.random() < 0.5)} for d in done]
+        step = (
+            obs,
+            following,
+            draw.random((lanes, 2)).astype(np.float32),
+            draw.random(lanes).astype(np.float32),
+            done,
+            infos,
+        )
+        mine.add(*step)
+        theirs.add(*step)
+        obs = following
+
+
+def same(got: Any, expected: Any) -> None:
+    for name in expected._fields:
+        mine, theirs = getattr(got, name), getattr(expected, name)
+        if isinstance(theirs, dict):
+            pairs = [(mine[key], theirs[key]) for key in theirs]
+        else:
+            pairs = [(mine, theirs)]
+        for ours, other in pairs:
+            if other is None:
+                assert ours is None
+                continue
+            assert (ours.device, ours.dtype, ours.shape) == (other.device, other.dtype, other.shape), name
+            assert torch.equal(ours, other), name
+
+
+@pytest.mark.parametrize("lanes", [1, 3])
+@pytest.mark.parametrize("space", [CAMERA, IMAGE, VECTOR], ids=["camera", "stack", "vector"])
+@pytest.mark.parametrize("budget", ["auto", None], ids=["raw", "compressed"])
+def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: Any) -> None:
+    theirs_class: Any = buffers.DictReplayBuffer if isinstance(space, spaces.Dict) else buffers.ReplayBuffer
+    theirs = theirs_class(100 * lanes, space, ACTION, device="cuda", n_envs=lanes)
+    mine = holdall.sb3.ReplayBuffer(100 * lanes, space, ACTION, device="cuda", n_envs=lanes, budget=budget)
+    filled(mine, theirs, space, lanes)
+    mine.memory.drain()
+    for size in (1, 32, 256):
+        for _ in range(5):
+            np.random.seed(size)
+            expected = theirs.sample(size)
+            np.random.seed(size)
+            same(mine.sample(size), expected)
+
+
+@pytest.mark.skipif(not hasattr(buffers, "NStepReplayBuffer"), reason="needs Stable-Baselines3 2.7")
+def test_returns_over_n_steps_are_those_of_stable_baselines3() -> None:
+    theirs = buffers.NStepReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)
+    mine = holdall.sb3.ReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)
+    filled(mine, theirs, VECTOR, 1)
+    for seed in range(5):
+        np.random.seed(seed)
+        expected = theirs.sample(64)
+        np.random.seed(seed)
+        same(mine.sample(64), expected)
+
+
+class Reach(gym.Env[Any, Any]):
+    """Walk to a goal; episodes of 20 steps."""
+
+    action_space = ACTION
+
+    def __init__(self, goals: bool) -> None:
+        place = spaces.Box(-9, 9, (2,), np.float32)
+        parts = {"observation": place, "achieved_goal": place, "desired_goal": place}
+        self._goals = goals
+        self.observation_space = spaces.Dict(parts) if goals else CAMERA
+
+    def _observation(self) -> Any:
+        if self._goals:
+            return {"observation": self._at.copy(), "achieved_goal": self._at.copy(), "desired_goal": self._goal.copy()}
+        camera = np.full((36, 36, 3), 128, np.uint8)
+        camera[: int(10 + self._at[0]), : int(10 + self._at[1])] = 7
+        return {"camera": camera, "state": np.resize(self._at, 7).astype(np.float32)}
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps, self._at = 0, np.zeros(2, np.float32)
+        self._goal = self.np_random.uniform(-3, 3, 2).astype(np.float32)
+        return self._observation(), {}
+
+    def compute_reward(self, achieved: Any, desired: Any, _: Any) -> Any:
+        return -np.linalg.norm(np.asarray(achieved) - np.asarray(desired), axis=-1).astype(np.float32)
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        self._at = np.clip(self._at + action, -9, 9).astype(np.float32)
+        return self._observation(), float(self.compute_reward(self._at, self._goal, {})), False, self._steps == 20, {}
+
+
+@pytest.mark.parametrize("kind", ["camera", "hindsight"])
+def test_trained_weights_are_those_of_stable_baselines3(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    mine: Any = holdall.sb3.HerReplayBuffer if kind == "hindsight" else holdall.sb3.ReplayBuffer
+    theirs: Any = sb3.HerReplayBuffer if kind == "hindsight" else buffers.DictReplayBuffer
+    trained = []
+    for buffer in (theirs, mine):
+        model = sb3.SAC(
+            "MultiInputPolicy", Reach(kind == "hindsight"), replay_buffer_class=buffer, device="cuda", seed=3,
+            buffer_size=500, learning_starts=50, batch_size=32, policy_kwargs={"net_arch": [16]},
+        )  # fmt: skip
+        model.learn(120)
+        trained.append([value.cpu() for value in model.policy.state_dict().values()])
+    assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
