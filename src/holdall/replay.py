@@ -82,9 +82,8 @@ class ReplayMemory(SavedMemory):
         }  # fmt: skip
         self._kernels = chosen_kernels()
         super().__init__(schema, capacity, settings, self._kernels.coder)
-        self.spill_dir = spill_dir
+        self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = Uniform() if sampler is None else sampler
-        self._generator = generator_of(seed)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
@@ -122,7 +121,9 @@ class ReplayMemory(SavedMemory):
         packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
         if store is None or fast is None or packed is None:
             return 0
-        with self._locked():
+        if self._lock._is_owned():  # as `_locked`, without another call
+            self._leave_interrupted()
+        with self._lock:
             if self._store is not store or store.fast_tick is not fast:
                 return 0
             ticks = 0 if fast.fills_blocks or store.repair.action is not None else fast.write(packed)
@@ -141,9 +142,8 @@ class ReplayMemory(SavedMemory):
         Everything is checked before the first step is written. An interrupt leaves the first steps, each of them whole.
         """
         with self._locked():
-            leading = (steps_in(reward), self.num_envs)
+            written, leading = 0, (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        written = 0
         while written < leading[0]:
             with self._locked():
                 written = self._whole().write_steps(steps, written)
@@ -293,8 +293,8 @@ class ReplayMemory(SavedMemory):
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         with self._locked():
-            store = self._whole()
-        store.sealer.drain()
+            sealer = self._whole().sealer
+        sealer.drain()
 
     def _free(self) -> None:
         with self._locked():

@@ -131,10 +131,12 @@ class Store:
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
         self.repair.run()
-        sliced = None
-        if fast.fills_blocks:
-            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
+        given = fast.in_slices(obs), fast.in_slices(next_obs)
+        sliced = self.large_segments.sliced(self.next_tick, *given) if fast.fills_blocks else None
         ticks = fast.write(packed, sliced)
+        if ticks == NO_ROOM:
+            self.large_segments.lengthen_logs()
+            ticks = fast.write(packed, sliced)
         if ticks == NOT_CONTINUED:
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
             if self._writer.writes(self._rings.flat()):
@@ -221,9 +223,8 @@ class Store:
 
     def _evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
-        segments = self.large_segments
-        if segments.has_before(tick):
-            self._change(lambda: self._let_go(segments.evict_before(tick)))
+        if self.large_segments.has_before(tick):
+            self._change(lambda: self._let_go(self.large_segments.evict_before(tick)))
             self.repair.do(self._send_orders)
 
     def _on_sealed(self) -> None:
