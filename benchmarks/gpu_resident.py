@@ -17,6 +17,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +107,8 @@ def measure(
     ours, theirs = in_turns(device, [add_here, add_plainly], turns)
     rows.append([name, f"add {lanes} lanes", ours, theirs])
     for batch in batches:
-        ours, theirs = in_turns(device, [lambda n=batch: memory.sample(n), lambda n=batch: plain.sample(n)], turns)
+        ways: list[Callable[[], Any]] = [partial(memory.sample, batch), partial(plain.sample, batch)]
+        ours, theirs = in_turns(device, ways, turns)
         rows.append([name, f"sample {batch}", ours, theirs])
     held = sum(field.total_bytes for field in memory.report().fields)
     rows.append([name, "bytes", held, plain.nbytes])

@@ -1,4 +1,4 @@
-"""A memory whose data is born on a device: when it moves there, and how it is saved from there.
+"""Where a memory's batches are made, and where it lives if its data is born on a device.
 
 The first tensors that are added to a memory with a `store_device` say that everything lives on their device. From then
 on the store's rings are there, and batches are made of them, see `delivery.resident`.
@@ -6,20 +6,31 @@ on the store's rings are there, and batches are made of them, see `delivery.resi
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from holdall.checkpoint import Restored, RowsKey, SavedMemory, Snapshot
-from holdall.delivery import Delivery, ResidentBatches, TensorFit, is_on_device, rings_on
+from holdall.delivery import (
+    Batches,
+    Delivery,
+    ObservationAssembler,
+    ResidentBatches,
+    TensorFit,
+    batches_for,
+    is_on_device,
+    rings_on,
+)
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
+from holdall.schema import Leaf
 from holdall.storage import Budget, Kernels, Store, StoreContent, Tick
 
 
 class MemoryOnDevice(SavedMemory):
-    """The part of `ReplayMemory` that knows tensors."""
+    """The part of `ReplayMemory` that knows devices."""
 
     _store: Store | None
     _kernels: Kernels
@@ -27,6 +38,47 @@ class MemoryOnDevice(SavedMemory):
     _delivery: Delivery
     _tensor_fit: TensorFit | None = None  # of a memory that lives on its device
     _resident: ResidentBatches | None = None  # the same one's batches
+
+    @functools.cached_property
+    def _assembler(self) -> ObservationAssembler:
+        return ObservationAssembler(self._kernels, self._budget.staging_bytes, self._budget.threads)
+
+    @functools.cached_property
+    def _batches(self) -> Batches:
+        return self._resident or self._batches_to(
+            self._delivery, store_on_device=self._settings["store_device"] is not None
+        )
+
+    @functools.cached_property
+    def _elsewhere(self) -> dict[str, Batches]:
+        return {}
+
+    def _batches_on(self, device: str) -> Batches:
+        """Return what makes batches for another device than the memory's own."""
+        if device not in self._elsewhere:
+            self._elsewhere[device] = self._batches_to(Delivery(device, self.schema.leaves))
+        return self._elsewhere[device]
+
+    def _batches_to(self, delivery: Delivery, *, store_on_device: bool = False) -> Batches:
+        pins = self._budget.limit is None
+        return batches_for(self.schema, self._kernels, self._assembler, delivery, store_on_device, pins)
+
+    def _close_batches(self) -> None:
+        """End the threads that make batches, and release what is pinned."""
+        for batches in vars(self).pop("_elsewhere", {}).values():
+            batches.close()
+        for made in {"_batches", "_assembler"} & vars(self).keys():
+            getattr(self, made).close()
+
+    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
+        """Check every argument; nothing is written if one does not fit."""
+        reward_dtype = self._open().reward_dtype
+        if self._settings["store_device"] is not None and self._is_born_on_device(arguments[0]):
+            return self._fit_tensors(leading, reward_dtype, arguments)
+        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
+        if reward_dtype is None:
+            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
+        return tick
 
     def _is_born_on_device(self, obs: Any) -> bool:
         """Whether observations are on the store's device, or the memory lives there anyway."""

@@ -19,14 +19,11 @@ from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
 from holdall.delivery import (
-    Batches,
     Delivery,
     DrawnRows,
     Loader,
-    ObservationAssembler,
     Prefetched,
     SavedDraws,
-    batches_for,
     of_ids,
 )
 from holdall.device_memory import MemoryOnDevice
@@ -44,8 +41,8 @@ from holdall.sampling import (
     required_sampler,
     set_priorities,
 )
-from holdall.schema import Leaf, Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
-from holdall.storage import Budget, Rows, SpillFolder, Store, Tick, steps_in
+from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
+from holdall.storage import Budget, Rows, SpillFolder, Store, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
 
@@ -91,11 +88,8 @@ class ReplayMemory(MemoryOnDevice):
         }  # fmt: skip
         self._kernels = chosen_kernels()
         super().__init__(schema, capacity, settings, self._kernels.coder)
-        self.spill_dir = spill_dir
+        self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
-        self._generator = generator_of(seed)
-        self._closing: Store | None = None  # one that `close` was interrupted in
-        self._elsewhere: dict[str, Batches] = {}  # what makes batches for other devices
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
@@ -128,21 +122,18 @@ class ReplayMemory(MemoryOnDevice):
         store.sealer.wait_for_room()
 
     def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> int:
-        """Add a tick the short way, if there is one and every argument fits; for adapters.
-
-        Return how many ticks were added in all, or 0 if this one was not.
-        """
+        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters."""
         store = self._store
         fast = None if store is None else store.fast_tick
         packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
         if store is None or fast is None or packed is None:
             return 0
-        with self._locked():
-            if store.repair.action is not None:
-                store.repair.run()
+        if self._lock._is_owned():  # as `_locked`, without another call
+            self._leave_interrupted()
+        with self._lock:
             if self._store is not store or store.fast_tick is not fast:
                 return 0
-            ticks = 0 if fast.fills_blocks else fast.write(packed)
+            ticks = 0 if fast.fills_blocks or store.repair.action is not None else fast.write(packed)
             if ticks == 0:
                 ticks = store.write_fast(fast, packed, obs, next_obs)
         if fast.fills_blocks:
@@ -155,16 +146,15 @@ class ReplayMemory(MemoryOnDevice):
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes.
 
-        Everything is checked before the first step is written.
+        Everything is checked before the first step is written. An interrupt leaves the first steps, each of them whole.
         """
         with self._locked():
-            leading = (steps_in(reward), self.num_envs)
+            written, leading = 0, (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            written = self._whole().write_steps(steps, 0)
         while written < leading[0]:
-            self._open().sealer.wait_for_room()
             with self._locked():
                 written = self._whole().write_steps(steps, written)
+            self._open().sealer.wait_for_room()
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
@@ -291,10 +281,7 @@ class ReplayMemory(MemoryOnDevice):
             return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
 
     def relieve(self, nbytes: int) -> None:
-        """Hold that much less in memory from now on, where that can be done without losing a transition.
-
-        What is raw is compressed, and with a `spill_dir` the oldest goes to disk; adding waits for it.
-        """
+        """Hold that much less in memory, if no transition is lost: raw data is compressed, with `spill_dir` spilled."""
         require_count("nbytes", nbytes, 0)
         with self._locked():
             self._whole().relieve(int(nbytes))
@@ -321,66 +308,29 @@ class ReplayMemory(MemoryOnDevice):
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         with self._locked():
-            store = self._whole()
-        store.sealer.drain()
+            sealer = self._whole().sealer
+        sealer.drain()
 
     def _free(self) -> None:
         with self._locked():
-            if self._store is not None:
-                self._closing, self._store = self._store, None
-        if self._closing is not None:
-            self._closing.close()
-            self._closing = None
-        for batches in self._elsewhere.values():
-            batches.close()
-        for made in {"_batches", "_assembler"} & vars(self).keys():
-            getattr(self, made).close()
+            store, self._store = self._store, None
+        if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
+            store.close()
+        self._close_batches()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = {"sampler": state["sampler"], **state["settings"]}
-        ReplayMemory.__init__(self, state["schema"], None, state["capacity"], **settings)
+        schema, capacity, settings = state["schema"], state["capacity"], state["settings"]
+        ReplayMemory.__init__(self, schema, None, capacity, sampler=state["sampler"], **settings)
         self._generator = state["generator"]
         self._choose_home(state["store"])
         with self._locked():  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])
 
-    @functools.cached_property
-    def _assembler(self) -> ObservationAssembler:
-        return ObservationAssembler(self._kernels, self._budget.staging_bytes, self._budget.threads)
-
-    @functools.cached_property
-    def _batches(self) -> Batches:
-        return self._resident or self._batches_to(
-            self._delivery, store_on_device=self._settings["store_device"] is not None
-        )
-
-    def _batches_on(self, device: str) -> Batches:
-        """Return what makes batches for another device than the memory's own."""
-        if device not in self._elsewhere:
-            self._elsewhere[device] = self._batches_to(Delivery(device, self.schema.leaves))
-        return self._elsewhere[device]
-
-    def _batches_to(self, delivery: Delivery, *, store_on_device: bool = False) -> Batches:
-        pins = self._budget.limit is None
-        return batches_for(self.schema, self._kernels, self._assembler, delivery, store_on_device, pins)
-
-    def _fit(self, leading: tuple[int, ...], *arguments: Any) -> Tick:
-        """Check every argument; nothing is written if one does not fit."""
-        reward_dtype = self._open().reward_dtype
-        if self._settings["store_device"] is not None and self._is_born_on_device(arguments[0]):
-            return self._fit_tensors(leading, reward_dtype, arguments)
-        tick = Tick.fitted(self.schema, leading, reward_dtype, *arguments)
-        if reward_dtype is None:
-            self._delivery.require(Leaf("reward", (), tick.reward.dtype))
-        return tick
-
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
-        if type(self.sampler) in {Uniform, Prioritized} and store.all_valid:  # these draw once
-            return drawn_from(self.sampler, self._held(store), count, self._generator)
-        bits = self._generator.bit_generator
-        store.repair.begin(functools.partial(setattr, bits, "state", bits.state))
+        if type(self.sampler) not in {Uniform, Prioritized} or not store.all_valid:  # these two draw once
+            store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw

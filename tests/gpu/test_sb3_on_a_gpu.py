@@ -55,10 +55,7 @@ def filled(mine: Any, theirs: Any, space: Any, lanes: int) -> None:
 def same(got: Any, expected: Any) -> None:
     for name in expected._fields:
         mine, theirs = getattr(got, name), getattr(expected, name)
-        if isinstance(theirs, dict):
-            pairs = [(mine[key], theirs[key]) for key in theirs]
-        else:
-            pairs = [(mine, theirs)]
+        pairs = [(mine[key], theirs[key]) for key in theirs] if isinstance(theirs, dict) else [(mine, theirs)]
         for ours, other in pairs:
             if other is None:
                 assert ours is None
@@ -78,9 +75,9 @@ def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: 
     mine.memory.drain()
     for size in (1, 32, 256):
         for _ in range(5):
-            np.random.seed(size)
+            np.random.seed(size)  # noqa: NPY002  theirs
             expected = theirs.sample(size)
-            np.random.seed(size)
+            np.random.seed(size)  # noqa: NPY002  theirs
             same(mine.sample(size), expected)
 
 
@@ -90,9 +87,9 @@ def test_returns_over_n_steps_are_those_of_stable_baselines3() -> None:
     mine = holdall.sb3.ReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)
     filled(mine, theirs, VECTOR, 1)
     for seed in range(5):
-        np.random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  theirs
         expected = theirs.sample(64)
-        np.random.seed(seed)
+        np.random.seed(seed)  # noqa: NPY002  theirs
         same(mine.sample(64), expected)
 
 
@@ -103,7 +100,7 @@ class Reach(gym.Env[Any, Any]):
 
     def __init__(self, goals: bool) -> None:
         place = spaces.Box(-9, 9, (2,), np.float32)
-        parts = {"observation": place, "achieved_goal": place, "desired_goal": place}
+        parts: dict[str, spaces.Space[Any]] = {"observation": place, "achieved_goal": place, "desired_goal": place}
         self._goals = goals
         self.observation_space = spaces.Dict(parts) if goals else CAMERA
 
