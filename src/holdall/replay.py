@@ -82,10 +82,8 @@ class ReplayMemory(SavedMemory):
         }  # fmt: skip
         self._kernels = chosen_kernels()
         super().__init__(schema, capacity, settings, self._kernels.coder)
-        self.spill_dir = spill_dir
+        self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = Uniform() if sampler is None else sampler
-        self._generator = generator_of(seed)
-        self._closing: Store | None = None  # one that `close` was interrupted in
         self._delivery = Delivery.of(device, store_device, schema.leaves)
         self._budget = Budget.of(budget, prefer, pool_threads(), spills=spill_dir is not None)
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
@@ -112,28 +110,23 @@ class ReplayMemory(SavedMemory):
         if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
             return
         with self._locked():
-            store = self._whole()
-            store.write(
-                self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            )
+            store, lanes = self._whole(), (self.num_envs,)
+            store.write(self._fit(lanes, obs, action, reward, next_obs, terminated, truncated, extras, valid))
         store.sealer.wait_for_room()
 
     def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> int:
-        """Add a tick the short way, if there is one and every argument fits; for adapters.
-
-        Return how many ticks were added in all, or 0 if this one was not.
-        """
+        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters."""
         store = self._store
         fast = None if store is None else store.fast_tick
         packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
         if store is None or fast is None or packed is None:
             return 0
-        with self._locked():
-            if store.repair.action is not None:
-                store.repair.run()
+        if self._lock._is_owned():  # as `_locked`, without another call
+            self._leave_interrupted()
+        with self._lock:
             if self._store is not store or store.fast_tick is not fast:
                 return 0
-            ticks = 0 if fast.fills_blocks else fast.write(packed)
+            ticks = 0 if fast.fills_blocks or store.repair.action is not None else fast.write(packed)
             if ticks == 0:
                 ticks = store.write_fast(fast, packed, obs, next_obs)
         if fast.fills_blocks:
@@ -146,16 +139,15 @@ class ReplayMemory(SavedMemory):
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes.
 
-        Everything is checked before the first step is written.
+        Everything is checked before the first step is written. An interrupt leaves the first steps, each of them whole.
         """
         with self._locked():
-            leading = (steps_in(reward), self.num_envs)
+            written, leading = 0, (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-            written = self._whole().write_steps(steps, 0)
         while written < leading[0]:
-            self._open().sealer.wait_for_room()
             with self._locked():
                 written = self._whole().write_steps(steps, written)
+            self._open().sealer.wait_for_room()
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
@@ -276,10 +268,7 @@ class ReplayMemory(SavedMemory):
             return [*self._store.arrays(), *(("staging", block) for block in self._assembler.staging.arrays())]
 
     def relieve(self, nbytes: int) -> None:
-        """Hold that much less in memory from now on, where that can be done without losing a transition.
-
-        What is raw is compressed, and with a `spill_dir` the oldest goes to disk; adding waits for it.
-        """
+        """Hold that much less in memory, if no transition is lost: raw data is compressed, with `spill_dir` spilled."""
         require_count("nbytes", nbytes, 0)
         with self._locked():
             self._whole().relieve(int(nbytes))
@@ -304,22 +293,20 @@ class ReplayMemory(SavedMemory):
     def drain(self) -> None:
         """Wait until everything that is to be compressed or spilled is; for measurements and tests."""
         with self._locked():
-            store = self._whole()
-        store.sealer.drain()
+            sealer = self._whole().sealer
+        sealer.drain()
 
     def _free(self) -> None:
         with self._locked():
-            if self._store is not None:
-                self._closing, self._store = self._store, None
-        if self._closing is not None:
-            self._closing.close()
-            self._closing = None
+            store, self._store = self._store, None
+        if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
+            store.close()
         for made in {"_batches", "_assembler"} & vars(self).keys():
             getattr(self, made).close()
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        settings = {"sampler": state["sampler"], **state["settings"]}
-        ReplayMemory.__init__(self, state["schema"], None, state["capacity"], **settings)
+        schema, capacity, settings = state["schema"], state["capacity"], state["settings"]
+        ReplayMemory.__init__(self, schema, None, capacity, sampler=state["sampler"], **settings)
         self._generator = state["generator"]
         with self._locked():  # the sealer may be at the first block before all are taken over
             self._open().thaw(state["store"], state["rows"])
@@ -347,10 +334,8 @@ class ReplayMemory(SavedMemory):
     def _draw(self, store: Store, count: int, least: int) -> Draw:
         """Draw rows, if so many transitions at least are held."""
         require_enough(count, store.transitions, least)
-        if type(self.sampler) in {Uniform, Prioritized} and store.all_valid:  # these draw once
-            return drawn_from(self.sampler, self._held(store), count, self._generator)
-        bits = self._generator.bit_generator
-        store.repair.begin(functools.partial(setattr, bits, "state", bits.state))
+        if type(self.sampler) not in {Uniform, Prioritized} or not store.all_valid:  # these two draw once
+            store.repair.begin(functools.partial(setattr, bits := self._generator.bit_generator, "state", bits.state))
         draw = drawn_from(self.sampler, self._held(store), count, self._generator)
         store.repair.end()
         return draw

@@ -198,7 +198,7 @@ def points_in(lines: int, points: int | None) -> list[int]:
 
 
 def sweep(
-    make: Callable[[], Scene], call: Callable[[Scene], Any], points: int | None, judge: Callable[[Scene], None],
+    make: Callable[[], Any], call: Callable[[Any], Any], points: int | None, judge: Callable[[Any], None],
     *, opcodes: bool = False,
 ) -> None:  # fmt: skip
     """Interrupt a call at one line after another, each time in a new scene."""
@@ -320,7 +320,8 @@ def test_interrupted_priorities_are_set_or_are_not(points: int | None) -> None:
 def priorities_of(scene: Scene) -> tuple[bytes, float, float]:
     scene.memory.sample(2)
     state = scene.memory.sampler.state()
-    return state["scaled"].tobytes(), state["highest"], scene.memory.sampler._tree.total
+    sampler: Any = scene.memory.sampler
+    return state["scaled"].tobytes(), state["highest"], sampler._tree.total
 
 
 @pytest.mark.parametrize("points", POINTS)
@@ -406,6 +407,7 @@ class Rollout:
     """A rollout memory, and plain lists of what it was given."""
 
     def __init__(self, kind: str, steps: int) -> None:
+        self.space: Any
         self.space, compress = ROLLOUTS[kind]
         self.memory = holdall.RolloutMemory(self.space, ACTION, 24, 2, compress=compress, seed=0)
         self.rows: list[dict[str, Any]] = []
@@ -478,11 +480,17 @@ def test_an_interrupted_rollout_goes_on(
 ) -> None:
     monkeypatch.setenv("HOLDALL_KERNELS", kernels)
     monkeypatch.setattr("holdall.storage.rollout._COMPRESSED_SEGMENT_BYTES", 60_000)
-    make: Any = lambda: Rollout(kind, 8)  # noqa: E731
-    full: Any = lambda: Rollout(kind, 24)  # noqa: E731
-    sweep(make, lambda rollout: rollout.memory.add(**rollout.step(rollout.t)), points, settle_rollout)  # type: ignore[arg-type,attr-defined]
-    sweep(full, lambda rollout: rollout.finish(), points, lambda rollout: rollout.go_on())  # type: ignore[attr-defined]
-    sweep(full, lambda rollout: rollout.memory.reset(), points, settle_reset)  # type: ignore[arg-type]
+    rollouts: Any = {steps: lambda steps=steps: Rollout(kind, steps) for steps in (8, 24)}
+    calls: Any = {
+        8: [(lambda rollout: rollout.memory.add(**rollout.step(rollout.t)), settle_rollout)],
+        24: [
+            (lambda rollout: rollout.finish(), lambda rollout: rollout.go_on()),
+            (lambda rollout: rollout.memory.reset(), settle_reset),
+        ],
+    }
+    for steps, pairs in calls.items():
+        for call, settle in pairs:
+            sweep(rollouts[steps], call, points, settle)
 
 
 @pytest.mark.parametrize("points", POINTS)
@@ -518,7 +526,7 @@ def test_an_interrupted_add_of_the_drop_in_is_made_or_is_not(space: Any, points:
 
     sweep(
         lambda: Buffer(space, lanes=2, ticks=26),
-        lambda scene: scene.put(scene.step(scene.t)),  # type: ignore[attr-defined]
+        lambda scene: scene.put(scene.step(scene.t)),
         points,
         settle_add,
     )

@@ -24,11 +24,11 @@ from holdall.cluster.shard_data import RowFinder
 from holdall.errors import ArgumentError, DamageError
 from holdall.native import PortableKernels, chosen_kernels, native_kernels
 from holdall.schema import Schema
+from holdall.storage.adopting import AdoptingStore
 from holdall.storage.codec import Codec, Dictionary, Method, Transform, choose
 from holdall.storage.records import dictionary_name
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, unpack_segment
 from holdall.storage.slices import Kernels
-from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 from holdall.testing import LeafPlan, Mishaps, OracleMemory, Stream, assert_same_bits
@@ -49,7 +49,7 @@ class Desk:
         self.schema = Schema.of(stream.observation_space, stream.action_space, stream.extras, stream.num_envs)
         self.encoder = Encoder(self.schema, stream.num_envs, ticks, self.kernels)
         one_lane, rows = replace(self.schema, num_envs=1), capacity * stream.num_envs
-        self.store = Store(
+        self.store = AdoptingStore(
             one_lane, rows, self.kernels, threading.Lock(), Budget.of(None, "memory", 1), large=sliced_leaves(one_lane)
         )
         self.finder = RowFinder(one_lane, self.kernels)

@@ -69,10 +69,10 @@ class ShardData:
         self._runs: deque[WriterRun] = deque()
         self.store = self.begin_at(0)
 
-    def begin_at(self, first_row: int) -> storage.Store:
+    def begin_at(self, first_row: int) -> storage.AdoptingStore:
         """Hold nothing, and number the next row so."""
         self._runs.clear()
-        self.store = storage.Store(
+        self.store = storage.AdoptingStore(
             self._schema,
             self.capacity,
             self._kernels,

@@ -17,11 +17,10 @@ from numpy.typing import NDArray
 
 from holdall.errors import DamageError
 from holdall.native.library import (
-    MOST_DIMENSIONS,
     CompressionLibraries,
+    DenseLayout,
     EncoderStruct,
     FlatFieldStruct,
-    LayoutStruct,
     OpenPartStruct,
     SealedBlockStruct,
     SliceBlockStruct,
@@ -129,12 +128,7 @@ class NativePart(OpenPart):
     """A part whose ticks are written by append.c."""
 
     def __init__(
-        self,
-        library: ctypes.CDLL,
-        window: Window,
-        lanes: int,
-        block: SliceBlock | None,
-        arena_bytes: int,
+        self, library: ctypes.CDLL, window: Window, lanes: int, block: SliceBlock | None, arena_bytes: int
     ) -> None:
         super().__init__(window, lanes, block, arena_bytes)
         self._append_tick = library.holdall_append
@@ -160,7 +154,7 @@ class NativePart(OpenPart):
         )
         self._linked = self.log  # what the struct points to
         self.address = ctypes.addressof(self._struct)
-        self._layouts: dict[tuple[int, ...], _DenseLayout] = {}
+        self._layouts: dict[tuple[int, ...], DenseLayout] = {}
 
     def append(self, obs: Array, next_obs: Array, cursors: Cursors) -> None:
         """See `OpenPart.append`."""
@@ -220,7 +214,7 @@ class NativePart(OpenPart):
         if strides == next_obs.strides:
             dense = self._layouts.get(strides)
             if dense is None and len(self._layouts) < _MOST_LAYOUTS:
-                dense = self._layouts[strides] = _DenseLayout(obs)
+                dense = self._layouts[strides] = DenseLayout(obs)
                 self._make_layout_room()
             if dense is not None and dense.order is not None:
                 raw, next_raw = obs.transpose(dense.order), next_obs.transpose(dense.order)
@@ -327,31 +321,6 @@ class NativeTickWriter(TickWriter):
             self._parts = parts
         arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
         return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
-
-
-class _DenseLayout:
-    """How C walks through an array whose elements fill its memory, but in another order.
-
-    `order` is the permutation of axes that makes it contiguous, or None if none does.
-    """
-
-    def __init__(self, array: Array) -> None:
-        axes = sorted(range(array.ndim), key=lambda axis: -array.strides[axis])
-        self.order = tuple(axes) if array.transpose(axes).flags.c_contiguous else None
-        lengths: list[int] = []
-        strides: list[int] = []
-        for length, stride in zip(array.shape, array.strides, strict=True):
-            if lengths and strides[-1] == length * stride:
-                lengths[-1], strides[-1] = lengths[-1] * length, stride
-            elif length > 1 or not lengths:
-                lengths.append(length)
-                strides.append(stride)
-        if len(lengths) > MOST_DIMENSIONS:
-            self.order = None
-            return
-        numbers = ctypes.c_int64 * MOST_DIMENSIONS
-        self._struct = LayoutStruct(len(lengths), numbers(*lengths), numbers(*strides), array.itemsize)
-        self.address = ctypes.addressof(self._struct)
 
 
 # ---------------------------------------------------------------- compressed blocks

@@ -5,6 +5,7 @@
 Other packages import the names below, and kernels (`Kernels`, `Coder`) are handed in: storage knows no loop of its own.
 """
 
+from holdall.storage.adopting import AdoptingStore
 from holdall.storage.blocks import (
     CarriedSlices,
     Coded,
@@ -123,6 +124,7 @@ __all__ = [
     "SEGMENT_BYTES",
     "SLICES",
     "TRANSFORM_FIELDS",
+    "AdoptingStore",
     "Arguments",
     "AwaitedFile",
     "Budget",

@@ -18,19 +18,11 @@ from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Leaf, Schema, require_in_range
 from holdall.storage.blocks import address, reserve
-from holdall.storage.layout import RowTable, Window, WindowScout, as_bytes
+from holdall.storage.layout import FLAG, RowTable, Window, WindowScout, as_bytes, row_bytes
 from holdall.storage.slices import Cursors, Kernels, Places
 from holdall.storage.snapshot import Apart, RowsById, put_rows, rows_of
 from holdall.storage.ticks import Arguments, FlatField, Tick
 
-TINY_BYTES = 256
-"""Observation fields up to this size always lie in a flat ring: nothing beats it."""
-_SMALL_BYTES = 4096
-"""Fields up to this size lie in a flat ring, unless a window is found in their first steps, or a budget is small."""
-CURSOR_BYTES = 4
-"""What a transition of a field in segments takes beside them: where it lies there."""
-_FEWEST_TICKS = 2
-"""What the smallest segment has to hold."""
 _UNSHARED_BEFORE_PAIRING = 1024
 """Next observations kept apart before it is asked whether sharing pays at all."""
 
@@ -184,10 +176,6 @@ class ObservationRing:
         self._apart = RowsById(self.leaf)
 
 
-_FLAG = Leaf("", (), np.dtype(np.bool_))
-_REWARD_BYTES = 8
-
-
 class Rows(NamedTuple):
     """What was read under some ids: copies of the small fields, places of the large ones."""
 
@@ -218,8 +206,8 @@ class Rings:
         self.action = [self._ring(leaf) for leaf in schema.action.leaves]
         self.extras = [self._ring(leaf) for leaf in schema.extras.leaves]
         self.reward: Array | None = None
-        self.terminated = self._ring(_FLAG)
-        self.truncated = self._ring(_FLAG)
+        self.terminated = self._ring(FLAG)
+        self.truncated = self._ring(FLAG)
         self.invalid: Array | None = None
         self.scouts: dict[int, WindowScout] = {}  # by leaf: what looks for a window in its first steps
         self._table: RowTable | None = None
@@ -284,7 +272,7 @@ class Rings:
         if self.reward is None:
             self.reward = self._ring(Leaf("", (), reward_dtype))
         if has_invalid and self.invalid is None:
-            self.invalid = self._ring(_FLAG)
+            self.invalid = self._ring(FLAG)
         return self.reward
 
     def read(
@@ -441,7 +429,7 @@ class Rings:
         if self.reward is not None:
             leaves.append(Leaf("reward", (), self.reward.dtype))
         flags = ("terminated", "truncated", *(("valid",) if self.invalid is not None else ()))
-        leaves += [replace(_FLAG, name=name) for name in flags]
+        leaves += [replace(FLAG, name=name) for name in flags]
         return [FieldReport(leaf.name, 0, 0, touched * leaf.nbytes, held * leaf.nbytes, "flat rows") for leaf in leaves]
 
     def arrays(self) -> list[tuple[str, Array]]:
@@ -460,7 +448,7 @@ class Rings:
     def row_bytes(self) -> int:
         """Bytes of one transition, once all that can come has come."""
         following = sum(ring.leaf.nbytes for ring in self.small.values() if not ring.is_shared)
-        return _row_bytes(self.schema, (ring.leaf for ring in self.small.values())) + following
+        return row_bytes(self.schema, (ring.leaf for ring in self.small.values())) + following
 
     def slots(self, ids: NDArray[np.int64], ticks_later: int = 0) -> NDArray[np.int64]:
         """Where the rows of `ids` stand in a ring whose tick and lane axes are one."""
@@ -477,36 +465,3 @@ def _take(ring: Array, slot: NDArray[np.int64]) -> Array:
 def field_name(prefix: str, leaf: Leaf) -> str:
     """Name a leaf of a space for people."""
     return f"{prefix}.{leaf.name}" if leaf.name else prefix
-
-
-class FieldLayout(NamedTuple):
-    """One way to share the observation fields out between rings and segments."""
-
-    large: list[int]  # leaves that lie in segments
-    optional: int  # bytes of the rings whose fields could lie in segments, too
-    fixed: int  # rings and tables of the full capacity
-    segment: int  # the smallest useful segment
-
-
-def field_layouts(schema: Schema, ring_ticks: int, large: Collection[int] | None = None) -> list[FieldLayout]:
-    """Return the ways to lay fields out, those with most rings first; the only one, if the large fields are known."""
-    leaves = schema.observation.leaves
-    by_size = sorted(range(len(leaves)), key=lambda i: -leaves[i].nbytes)
-    must, may = (sum(leaf.nbytes > size for leaf in leaves) for size in (_SMALL_BYTES, TINY_BYTES))
-    ways = [by_size[:count] for count in range(must, may + 1)] if large is None else [list(large)]
-    return [_layout(schema, ring_ticks, sorted(way)) for way in ways]
-
-
-def _layout(schema: Schema, ring_ticks: int, large: list[int]) -> FieldLayout:
-    leaves, rows = schema.observation.leaves, ring_ticks * schema.num_envs
-    small = [leaf for i, leaf in enumerate(leaves) if i not in large]
-    fixed = rows * (_row_bytes(schema, small) + CURSOR_BYTES * len(large))
-    optional = rows * sum(leaf.nbytes for leaf in small if leaf.nbytes > TINY_BYTES)
-    segment = _FEWEST_TICKS * 2 * schema.num_envs * sum(leaves[i].nbytes for i in large)
-    return FieldLayout(large, optional, fixed, segment)
-
-
-def _row_bytes(schema: Schema, small: Iterable[Leaf]) -> int:
-    """Count the bytes of a transition in rings, if each of the small fields lies there once."""
-    leaves = (*schema.action.leaves, *schema.extras.leaves, *small)
-    return sum(leaf.nbytes for leaf in leaves) + _REWARD_BYTES + 3 * _FLAG.nbytes

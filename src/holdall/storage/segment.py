@@ -29,8 +29,7 @@ from holdall.storage.blocks import (
     SliceBlock,
     reserve,
 )
-from holdall.storage.layout import Window, WindowSearches
-from holdall.storage.rings import CURSOR_BYTES
+from holdall.storage.layout import CURSOR_BYTES, Window, WindowSearches
 from holdall.storage.slices import (
     ClosedPart,
     Cursors,
@@ -70,15 +69,9 @@ class Segments:
     cursor_bytes = CURSOR_BYTES
 
     def __init__(
-        self,
-        kernels: Kernels,
-        leaves: list[Leaf],
-        lanes: int,
-        capacity_ticks: int,
-        most_bytes: int = 1 << 62,
-        first_tick: int = 0,
-        repair: Repair | None = None,
-    ) -> None:
+        self, kernels: Kernels, leaves: list[Leaf], lanes: int, capacity_ticks: int, most_bytes: int = 1 << 62,
+        first_tick: int = 0, repair: Repair | None = None,
+    ) -> None:  # fmt: skip
         self._kernels = kernels
         self._repair = repair or Repair()
         self._lanes = lanes
@@ -156,11 +149,7 @@ class Segments:
 
     def evict_before(self, tick: int) -> list[SliceBlock]:
         """Drop the segments whose last tick is older than `tick`; return the blocks that went with them."""
-        stale = 0
-        for segment in self._closed:
-            if segment.first_tick + segment.ticks > tick:
-                break
-            stale += 1
+        stale = sum(segment.first_tick + segment.ticks <= tick for segment in self._closed)
         return self._evict(stale) if stale else []
 
     def evict_oldest(self) -> list[SliceBlock] | None:
@@ -237,8 +226,8 @@ class Segments:
         number = int(np.searchsorted(self._index.first_ticks, tick, side="right")) - 1
         if number < len(self._closed):
             return self._closed[number]
-        first = self._open.first_tick
-        return Segment(first, next_tick - first, [part.closed() for part in self._open.parts])
+        parts = [part.closed() for part in self._open.parts]
+        return Segment(self._open.first_tick, next_tick - self._open.first_tick, parts)
 
     def can_admit(self, first_tick: int, next_tick: int) -> bool:
         """Whether the open segment reaches back to `first_tick`, the oldest held, and few ticks came so far."""
@@ -301,8 +290,7 @@ class Segments:
 
     def freeze(self, next_tick: int) -> FrozenSegments:
         """Return what is held now; closed segments by reference, since they never change."""
-        first = self._open.first_tick
-        parts = [part.closed() for part in self._open.parts]
+        first, parts = self._open.first_tick, [part.closed() for part in self._open.parts]
         return FrozenSegments(
             windows=list(self._windows),
             closed=list(self._closed),
@@ -323,13 +311,9 @@ class Segments:
         return list(found.values())
 
     def thaw(
-        self,
-        next_tick: int,
-        leaves: list[Leaf],
-        windows: Sequence[Window],
-        segments: Sequence[Segment[ClosedPart]],
+        self, next_tick: int, leaves: list[Leaf], windows: Sequence[Window], segments: Sequence[Segment[ClosedPart]],
         searches: dict[str, Any],
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Take over what was frozen elsewhere; the cursors follow, as columns, and the next tick opens a segment."""
         self._leaves, self._windows, self.cursors = [], [], []
         self._closed, self._naming = list(segments), {}

@@ -3,7 +3,6 @@
     write(tick)      rings and segments take a tick; blocks that are full go to the tiers
     read(ids)        rows of small fields, and places of large ones
     freeze()         all of it at one moment, for checkpoints and pickles; `thaw` and `take_rows` take it over
-    adopt(segment)   a segment that was sealed elsewhere, as the newest ticks
 
 Invariant: what is read under an id is, bit for bit, what was written under it. Control goes one way: the store asks
 the segments which blocks are full or dropped, the tiers what to do with them, and the sealer what became of them.
@@ -24,12 +23,11 @@ from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import Window, WindowScout, fresh_bytes
-from holdall.storage.rings import TINY_BYTES, Rings, Rows, field_layouts, field_name
-from holdall.storage.sealed_segment import SealedSegment, travelling
+from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts, fresh_bytes
+from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
-from holdall.storage.slices import ClosedPart, Kernels
+from holdall.storage.slices import Kernels
 from holdall.storage.snapshot import (
     FrozenRows,
     FrozenStore,
@@ -40,7 +38,6 @@ from holdall.storage.snapshot import (
     chunk_ticks_of,
     chunks_of,
     put_rows,
-    rows_of,
 )
 from holdall.storage.spill import SpillFolder
 from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
@@ -52,8 +49,6 @@ _LOG = logging.getLogger("holdall")
 class Store:
     """All fields of a memory. Not locked: the memory that owns it is.
 
-    A shard is a store of one lane that only adopts, in which a transition's id is the number of its row.
-
     Args:
         lock: Guards every call of the store; its worker takes it to hand in what it did.
         first_tick: Number of the first tick that will be held.
@@ -61,17 +56,9 @@ class Store:
     """
 
     def __init__(
-        self,
-        schema: Schema,
-        capacity_ticks: int,
-        kernels: Kernels,
-        lock: threading.Lock,
-        budget: Budget,
-        folder: SpillFolder | None = None,
-        *,
-        first_tick: int = 0,
-        large: Collection[int] | None = None,
-    ) -> None:
+        self, schema: Schema, capacity_ticks: int, kernels: Kernels, lock: threading.Lock, budget: Budget,
+        folder: SpillFolder | None = None, *, first_tick: int = 0, large: Collection[int] | None = None,
+    ) -> None:  # fmt: skip
         self._begun_at = self._not_before = first_tick
         self.flags_changed = 0
         self.fast_tick: FastTick | None = None
@@ -125,8 +112,7 @@ class Store:
         """Write a tick in one step, after what it would be written over is kept, and there is room for it."""
         is_kept = False
         for _ in range(3):
-            flat = self._rings.flat()
-            if not self._writer.writes(flat):
+            if not self._writer.writes(self._rings.flat()):
                 self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
@@ -144,10 +130,13 @@ class Store:
 
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
-        sliced = None
-        if fast.fills_blocks:
-            sliced = self.large_segments.sliced(self.next_tick, fast.in_slices(obs), fast.in_slices(next_obs))
+        self.repair.run()
+        given = fast.in_slices(obs), fast.in_slices(next_obs)
+        sliced = self.large_segments.sliced(self.next_tick, *given) if fast.fills_blocks else None
         ticks = fast.write(packed, sliced)
+        if ticks == NO_ROOM:
+            self.large_segments.lengthen_logs()
+            ticks = fast.write(packed, sliced)
         if ticks == NOT_CONTINUED:
             self._rings.keep_apart(self.next_tick, dict(zip(self._rings.small, fast.in_rings(obs), strict=True)))
             if self._writer.writes(self._rings.flat()):
@@ -234,9 +223,8 @@ class Store:
 
     def _evict_before(self, tick: int) -> None:
         """Drop the segments whose last tick is older than `tick`."""
-        segments = self.large_segments
-        if segments.has_before(tick):
-            self._change(lambda: self._let_go(segments.evict_before(tick)))
+        if self.large_segments.has_before(tick):
+            self._change(lambda: self._let_go(self.large_segments.evict_before(tick)))
             self.repair.do(self._send_orders)
 
     def _on_sealed(self) -> None:
@@ -254,12 +242,11 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
+            capacity = self._capacity_ticks * self._lanes
             _LOG.warning(
                 "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-                "raise budget, name a spill_dir, or lower capacity",
-                fits,
-                self._capacity_ticks * self._lanes,
-            )
+                "raise budget, name a spill_dir, or lower capacity", fits, capacity,
+            )  # fmt: skip
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -346,59 +333,6 @@ class Store:
         self.flags_changed += 1
         self._snapshots.before_flags(ids, self.chunk_ticks)
         self._rings.set_flags(ids, terminated, truncated)
-
-    def require(self, segment: SealedSegment) -> None:
-        """Refuse a segment that `adopt` would refuse."""
-        segment.require(self._lanes, self._large, self.reward_dtype)
-
-    def adopt(self, segment: SealedSegment) -> int:
-        """Take over a segment that was sealed elsewhere as the newest ticks; return the number of its first one.
-
-        A store of one lane takes over the lanes of a segment one after another, tick by tick: row r of it becomes tick
-        first + r. Its slices stay as they came. The oldest ticks leave if the store is full.
-        """
-        self.require(segment)
-        if segment.lanes != self._lanes:
-            segment = segment.in_one_lane()
-        rings, first, ticks = self._rings, self.next_tick, segment.rows.ticks
-        self.fast_tick = None
-        self.forget_before(min(first, first + ticks - self._capacity_ticks))  # before anything is written over it
-        for frozen in self._snapshots.pending:
-            frozen.before_ticks(first, first + ticks)
-        for ring in rings.small.values():
-            ring.pair(max(self.first_tick, first + 2 - self._ring_ticks), first)
-        staying = max(self.first_tick, first + ticks - self._capacity_ticks)
-        rings.count_invalid(staying, first)  # while the ticks that leave are still there
-        held = min(ticks, self._capacity_ticks)
-        columns = {name: column[ticks - held :] for name, column in segment.rows.columns.items()}
-        rings.begin(columns["reward.0"].dtype, has_invalid="invalid.0" in columns)
-        rings.put(first + ticks - held, columns, {})
-        restore = self._restoring()
-        self.repair.begin(lambda: restore() if self.next_tick == first else None)
-        if self._large:
-            self.large_segments.adopt(first, ticks, segment.parts, [columns[f"cursors.{i}"] for i in self._large])
-        self._writer.next_tick = first + ticks
-        self.repair.end()
-        self._settle(may_evict=True)
-        self._evict_before(self.next_tick - self._capacity_ticks)
-        return first
-
-    def segment_at(self, tick: int) -> SealedSegment:
-        """Return the segment that holds a tick, from its first tick that is held on, as one that another can adopt.
-
-        Walk over all of them by asking for `first_tick`, and then for the tick behind the last of each.
-        """
-        first, end = tick, min(self.next_tick, tick + self.chunk_ticks)
-        parts: list[ClosedPart] = []
-        if self._large:
-            found = self.large_segments.segment_at(tick, self.next_tick)
-            first, end = max(found.first_tick, self.first_tick), found.first_tick + found.ticks
-            fields = sorted(range(len(found.parts)), key=lambda field: self._large[field])
-            parts = [travelling(found.parts[field], self._kernels.coder) for field in fields]
-        columns = self._rings.copy(first, end)
-        for i, cursors in zip(self._large, self.large_segments.cursors, strict=True):
-            columns[f"cursors.{i}"] = rows_of(cursors, first, end)
-        return SealedSegment(RowChunk(first, end - first, columns, {}), tuple(parts))
 
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""

@@ -16,7 +16,7 @@ from holdall.errors import ArgumentError
 from holdall.machine import memory_limits
 from holdall.storage.blocks import FrozenBlock, SliceBlock
 from holdall.storage.codec import COST_CAPS
-from holdall.storage.rings import FieldLayout
+from holdall.storage.layout import FieldLayout
 from holdall.units import format_bytes, parse_bytes
 
 _SHARE_OF_AVAILABLE = 4

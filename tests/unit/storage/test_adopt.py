@@ -17,12 +17,12 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError, DamageError, HoldallError
 from holdall.native import ThreadPool, chosen_kernels
 from holdall.schema import Schema
+from holdall.storage.adopting import AdoptingStore
 from holdall.storage.blocks import KeptBlock
 from holdall.storage.codec import Codec, Dictionary, Method, Transform
 from holdall.storage.sealed_segment import SealedSegment, pack_segment, segment_needs, unpack_segment
 from holdall.storage.slices import Kernels
 from holdall.storage.spill import SpillFolder
-from holdall.storage.store import Store
 from holdall.storage.ticks import Tick
 from holdall.storage.tiers import Budget
 
@@ -70,7 +70,9 @@ class Writer:
 
     def segment(self, ticks: int, *, some_invalid: bool = False) -> tuple[SealedSegment, list[Row]]:
         kernels = chosen_kernels()
-        store = Store(schema(self.lanes), 1000, kernels, threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
+        store = AdoptingStore(
+            schema(self.lanes), 1000, kernels, threading.Lock(), Budget.of(None, "memory", 1), large=LARGE
+        )
         rows: list[Row] = []
         for _ in range(ticks):
             tick = self._tick(some_invalid)
@@ -115,12 +117,18 @@ def rows_of(tick: Tick, lanes: int) -> list[Row]:
     ]
 
 
-def shard(capacity: int, folder: SpillFolder | None = None, first: int = FIRST) -> Store:
+def new_store(space: Schema, capacity: int, budget: Budget, *rest: Any, **settings: Any) -> AdoptingStore:
+    return AdoptingStore(space, capacity, chosen_kernels(), threading.Lock(), budget, *rest, **settings)
+
+
+def shard(capacity: int, folder: SpillFolder | None = None, first: int = FIRST) -> AdoptingStore:
     budget = Budget.of(None, "memory", 1, spills=folder is not None)
-    return Store(schema(1), capacity, chosen_kernels(), threading.Lock(), budget, folder, first_tick=first, large=LARGE)
+    return AdoptingStore(
+        schema(1), capacity, chosen_kernels(), threading.Lock(), budget, folder, first_tick=first, large=LARGE
+    )
 
 
-def require_equal(store: Store, rows: list[Row], kernels: Kernels | None = None) -> None:
+def require_equal(store: AdoptingStore, rows: list[Row], kernels: Kernels | None = None) -> None:
     """Hold all of a store against the newest of all rows that were ever adopted."""
     held = store.next_tick - store.first_tick
     expected = rows[len(rows) - held :]
@@ -197,7 +205,7 @@ def test_rows_before_a_number_are_forgotten_one_by_one() -> None:
     require_equal(store, rows + added)
 
 
-def segments_of(store: Store) -> Iterator[SealedSegment]:
+def segments_of(store: AdoptingStore) -> Iterator[SealedSegment]:
     tick = store.first_tick
     while tick < store.next_tick:
         segment = store.segment_at(tick)
@@ -222,7 +230,9 @@ def test_all_segments_of_a_store_move_to_another(capacity: int) -> None:
 
 def test_a_store_that_is_written_to_can_adopt_too() -> None:
     writer = Writer(0, 2)
-    store = Store(schema(2), 1000, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=LARGE)
+    store = AdoptingStore(
+        schema(2), 1000, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=LARGE
+    )
     rows: list[Row] = []
     for ticks in (30, 7, 50):
         for _ in range(ticks):
@@ -316,7 +326,7 @@ def test_a_segment_of_another_reward_dtype_is_refused_before_anything_changes() 
 
 
 def test_a_segment_with_other_large_leaves_is_refused() -> None:
-    store = Store(schema(1), 100, chosen_kernels(), threading.Lock(), Budget.of(None, "memory", 1), large=(0,))
+    store = new_store(schema(1), 100, Budget.of(None, "memory", 1), large=(0,))
     with pytest.raises(ArgumentError, match="large"):
         store.adopt(Writer(0, 2).segment(5)[0])
 
