@@ -38,7 +38,7 @@ def files_of(run: Path) -> list[Path]:
 
 def _victim(run: Path, generator: Random) -> Path:
     """Pick a file; manifests more often than there are many."""
-    files = files_of(run) or [run / "FORMAT"]
+    files = files_of(run) or [run / "nothing-else"]
     manifests = [path for path in files if path.parent.name == "manifests"]
     return generator.choice(manifests if manifests and generator.random() < 0.4 else files)
 
@@ -69,7 +69,7 @@ def remove_many(run: Path, _outside: Path, generator: Random) -> str:
 def swap(run: Path, _outside: Path, generator: Random) -> str:
     """Two files have each other's content."""
     one, other = _victim(run, generator), _victim(run, generator)
-    if one.exists() and other.exists():
+    if one.is_file() and other.is_file():
         first, second = one.read_bytes(), other.read_bytes()
         one.write_bytes(second)
         other.write_bytes(first)
@@ -79,7 +79,7 @@ def swap(run: Path, _outside: Path, generator: Random) -> str:
 def change_bytes(run: Path, _outside: Path, generator: Random) -> str:
     """Bytes are cut off, added, zeroed or flipped."""
     path = _victim(run, generator)
-    raw = bytearray(path.read_bytes() if path.exists() else b"")
+    raw = bytearray(path.read_bytes() if path.is_file() else b"")
     place = generator.randrange(len(raw) + 1)
     how = generator.choice(["cut", "emptied", "zeroed", "zeroed whole", "flipped", "grew", "overwritten"])
     match how:
