@@ -11,8 +11,6 @@ import re
 from numbers import Integral, Real
 from typing import Any
 
-import numpy as np
-
 from holdall.errors import ArgumentError
 
 _FACTORS = {
@@ -55,7 +53,7 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
 
     Units are as written: GB is 10^9 bytes, GiB is 2^30. A bare "8G" is refused, since people mean either by it.
     """
-    if isinstance(size, int | np.integer) and not isinstance(size, bool) and size >= 0:
+    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 0:
         return int(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
         number, unit = found.groups()
@@ -76,7 +74,7 @@ def require_count(argument: str, value: Any, least: int = 1, reason: str = "") -
 
 def require_flag(argument: str, value: Any) -> bool:
     """Return `value` if it is True or False, or say that it is not."""
-    if isinstance(value, bool | np.bool_):
+    if isinstance(value, bool) or type(value).__name__ in {"bool", "bool_"}:  # Python's, and NumPy's without loading it
         return bool(value)
     raise ArgumentError(f"{argument} ({value!r}) must be True or False; pass one of them")
 

@@ -358,13 +358,13 @@ class Priorities:
                     self._under_way.append((shard, self._cluster.call(shard, "update_priorities", *sent)))
         self.hear()
 
-    def hear(self) -> None:
-        """Look at what became of updates, and wait if too many are under way."""
+    def hear(self, *, all_of_them: bool = False) -> None:
+        """Look at what became of updates, and wait if too many are under way, or for all."""
         while True:
             with self._lock:
                 if not self._under_way:
                     return
-                crowded = len(self._under_way) > _MOST_UNDER_WAY
+                crowded = all_of_them or len(self._under_way) > _MOST_UNDER_WAY
                 shard, call = self._under_way[0]
                 ready, _ = ray.wait([call], timeout=self._patience_s if crowded else 0)
                 if not ready and not crowded:

@@ -229,6 +229,7 @@ class ReplayMemory:
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()
+        self._priorities.hear(all_of_them=True)  # so that the shards say what they weigh with them
         return sum(counters.transitions for counters in self._cluster.refresh().values())
 
     @property

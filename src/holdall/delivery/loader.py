@@ -61,8 +61,10 @@ class Loader:
             job = self._start()
             self._under_way.append((job, _done(job) if job.is_quick else self._worker.submit(job.work)))
         job, done = self._under_way[0]  # it stays until it is there: an interrupt only costs the time
-        done.result()
+        error = done.exception()
         self._under_way.popleft()
+        if error is not None:
+            raise error
         return job.receive()
 
     @property
