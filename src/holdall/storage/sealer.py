@@ -54,6 +54,7 @@ class SealResult(NamedTuple):
 
     block: SliceBlock
     sealed: SealedSlices | None  # None: it stays as it is
+    is_spilled: bool  # whether it was to go to a file
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -218,8 +219,10 @@ class Sealer:
 
     def _enqueue(self, job: _SealJob) -> None:
         queue, block = self._queue, job.frozen.block
-        known = [other.frozen.block for other in queue.under_way()] + [result.block for result in tuple(queue.results)]
-        if all(other is not block for other in known):
+        known = [(other.frozen.block, other.spill) for other in queue.under_way()]
+        known += [(result.block, result.is_spilled) for result in tuple(queue.results)]
+        # A block that was just sealed, and is what the worker is at, may have to be spilled next.
+        if all(other is not block or spill != job.spill for other, spill in known):
             queue.jobs.append(job)
         _ring(queue.wakes_worker)
         self._see_to_worker()
@@ -351,7 +354,7 @@ def _do(job: _SealJob, hurry: bool, work: _Work, queue: _Queue, wake: weakref.We
     try:
         sealed = work.do(job, hurry)
     finally:
-        queue.results.append(SealResult(job.frozen.block, sealed))
+        queue.results.append(SealResult(job.frozen.block, sealed, job.spill))
         collect = None if wake is None else wake()
         if collect is not None:
             try:

@@ -234,7 +234,7 @@ class Store:
         """Collect what the worker did; called by its thread."""
         with self._lock:
             self.repair.run()
-            for block, sealed in self.sealer.collect():
+            for block, sealed, _ in self.sealer.collect():
                 if sealed is not None:
                     self.large_segments.seal(block, sealed)
                 self._tiers.take_back(block)

@@ -75,7 +75,7 @@ class Keeper:
 
     def collect(self) -> None:
         assert self.sealer is not None
-        for block, sealed in self.sealer.collect():
+        for block, sealed, _ in self.sealer.collect():
             if self.failing:
                 raise OSError("no place")
             if sealed is None:
