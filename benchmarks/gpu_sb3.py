@@ -1,0 +1,108 @@
+"""The drop-in for Stable-Baselines3 on a GPU, beside its own buffer: `python benchmarks/gpu_sb3.py [--json FILE]`.
+
+Needs torch with CUDA, and Stable-Baselines3; without a device it says so and ends. `--device cpu --quick` runs every
+line of it anywhere. In:  camera images and vectors.  Out: the tensors compared, a table, and JSON.
+
+Both buffers hold the same transitions and take turns, batch by batch. A time is from the call until the stream has the
+batch, the median over all turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from stable_baselines3.common.buffers import DictReplayBuffer
+
+import holdall.sb3
+
+CAMERA = spaces.Dict(
+    {"camera": spaces.Box(0, 255, (84, 84, 3), np.uint8), "state": spaces.Box(-9, 9, (31,), np.float32)}
+)
+ACTION = spaces.Box(-1, 1, (6,), np.float32)
+WARM_UP = 5
+
+
+def fill(buffers: list[Any], steps: int) -> None:
+    """Add the same steps to all; an episode has 300."""
+    draw = np.random.default_rng(0)
+    base = draw.integers(0, 255, (1, 84, 84, 3)).astype(np.uint8)
+
+    def observed(step: int) -> dict[str, Any]:
+        camera = base.copy()
+        camera[0, :20, :20] = draw.integers(0, 255, (20, 20, 3))
+        return {"camera": camera, "state": np.full((1, 31), step, np.float32)}
+
+    obs = observed(0)
+    for step in range(steps):
+        following = observed(step + 1)
+        done = np.array([step % 300 == 299])
+        for buffer in buffers:
+            buffer.add(obs, following, np.zeros((1, 6), np.float32), np.zeros(1, np.float32), done, [{}])
+        obs = following
+
+
+def check(mine: Any, theirs: Any) -> None:
+    """Refuse to time what returns other tensors."""
+    found = []
+    for buffer in (mine, theirs):
+        np.random.seed(0)  # noqa: NPY002  theirs
+        found.append(buffer.sample(64))
+    for name in ("observations", "next_observations"):
+        for key in CAMERA.spaces:
+            if not torch.equal(getattr(found[0], name)[key], getattr(found[1], name)[key]):
+                sys.exit("error: tensors differ")
+
+
+def timed(device: str, buffer: Any, rows: int) -> float:
+    """Return the milliseconds of one batch."""
+    if device != "cpu":
+        torch.cuda.synchronize()
+    begun = time.perf_counter()
+    buffer.sample(rows)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    return (time.perf_counter() - begun) * 1e3
+
+
+def main() -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", help="where batches go")
+    parser.add_argument("--quick", action="store_true", help="small sizes, to see that it runs")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    args = parser.parse_args()
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("no CUDA device here; --device cpu --quick runs every line on the CPU")
+    held, turns = (500, 3) if args.quick else (20_000, 40)
+    theirs = DictReplayBuffer(held, CAMERA, ACTION, device=args.device)
+    mine = holdall.sb3.ReplayBuffer(held, CAMERA, ACTION, device=args.device)
+    fill([theirs, mine], held)
+    mine.memory.drain()
+    check(mine, theirs)
+    rows = []
+    print("| rows | holdall.sb3 | Stable-Baselines3 | ratio | holdall.sb3 alone |\n|---|---|---|---|---|")
+    for batch in (32, 256) if args.quick else (32, 256, 2048):
+        pairs = [(timed(args.device, mine, batch), timed(args.device, theirs, batch)) for _ in range(turns + WARM_UP)]
+        ours, other = (statistics.median(side) for side in zip(*pairs[WARM_UP:], strict=True))
+        alone = statistics.median([timed(args.device, mine, batch) for _ in range(turns + WARM_UP)][WARM_UP:])
+        rows.append({"rows": batch, "holdall": ours, "sb3": other, "alone": alone})
+        print(f"| {batch} | {ours:.2f} ms | {other:.2f} ms | {ours / other:.2f} | {alone:.2f} ms |")
+    if args.json:
+        where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
+        args.json.write_text(
+            json.dumps({"device": where, "torch": torch.__version__, "batches": rows}, indent=1) + "\n"
+        )
+
+
+if __name__ == "__main__":
+    main()
