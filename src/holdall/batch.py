@@ -115,7 +115,8 @@ def _to_jax(value: Any, name: str) -> Any:
             'batches for JAX were asked for, but jax is not installed; run "pip install jax"'
         ) from error
     wide = str(value.dtype).removeprefix("torch.") in {"float64", "int64", "uint64"}
-    if wide and not jax.config.jax_enable_x64:
+    config: Any = jax.config
+    if wide and not config.jax_enable_x64:
         value = _in_32_bits(value, name)
     on_host = isinstance(value, np.ndarray) or value.device.type == "cpu"
     if on_host and jax.default_backend() != "cpu":

@@ -206,7 +206,7 @@ class ReplayMemory(MemoryOnDevice):
         """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
         with self._locked():
             store = self._whole()
-            if not isinstance(draw, Draw) or not store.all_valid:
+            if type(draw) is not Draw or not store.all_valid:
                 self._held(store).require_drawn(draw)
             batches = self._batches if device is None else self._batches_on(device)
             drawn = batches.look_up(draw, store)

@@ -53,7 +53,7 @@ def parse_bytes(size: Any, argument: str = "size") -> int:
 
     Units are as written: GB is 10^9 bytes, GiB is 2^30. A bare "8G" is refused, since people mean either by it.
     """
-    if isinstance(size, Integral) and not isinstance(size, bool) and size >= 0:
+    if type(size) is not bool and isinstance(size, Integral) and int(size) >= 0:
         return int(size)
     if isinstance(size, str) and (found := _SIZE.fullmatch(size)):
         number, unit = found.groups()
