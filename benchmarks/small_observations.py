@@ -157,7 +157,7 @@ def _step(env: Any, lanes: int, number: int) -> tuple[Any, ...]:
         seen(number),
         seen(-1 % 2**31 - number if ends else number + 1),
         actions,
-        np.ones(lanes),
+        np.ones(lanes, np.float32),  # as vectorised environments give them
         np.full(lanes, ends),
         infos,
     )
