@@ -103,10 +103,9 @@ class MemoryOnDevice(SavedMemory):
         rings: Any = rings_on(fit, self.schema, ticks, self._budget.limit)
         budget = replace(self._budget, limit=None)  # the limit was one of the device
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
-        before = self._open()
-        self._resident, self._tensor_fit = ResidentBatches(self.schema, rings, self.capacity), fit
-        vars(self).pop("_batches", None)  # those of the host
-        self._store = store
+        before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
+        # In one step, since an interrupt may come between any two; `_batches` were those of the host.
+        vars(self).update(_store=store, _tensor_fit=fit, _resident=batches, _batches=batches)
         before.close()
 
     def _choose_home(self, content: StoreContent | None) -> None:

@@ -96,7 +96,7 @@ class DirectoryReader:
         """Return the bytes of every file of records that is there, by name."""
         sizes: dict[str, int] = {}
         for name in filter(DATA_NAME.fullmatch, self.names("segments")):
-            with contextlib.suppress(DamageError):  # whoever needs it will be told
+            with contextlib.suppress(DamageError):  # reading it raises the error
                 sizes |= self.size_of(name)
         return sizes
 

@@ -316,7 +316,7 @@ class ObjectStoreWriter:
             if standing is not None:
                 raise FencedError(f"{self.url}/{key} is another writer's; save to a place of its own")
         self._mark.require()
-        self._mark.release()  # whoever looked at the mark before the manifest stood has seen that it holds
+        self._mark.release()  # a collector that looked before the manifest was there saw that the mark holds
 
     def collect(self, keep: int | None, in_use: Iterable[str]) -> int:
         """Remove all but the last `keep` checkpoints, and the files that none of them nor `in_use` names.

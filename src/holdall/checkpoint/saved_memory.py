@@ -152,7 +152,7 @@ class SavedMemory(ABC):
             transitions: ... or after so many transitions, whichever comes first.
         """
         if seconds is None and transitions is None:
-            raise ArgumentError("save_every was told neither seconds nor transitions; name one of them, or both")
+            raise ArgumentError("save_every was given neither seconds nor transitions; name one of them, or both")
         pause = None if seconds is None else require_number("seconds", seconds, 0.01)
         if transitions is not None:
             require_count("transitions", transitions, 1)

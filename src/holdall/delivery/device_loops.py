@@ -90,6 +90,9 @@ class RowsOnDevice(NamedTuple):
 class DeviceLoops(Protocol):
     """What writes and reads rings."""
 
+    is_one_step: bool
+    """Whether an interrupt finds a tick written or not; otherwise the same tick is written once more after one."""
+
     def write(self, number: int, tick: TickOnDevice, *, has_previous: bool) -> None:
         """Write a tick. Every pool has a free place for every lane."""
 
@@ -143,6 +146,8 @@ class _Task(ctypes.Structure):
 
 class CudaLoops:
     """One kernel for all fields of a tick, and one for all fields of a batch."""
+
+    is_one_step = True
 
     def __init__(self, torch: Any, device: torch.device) -> None:
         self._torch, self._device = torch, device
@@ -246,7 +251,12 @@ class CudaLoops:
 
 
 class TorchLoops:
-    """The same in operations of torch, one field after another; it waits for the device."""
+    """The same in operations of torch, one field after another; it waits for the device.
+
+    A tick may be written again if the first time was interrupted: it then costs places of the pool, never a row.
+    """
+
+    is_one_step = False
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -264,7 +274,7 @@ class TorchLoops:
             if field.pool is not None:
                 if has_previous:
                     differs = (field.rows[here] != rows).any(dim=1).nonzero()[:, 0]
-                    self._keep_apart(field, field.pool, self._slot(number - 1), field.rows[here][differs], differs)
+                    self._keep_apart(field.pool, self._slot(number - 1), field.rows[here][differs], differs)
                 self._free(field.pool, after)
                 field.rows[after] = _bytes_of(torch.uint8, tick.next_obs[i], rings.lanes)
                 taken, given, _, _ = (count & 0xFFFFFFFF for count in field.pool.counts.tolist())
@@ -278,7 +288,7 @@ class TorchLoops:
         rings.counts[1].clamp_(min=number + 2 - rings.slots)
         rings.free[0] = number + 1
 
-    def _keep_apart(self, field: DeviceField, pool: Pool, slot: slice, rows: torch.Tensor, lanes: torch.Tensor) -> None:
+    def _keep_apart(self, pool: Pool, slot: slice, rows: torch.Tensor, lanes: torch.Tensor) -> None:
         taken, mask = int(pool.counts[0]), int(pool.counts[2])
         places = pool.queue[(self._torch.arange(len(lanes), device=lanes.device) + taken) & mask]
         pool.counts[0] += len(lanes)
@@ -288,10 +298,10 @@ class TorchLoops:
     def _free(self, pool: Pool, slot: slice) -> None:
         places = pool.apart[slot]
         places = places[places >= 0]
+        pool.apart[slot] = -1  # first, so that no place is given back twice
         given, mask = int(pool.counts[1]), int(pool.counts[2])
         pool.queue[(self._torch.arange(len(places), device=places.device) + given) & mask] = places
         pool.counts[1] += len(places)
-        pool.apart[slot] = -1
 
     def read(self, ids: torch.Tensor, last_ids: torch.Tensor | None) -> RowsOnDevice:
         """See `DeviceLoops`."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -382,11 +383,14 @@ class DeviceTickWriter(TickWriter):
         fields, observed = len(rings.schema.leaves) + 1, len(rings.small)
         following, flags = rows[fields : fields + observed], rows[fields + observed :]
         tick = TickOnDevice(rows[:fields], following, flags[0], flags[1], flags[2] if len(flags) > 2 else None)
-        self._repair.begin(self._ask_device)
-        self._loops.write(now, tick, has_previous=now > self.first_tick)
-        self.next_tick = now + 1
+        self._repair.begin(self._ask_device if self._loops.is_one_step else partial(self._do, now, tick))
+        self._do(now, tick)
         self._repair.end()
         return self.next_tick
+
+    def _do(self, now: int, tick: TickOnDevice) -> None:
+        self._loops.write(now, tick, has_previous=now > self.first_tick)
+        self.next_tick = now + 1
 
     def _ask_device(self) -> None:
         self.next_tick = int(self._counts[0])

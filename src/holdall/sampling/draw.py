@@ -209,7 +209,7 @@ def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
     if sampler is None and kind != Uniform.__name__:
         raise ArgumentError(
             f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
-            "settings, or another one to start anew"
+            "settings, or another one to begin without it"
         )
     return required_sampler(sampler)
 

@@ -78,7 +78,7 @@ class _Queue:
 
     An interrupt may hit the memory's thread anywhere, so there is no lock that it could leave behind: what is asked for
     and what came of it lie in queues that change in one step, and bells are locks that one waits for and others
-    release. Whoever waits looks again after a while, so that a bell which was not rung costs time only.
+    release. A thread that waits looks again after a while, so that a bell which was not rung costs time only.
     """
 
     def __init__(self) -> None:

@@ -100,7 +100,7 @@ class RowsById:
         if count and end > first and held.ids[end - 1] >= ids[0]:
             end = first + int(np.searchsorted(held.ids[first:end], ids[0]))
         all_ids, all_rows = held.ids, held.rows
-        if end + count > len(all_ids) or end < held.end:  # what is replaced stays as it is for whoever holds it
+        if end + count > len(all_ids) or end < held.end:  # what is replaced stays as it is for snapshots that hold it
             needed = end - first + count
             room = needed + needed // 4 + 16
             all_ids, all_rows = np.empty(room, np.int64), np.empty((room, *self._leaf.shape), self._leaf.dtype)

@@ -88,7 +88,7 @@ class Repair:
         self.action: Callable[[], None] | None = None
 
     def begin(self, action: Callable[[], None]) -> None:
-        """Name what is to be done if the change that follows is interrupted; it replaces what was named before."""
+        """Name what the next call does if the change that follows is interrupted; it replaces what was named before."""
         self.action = action
 
     def end(self) -> None:
