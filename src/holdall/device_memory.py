@@ -105,7 +105,8 @@ class MemoryOnDevice(SavedMemory):
         store = Store(self.schema, ticks, self._kernels, self._lock, budget, None, large=(), rings=rings)
         before, batches = self._open(), ResidentBatches(self.schema, rings, self.capacity)
         # In one step, since an interrupt may come between any two; `_batches` were those of the host.
-        vars(self).update(_store=store, _tensor_fit=fit, _resident=batches, _batches=batches)
+        here = {"_store": store, "add_at_once": store.fast_tick.add}
+        vars(self).update(here, _tensor_fit=fit, _resident=batches, _batches=batches)
         before.close()
 
     def _choose_home(self, content: StoreContent | None) -> None:

@@ -95,11 +95,14 @@ class ReplayMemory(MemoryOnDevice):
         folder = None if spill_dir is None else SpillFolder(spill_dir, self._kernels.coder)
         try:
             ticks = self.capacity // schema.num_envs
-            self._store: Store | None = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
+            store = Store(schema, ticks, self._kernels, self._lock, self._budget, folder)
+            self._store: Store | None = store
         except (OSError, OverflowError, MemoryError) as error:
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
+        # Adds a tick in one step, and returns how many were added in all; or 0 and adds nothing; for adapters.
+        self.add_at_once = store.fast_tick.add
         LIVING.add(self)
 
     def add(
@@ -113,30 +116,31 @@ class ReplayMemory(MemoryOnDevice):
             valid: Lanes marked False made no transition (the step after an episode's end in Gymnasium's next-step
                 autoreset); they are never sampled and not counted.
         """
-        if extras is None and valid is None and self.add_as_is(obs, action, reward, next_obs, terminated, truncated):
-            return
+        if extras is None and valid is None:
+            arguments = obs, action, reward, next_obs, terminated, truncated
+            if self.add_at_once(*arguments) or self.add_as_is(*arguments):
+                return
         with self._locked():
             tick = self._fit((self.num_envs,), obs, action, reward, next_obs, terminated, truncated, extras, valid)
             store = self._whole()
             store.write(tick)
         store.sealer.wait_for_room()
 
-    def add_as_is(self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any) -> int:
-        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters."""
+    def add_as_is(self, *arguments: Any) -> int:
+        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters.
+
+        Args:
+            arguments: Those of `add_at_once`, which was tried before.
+        """
         store = self._store
-        fast = None if store is None else store.fast_tick
-        packed = None if fast is None else fast.pack(obs, action, reward, next_obs, terminated, truncated)
-        if store is None or fast is None or packed is None:
+        packed = None if store is None else store.fast_tick.pack(*arguments)
+        if store is None or not packed:
             return 0
-        if self._lock._is_owned():  # as `_locked`, without another call
-            self._leave_interrupted()
-        with self._lock:
-            if self._store is not store or store.fast_tick is not fast:
+        with self._locked():
+            if self._store is not store or not store.fast_tick.is_open:
                 return 0
-            ticks = 0 if fast.fills_blocks or store.repair.action is not None else fast.write(packed)
-            if ticks == 0:
-                ticks = store.write_fast(fast, packed, obs, next_obs)
-        if fast.fills_blocks:
+            ticks = store.write_fast(packed, arguments[0], arguments[3])
+        if store.fast_tick.fills_blocks:
             store.sealer.wait_for_room()
         return max(ticks, 0)
 
@@ -313,6 +317,8 @@ class ReplayMemory(MemoryOnDevice):
 
     def _free(self) -> None:
         with self._locked():
+            if self._store is not None:
+                self._store.fast_tick.close()
             store, self._store = self._store, None
         if store is not None:  # an interrupt leaves it to be freed with the last that refers to it
             store.close()

@@ -168,6 +168,8 @@ class ReplayMemory:
         """Say that there is no short way to add; for adapters."""
         return False
 
+    add_at_once = add_as_is
+
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,
         extras: Mapping[str, Any] | None = None, valid: Any = None,

@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError
+from holdall.native.fast_tick import NativeFastTick, has_expected_objects
 from holdall.native.library import (
     CompressionLibraries,
     DenseLayout,
@@ -27,13 +28,11 @@ from holdall.native.library import (
     SlicedFieldStruct,
     TickWriterStruct,
     TransformStruct,
-    keeping_the_gil,
 )
 from holdall.native.reading import NativeDecoder
 from holdall.schema import Array, Bytes
 from holdall.storage import (
     TRANSFORM_FIELDS,
-    Arguments,
     Codec,
     Coded,
     Coder,
@@ -85,6 +84,10 @@ class NativeWriting:
     ) -> TickWriter:
         """Make a writer that has written the ticks from `ticks[0]` up to `ticks[1]`."""
         return NativeTickWriter(self._library, flat, ring_ticks, ticks)
+
+    def new_fast_tick(self, lock: Any, repair: Repair) -> FastTick:
+        """Make a short way to write ticks, for a memory with this lock."""
+        return NativeFastTick(self._library, lock, repair) if has_expected_objects(lock) else FastTick()
 
 
 class NativeBlock(SliceBlock):
@@ -263,7 +266,6 @@ class NativeTickWriter(TickWriter):
     ) -> None:
         super().__init__(flat, ring_ticks, ticks[0])
         self._write = library.holdall_write_tick
-        self._write_little = keeping_the_gil(library)
         rings = [
             FlatFieldStruct(
                 address(field.rows),
@@ -286,6 +288,11 @@ class NativeTickWriter(TickWriter):
         )
 
     @property
+    def places(self) -> tuple[TickWriterStruct, Any]:
+        """The struct that C writes ticks by, and what must live as long as it."""
+        return self._struct, (self._flat, self.flat)
+
+    @property
     def next_tick(self) -> int:
         """See `TickWriter`."""
         return int(self._struct.next_tick)
@@ -296,16 +303,14 @@ class NativeTickWriter(TickWriter):
 
     def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
         """See `TickWriter.write`."""
-        packed = b"".join([row.tobytes() for row in rows])
+        return self.write_packed(b"".join([row.tobytes() for row in rows]), sliced, is_kept=is_kept)
+
+    def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write_packed`."""
         kept = None if sliced is None else self._aim(sliced)
         ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
         del kept
         return int(ticks)
-
-    def fast_tick(self, arguments: Arguments) -> FastTick | None:
-        """See `TickWriter.fast_tick`: the call gives up the GIL only if it has more to do than that takes."""
-        call = self._write if arguments.large else self._write_little
-        return FastTick(arguments, self._struct.packed_bytes, ctypes.addressof(self._struct), call, self._aim)
 
     def _aim(self, sliced: SlicedTick) -> list[tuple[Array, Array]]:
         """Point C to the slices of the tick to come."""
