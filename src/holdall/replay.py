@@ -44,7 +44,7 @@ from holdall.sampling import (
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
 from holdall.storage import Budget, Rows, SpillFolder, Store, steps_in
 from holdall.threads import pool_threads
-from holdall.units import require_count
+from holdall.units import require_count, whole
 
 
 class ReplayMemory(MemoryOnDevice):
@@ -52,9 +52,9 @@ class ReplayMemory(MemoryOnDevice):
 
     Args:
         observation_space: Any gymnasium Box, Discrete, MultiBinary, MultiDiscrete, Dict or Tuple; or the schema of
-            another memory, which says all that this, `action_space`, `num_envs` and `extras` would.
+            another memory, which says all that this, `action_space`, `num_envs`, `extras` and `reward_shape` would.
         action_space: The same.
-        capacity: Transitions over all lanes; rounded down to whole ticks.
+        capacity: Transitions over all lanes; rounded down to whole ticks. 1e6 is a million.
         num_envs: Lanes: the leading axis of everything that is added.
         budget: RAM that may be used. "8GiB" or bytes limits all that the memory holds; "auto" leaves the newest
             transitions raw, up to a quarter of what is available now, and compresses the rest; None compresses all.
@@ -67,27 +67,31 @@ class ReplayMemory(MemoryOnDevice):
         seed: Seeds the sampler's generator.
         extras: Further fields per transition, by name.
         sampler: How `sample` draws; `Uniform()` by default.
+        reward_shape: What one lane's reward is, beside a number: `(n,)` for one per agent or per objective.
     """
 
     def __init__(
         self, observation_space: spaces.Space[Any] | Schema, action_space: spaces.Space[Any] | None,
-        capacity: int = 1_000_000, num_envs: int = 1,
+        capacity: float = 1_000_000, num_envs: int = 1,
         *,
         budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
         device: str | None = None, store_device: str | None = None, seed: int | None = None,
         extras: Mapping[str, spaces.Space[Any]] | None = None, sampler: Sampler | None = None,
+        reward_shape: tuple[int, ...] = (),
     ) -> None:  # fmt: skip
+        capacity = whole(capacity)
         if isinstance(observation_space, Schema):
             schema = observation_space
         else:
             require_count("num_envs", num_envs, 1)
-            require_count("capacity", capacity, num_envs, " (num_envs: it counts transitions over all lanes)")
-            schema = Schema.of(observation_space, action_space, extras, num_envs)  # type: ignore[arg-type]  # it says so
+            of_lanes = " (num_envs: it counts transitions over all lanes)"
+            capacity = require_count("capacity", capacity, num_envs, of_lanes)
+            schema = Schema.of(observation_space, action_space, extras, num_envs, reward_shape)
         settings = {
             "budget": budget, "prefer": prefer, "spill_dir": spill_dir, "device": device, "store_device": store_device,
         }  # fmt: skip
         self._kernels = chosen_kernels()
-        super().__init__(schema, capacity, settings, self._kernels.coder)
+        super().__init__(schema, int(capacity), settings, self._kernels.coder)
         self.spill_dir, self._generator = spill_dir, generator_of(seed)
         self.sampler = required_sampler(sampler)
         self._delivery = Delivery.of(device, store_device, schema.leaves)
@@ -101,7 +105,6 @@ class ReplayMemory(MemoryOnDevice):
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        # Adds a tick in one step, and returns how many were added in all; or 0 and adds nothing; for adapters.
         self.add_at_once = store.fast_tick.add
         LIVING.add(self)
 
@@ -111,7 +114,12 @@ class ReplayMemory(MemoryOnDevice):
     ) -> None:  # fmt: skip
         """Add one transition per lane; every array has a leading axis of `num_envs`.
 
+        With `num_envs=1` that axis may be left out: `add` takes what `env.step` gives. For every field the space's
+        shape, and `reward_shape`, say whether the axis is there; a space of shape (1,) takes (1, 1) and (1,). Integers
+        that fit into the space's integer dtype are taken whatever their own; nothing else is ever cast.
+
         Args:
+            reward: The first one sets the dtype of all; Python numbers are float64.
             next_obs: The true next observation: at an episode's end its final one, not the first of the next episode.
             valid: Lanes marked False made no transition (the step after an episode's end in Gymnasium's next-step
                 autoreset); they are never sampled and not counted.
@@ -125,24 +133,6 @@ class ReplayMemory(MemoryOnDevice):
             store = self._whole()
             store.write(tick)
         store.sealer.wait_for_room()
-
-    def add_as_is(self, *arguments: Any) -> int:
-        """Add a tick the short way, if it has one; return how many were added in all, or 0 if not; for adapters.
-
-        Args:
-            arguments: Those of `add_at_once`, which was tried before.
-        """
-        store = self._store
-        packed = None if store is None else store.fast_tick.pack(*arguments)
-        if store is None or not packed:
-            return 0
-        with self._locked():
-            if self._store is not store or not store.fast_tick.is_open:
-                return 0
-            ticks = store.write_fast(packed, arguments[0], arguments[3])
-        if store.fast_tick.fills_blocks:
-            store.sealer.wait_for_room()
-        return max(ticks, 0)
 
     def extend(
         self, obs: Any, action: Any, reward: Any, next_obs: Any, terminated: Any, truncated: Any,

@@ -1,7 +1,7 @@
 """Fast ticks: arguments of an `add` that need no change are checked and written by one built-in function, arguments.c.
 
-In:  what the arguments must be, and the writer of their memory.  Out: built-in functions of Python, made without headers.
-Invariant: C reads the fields of Python's and NumPy's objects only where real ones have them at the places it expects; all
+In:  what the arguments must be, and the writer of their memory.  Out: built-in functions, made without headers.
+Invariant: C reads the fields of Python's and NumPy's objects only if real ones have them at the places it expects. All
 other interpreters go the general way, and store the same.
 """
 
@@ -49,7 +49,12 @@ _OBJECTS = {
 class _MethodDef(ctypes.Structure):
     """PyMethodDef, of the stable interface."""
 
-    _fields_ = [("name", ctypes.c_char_p), ("function", ctypes.c_void_p), ("flags", ctypes.c_int), ("doc", ctypes.c_char_p)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("function", ctypes.c_void_p),
+        ("flags", ctypes.c_int),
+        ("doc", ctypes.c_char_p),
+    ]
 
 
 class _ArrayFields(ctypes.Structure):
@@ -79,7 +84,7 @@ class NativeFastTick(FastTick):
         )  # fmt: skip
         self._kept: list[Any] = []
         # A tuple, and not an array that has all: the collector of cycles looks into tuples.
-        owner = (np.frombuffer(self._struct, np.uint8), lock, pending, self._kept)
+        owner = (np.frombuffer(memoryview(self._struct).cast("B"), np.uint8), lock, pending, self._kept)
         self.add, self.pack = (_built_in(name, library, owner) for name in ("holdall_fast_add", "holdall_fast_pack"))
 
     @property
@@ -149,7 +154,7 @@ def _has_expected_layout() -> bool:
     if not _has_expected_lock():
         return False
     pair, plane = (object(), object()), np.zeros((3, 4), np.int16)
-    arrays = [np.zeros((2, 3, 5), np.float32), plane.T, plane[::2], np.zeros((), np.bool_), np.ones(7)]
+    arrays: list[Array] = [np.zeros((2, 3, 5), np.float32), plane.T, plane[::2], np.zeros((), np.bool_), np.ones(7)]
     items = ctypes.c_void_p * 3
     return list(items.from_address(id(pair) + _HEAD_BYTES)) == [len(pair), *map(id, pair)] and all(
         map(_is_as_expected, arrays)

@@ -42,7 +42,7 @@ class Tick(NamedTuple):
     ) -> Tick:  # fmt: skip
         """Check every argument of an `add`, or of an `extend` with one more leading axis."""
         return cls(
-            reward=fit_reward(reward, leading, reward_dtype),
+            reward=fit_reward(reward, leading, reward_dtype, schema.reward_shape),
             obs=schema.observation.flatten(obs, leading, "obs"),
             action=schema.action.flatten(action, leading, "action"),
             next_obs=schema.observation.flatten(next_obs, leading, "next_obs"),
@@ -217,9 +217,9 @@ class Arguments(NamedTuple):
 class FastTick:
     """Writes ticks whose arguments are arrays of exactly the right shapes and dtypes; this one never does.
 
-    `add(obs, action, reward, next_obs, terminated, truncated, infos=None)` writes a tick in one step, and returns how many
-    were written in all. It returns 0 and leaves all as it was if an argument is not as it must be, an info says that a
-    time limit cut its episode, the tick needs more than this step, or somebody has the memory's lock.
+    `add(obs, action, reward, next_obs, terminated, truncated, infos=None)` writes a tick in one step, and returns how
+    many were written in all. It returns 0 and leaves all as it was if an argument is not as it must be, an info says
+    that a time limit cut its episode, the tick needs more than this step, or somebody has the memory's lock.
     `pack`, with the same arguments, returns the fields in rings one after another, or 0.
     """
 

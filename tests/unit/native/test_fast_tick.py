@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import threading
 import weakref
@@ -29,7 +30,9 @@ CUT, UNCUT = {"TimeLimit.truncated": True}, {"TimeLimit.truncated": False, "othe
 def shown(space: Any, t: int) -> Any:
     if isinstance(space, spaces.Dict):
         return {key: shown(each, t) for key, each in space.spaces.items()}
-    return (np.zeros((LANES, *space.shape)) + t + np.arange(LANES).reshape(-1, *[1] * len(space.shape))).astype(space.dtype)
+    return (np.zeros((LANES, *space.shape)) + t + np.arange(LANES).reshape(-1, *[1] * len(space.shape))).astype(
+        space.dtype
+    )
 
 
 def step(space: Any, t: int) -> list[Any]:
@@ -55,7 +58,7 @@ def assert_same(memory: Any, oracle: OracleMemory) -> None:
     assert_same_bits(memory.gather(oracle.ids), oracle.gather(oracle.ids))
 
 
-class LikeAnArray(np.ndarray):  # type: ignore[type-arg]
+class LikeAnArray(np.ndarray):
     """What is not exactly an array."""
 
 
@@ -121,7 +124,9 @@ def test_anything_else_is_left_to_the_general_way(name: str) -> None:
         assert memory.add_at_once(*step(GOALS, 3)) == 4
 
 
-@pytest.mark.parametrize("infos", [[UNCUT, CUT], (UNCUT, UNCUT), [UNCUT, None], [{"TimeLimit.truncated": np.True_}, {}]])
+@pytest.mark.parametrize(
+    "infos", [[UNCUT, CUT], (UNCUT, UNCUT), [UNCUT, None], [{"TimeLimit.truncated": np.True_}, {}]]
+)
 def test_infos_that_say_more_are_left_to_the_caller(infos: Any) -> None:
     memory, oracle = begun(PLAIN)
     with memory:
@@ -205,6 +210,6 @@ def test_objects_that_lie_otherwise_are_noticed(monkeypatch: pytest.MonkeyPatch)
     fields = list(fast_tick._ArrayFields._fields_)
     for first in range(len(fields) - 1):
         swapped = [*fields[:first], fields[first + 1], fields[first], *fields[first + 2 :]]
-        other = type("Other", (fast_tick.ctypes.Structure,), {"_fields_": swapped})
+        other = type("Other", (ctypes.Structure,), {"_fields_": swapped})
         monkeypatch.setattr(fast_tick, "_ArrayFields", other)
         assert not fast_tick._has_expected_layout.__wrapped__(), swapped
