@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -11,10 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
-pytest.importorskip("rl_zoo3", reason="needs rl_zoo3, an extra of its own")
+rl_zoo3 = pytest.importorskip("rl_zoo3", reason="needs rl_zoo3, an extra of its own")
 
-SOURCE = Path(__file__).parents[2] / "src"
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "rl_zoo.md").read_text(encoding="utf-8")
 COMMON = ["--env", "CartPole-v1", "--seed", "3", "--eval-freq", "-1", "--device", "cpu", "--num-threads", "1"]
 SHORT = ["-n", "256", "-params", "learning_starts:100", "buffer_size:1000", "train_freq:64", "gradient_steps:32"]
 HOLDALL = ["--gym-packages", "holdall.zoo"]
@@ -40,7 +44,7 @@ for script, *arguments in json.loads(sys.argv[1]):
 
 def run(folder: Path, *scripts: list[str]) -> list[list[str]]:
     """Return what every script trained with: module and name of the buffer, its size, and the updates."""
-    surroundings = os.environ | {"PYTHONPATH": str(SOURCE), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-c", SEVERAL, json.dumps(scripts)]
     done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
@@ -100,3 +104,44 @@ def test_every_algorithm_of_the_zoo_learns_the_same_weights(algorithm: str, tmp_
     assert "holdall" not in " ".join(done[0])
     assert " ".join(done[1][:2]) == buffer
     assert weights(tmp_path / "plain", algorithm, env=env) == weights(tmp_path / "ours", algorithm, env=env)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_class_may_be_named_in_hyperparameters(tmp_path: Path) -> None:
+    """In a file and on the command line, as the guide says, without `holdall.zoo`."""
+    published = Path(rl_zoo3.__file__).parent / "hyperparams" / "dqn.yml"
+    settings = yaml.safe_load(published.read_text())["CartPole-v1"]
+    (line,) = (row for row in GUIDE.splitlines() if row.startswith("  replay_buffer_class: "))
+    (tmp_path / "with_holdall.yml").write_text(yaml.safe_dump({"CartPole-v1": settings | yaml.safe_load(line)}))
+    (command,) = (row for row in GUIDE.splitlines() if "__import__" in row and row.startswith("python"))
+    train = ["train", "--algo", "dqn", *COMMON]
+    plain, file, on_line, shown = run(
+        tmp_path,
+        [*train, "-f", "plain", *SHORT],
+        [*train, "-f", "file", "--conf-file", "with_holdall.yml", *SHORT],
+        [*train, "-f", "line", *SHORT, shlex.split(command)[-1]],
+        ["enjoy", "--algo", "dqn", "--env", "CartPole-v1", "-f", "file", "-n", "20", "--no-render", "--device", "cpu"],
+    )
+    assert plain[:2] == ["stable_baselines3.common.buffers", "ReplayBuffer"]
+    assert file[:2] == on_line[:2] == shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"]
+    plain_weights = weights(tmp_path / "plain", "dqn")
+    assert plain_weights == weights(tmp_path / "file", "dqn") == weights(tmp_path / "line", "dqn")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
+    """One after another in one folder, with the file that the guide has for one of them."""
+    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "prioritized.py").write_text(program)
+    commands = "".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()
+    assert len(commands) == 6
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    for command in commands:
+        python, *arguments = shlex.split(command)
+        assert python == "python"
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=surroundings, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, command + done.stdout[-3000:] + done.stderr[-3000:]
