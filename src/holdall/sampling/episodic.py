@@ -442,15 +442,14 @@ def sampler_to_resume(sampler: Sampler | None, saved: Mapping[str, Any], *, goes
 
 def _rebuilt(saved: Mapping[str, Any]) -> Sampler:
     """Make a sampler of holdall's of what `sampler_words` returned; settings that are none of its own are damage."""
-    kind = next((kind for kind in _SETTINGS if kind.__name__ == saved["kind"]), None)
-    settings, by = dict(saved.get("settings", {})), saved.get("by")
-    steps = [settings.get(name, 0) for name in ("n", "length", "burn_in")]
+    own = {kind.__name__: kind for kind in _SETTINGS}
+    by = {"by": _rebuilt(saved["by"])} if "by" in saved else {}
     try:
-        if kind is None or (by is not None and by["kind"] not in (Uniform.__name__, Prioritized.__name__)):
-            raise ArgumentError(f"{saved['kind']} is none of holdall's samplers, or draws by none of them")
-        if max(steps) > _MOST_SAVED_STEPS:
-            raise ArgumentError(f"{max(steps)} steps are more than {_MOST_SAVED_STEPS}")
-        made: Sampler = kind(**settings) if by is None else kind(**settings, by=_rebuilt(by))
-    except (ArgumentError, TypeError) as error:
+        made: Any = own[saved["kind"]](**saved.get("settings", {}), **by)
+    except (ArgumentError, KeyError, TypeError) as error:
         raise DamageError(f"the saved settings of the sampler make no sense ({error}); pass sampler=") from error
-    return made
+    steps = max(getattr(made, name, 0) for name in ("n", "length", "burn_in"))
+    if steps > _MOST_SAVED_STEPS:
+        raise DamageError(f"the saved sampler takes {steps} steps, more than {_MOST_SAVED_STEPS}; pass sampler=")
+    sampler: Sampler = made
+    return sampler

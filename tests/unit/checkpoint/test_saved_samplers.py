@@ -21,12 +21,9 @@ LANES = 2
 
 def add(memory: ReplayMemory) -> None:
     tick = memory.next_id // LANES
-    rows = np.full((2, LANES, 3), tick, np.float32) + [[[0]], [[1]]]
-    ends = np.full(LANES, tick % 9 == 8)
-    memory.add(
-        rows[0].astype(np.float32), np.zeros(LANES, np.int64), np.full(LANES, tick, np.float32),
-        rows[1].astype(np.float32), ends, np.zeros(LANES, np.bool_),
-    )  # fmt: skip
+    rows, numbers = np.full((LANES, 3), tick, np.float32), np.full(LANES, tick, np.float32)
+    ends, flags = np.full(LANES, tick % 9 == 8), np.zeros(LANES, np.bool_)
+    memory.add(rows, np.zeros(LANES, np.int64), numbers, rows + 1, ends, flags)
 
 
 def filled(sampler: Any, ticks: int) -> ReplayMemory:
