@@ -345,11 +345,12 @@ class Rings:
             return np.ones(ids.shape, np.bool_)
         return np.asarray(~_take(self.invalid, self.slots(ids)))
 
-    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Overwrite how transitions ended."""
-        slot = self.slots(ids)
-        self.terminated.reshape(-1)[slot] = terminated
-        self.truncated.reshape(-1)[slot] = truncated
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Array]) -> None:
+        """Write new rows of some columns, under ids that are all different."""
+        slot, rings = self.slots(ids), self.columns()
+        for name, rows in columns.items():
+            ring = rings[name]
+            ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:])[slot] = rows
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
         """Count the lanes that made no transition in the ticks from one on; those up to `next_tick` were written."""
