@@ -282,10 +282,7 @@ Box, Discrete = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(5)
     ("of", "told"),
     [
         ((Box, Discrete, 3), "num_envs=3, envs has 2 environments; make the memory with"),
-        (
-            holdall.ReplayMemory(Discrete, Discrete, 100, 2),
-            r"observation_space of envs is float32\(3,\), that of memory",
-        ),
+        ((Discrete, Discrete, 2), r"observation_space of envs is float32\(3,\), that of memory is int64\(\); make"),
         ((Box, Box, 2), r"action_space of envs is int64\(\), that of memory is float32\(3,\)"),
     ],
 )
