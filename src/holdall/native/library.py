@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdall.errors import ArgumentError
 from holdall.storage import COLUMN_FIELDS, RECORD_FIELDS, TRANSFORM_FIELDS
 
-_VERSION = 12
+_VERSION = 13
 """What holdall_version must return; raised with every change of an exported function."""
 
 _LOG = logging.getLogger("holdall")
@@ -214,6 +214,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
     "holdall_append": (NUMBER, [POINTER] * 5),
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
+    "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),
