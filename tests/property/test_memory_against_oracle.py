@@ -350,6 +350,6 @@ def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
 TestMemoryAgainstOracle = pytest.mark.timeout(900)(MemoryAgainstOracle.TestCase)  # a failure has to be shrunk
 TestMemoryAgainstOracle.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    max_examples=max(400, settings.default.max_examples if settings.default else 0),
+    max_examples=settings.default.max_examples if settings.default else 150,
     stateful_step_count=30,
 )
