@@ -25,7 +25,7 @@ from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts, fresh_bytes
+from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -325,6 +325,13 @@ class Store:
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
+
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
+        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
