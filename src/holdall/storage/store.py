@@ -148,14 +148,6 @@ class Store:
             self.after_write(sliced)
         return ticks
 
-    def write_steps(self, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        for t in range(first, len(steps.reward)):
-            self.write(steps.cut(t))
-            if self.sealer.is_crowded:
-                return t + 1
-        return len(steps.reward)
-
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
         segments, now = self.large_segments, self.next_tick

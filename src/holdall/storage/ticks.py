@@ -20,6 +20,7 @@ from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
     from holdall.storage.slices import Cursors, OpenPart
+    from holdall.storage.store import Store
 
 
 class Tick(NamedTuple):
@@ -72,6 +73,35 @@ def steps_in(reward: Any) -> int:
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])
+
+
+class StepsLeft:
+    """The steps that an `extend` was given, and how many of them are written."""
+
+    def __init__(self, steps: Tick) -> None:
+        self._steps = steps
+        self._written = 0
+
+    def __bool__(self) -> bool:
+        return self._written < len(self._steps.reward)
+
+    def write(self, store: Store) -> None:
+        """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
+        before = store.next_tick - self._written
+        try:
+            self._write_until_crowded(store, before)
+        except BaseException:
+            store.repair.run()
+            self._write_until_crowded(store, before)
+            raise
+
+    def _write_until_crowded(self, store: Store, before: int) -> None:
+        """Go on behind the last tick that the store counts: all since `before` are these steps."""
+        while (done := store.next_tick - before) < len(self._steps.reward):
+            store.write(self._steps.cut(done))
+            if store.sealer.is_crowded:
+                break
+        self._written = store.next_tick - before
 
 
 # ---------------------------------------------------------------- interrupts
