@@ -26,7 +26,7 @@ from holdall.delivery import (
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, require_held
-from holdall.storage import Budget, Kernels, Store, StoreContent, Tick
+from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick
 
 
 class MemoryOnDevice(SavedMemory):
@@ -79,6 +79,18 @@ class MemoryOnDevice(SavedMemory):
         if reward_dtype is None:
             self._delivery.require(Leaf("reward", (), tick.reward.dtype))
         return tick
+
+    def _write_steps(self, left: StepsLeft, *, waits: bool = True) -> None:
+        """Write all steps, and let others in when blocks pile up; the first interrupt waits for the last step."""
+        try:
+            while left:
+                with self._locked():
+                    left.write(self._whole())
+                self._open().sealer.wait_for_room()
+        except BaseException:
+            if waits:
+                self._write_steps(left, waits=False)
+            raise
 
     def _is_born_on_device(self, obs: Any) -> bool:
         """Whether observations are on the store's device, or the memory lives there anyway."""

@@ -43,7 +43,17 @@ from holdall.storage.snapshot import (
     put_rows,
 )
 from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    FastTick,
+    Repair,
+    SlicedTick,
+    StepRuns,
+    Tick,
+    TickWriter,
+    restoring,
+)
 from holdall.storage.tiers import Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
@@ -146,22 +156,16 @@ class Store:
             self.after_write(sliced)
         return ticks
 
-    def write_steps(self, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        runs = steps.runs()
-        while first < len(steps.reward):
-            written, sliced = 0, None
-            if steps.valid is None and self._has_runs:
-                prepare = partial(self._rings.prepare, first_tick=self.first_tick, next_tick=self.next_tick)
-                written, sliced = runs.write(first, self._writer, prepare, self.large_segments, self._large)
-            if not written:
-                self.write(steps.cut(first))
-            elif sliced is not None:
-                self.after_write(sliced)
-            first += written or 1
-            if self.sealer.is_crowded:
-                break
-        return first
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        written, sliced = 0, None
+        if runs.steps.valid is None and self._has_runs:
+            prepare = partial(self._rings.prepare, first_tick=self.first_tick, next_tick=self.next_tick)
+            written, sliced = runs.write(first, self._writer, prepare, self.large_segments, self._large)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
 
     @property
     def _has_runs(self) -> bool:
