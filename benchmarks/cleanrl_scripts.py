@@ -63,7 +63,7 @@ class Run(NamedTuple):
 
 _CART = "--total-timesteps 8000 --learning-starts 1000 --buffer-size 4000"
 _CONTROL = "--total-timesteps 1500 --learning-starts 300 --buffer-size 1000"
-_ATARI = "--total-timesteps 4000 --learning-starts 1000 --buffer-size 2500"
+_ATARI = "--total-timesteps 2500 --learning-starts 1000 --buffer-size 1500"
 RUNS = {
     "dqn": Run("dqn", _CART),
     "c51": Run("c51", _CART),
@@ -74,7 +74,7 @@ RUNS = {
     "td3_jax": Run("td3_continuous_action_jax", f"--env-id Pendulum-v1 {_CONTROL}"),
     "dqn_atari": Run("dqn_atari", _ATARI, (*BOTH, "holdall compressed")),
     "dqn_atari_cut": Run(
-        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 1500 --learning-starts 300 --buffer-size 2000",
+        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 2000",
         (*BOTH, "cleanrl plain"), "cleanrl plain",
     ),
 }  # fmt: skip
