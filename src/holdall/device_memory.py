@@ -25,7 +25,7 @@ from holdall.delivery import (
 )
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
-from holdall.schema import Array, Leaf, as_ids, require_held
+from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, require_held
 from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick
 
 
@@ -128,6 +128,13 @@ class MemoryOnDevice(SavedMemory):
             lanes = self.num_envs
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
             store.rewrite(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
+
+    def extra(self, name: str, ids: Any) -> Array:
+        """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
+        with self._locked():
+            store, wanted, lanes = self._whole(), ids_of_any_shape(ids), self.num_envs
+            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
+            return store.extra((self.schema.extras.keys or ()).index(name), wanted)
 
     def _move_to_device(self, fit: TensorFit) -> None:
         """Let everything live on the store's device; nothing was added yet."""

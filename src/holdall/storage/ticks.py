@@ -19,6 +19,7 @@ from holdall.errors import ArgumentError
 from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart
     from holdall.storage.store import Store
@@ -76,16 +77,12 @@ class StepRuns:
         self._packed: tuple[TickWriter | None, int, Bytes] = None, 0, np.empty((0, 0), np.uint8)
 
     def write(
-        self, first: int, writer: TickWriter, prepare: Callable[[Tick], list[Array]], segments: Segments,
-        large: list[int],
-    ) -> tuple[int, SlicedTick | None]:  # fmt: skip
-        """Write steps from `first` on in one call; return how many, and what of them was cut into slices.
-
-        Args:
-            prepare: Returns the rows of steps that lie in rings.
-            large: Observation leaves that lie in segments.
-        """
-        packed = self._packed_from(first, writer, prepare)
+        self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int]
+    ) -> tuple[int, SlicedTick | None]:
+        """Write steps from `first` on in one call; return how many, and what of them was cut into slices."""
+        if not rings.takes_runs(writer):
+            return 0, None
+        packed = self._packed_from(first, writer, rings)
         if not large:
             return writer.write_run(packed, None), None
         now = writer.next_tick
@@ -94,10 +91,11 @@ class StepRuns:
         sliced = segments.sliced(now, obs, next_obs)
         return writer.write_run(packed[: some.stop - first], sliced), sliced
 
-    def _packed_from(self, first: int, writer: TickWriter, prepare: Callable[[Tick], list[Array]]) -> Bytes:
+    def _packed_from(self, first: int, writer: TickWriter, rings: Rings) -> Bytes:
+        """Return the fields in rings of some steps from `first` on, one tick after another."""
         packed_for, packed_first, packed = self._packed
         if packed_for is not writer or first >= packed_first + len(packed):
-            rows = prepare(self.steps.cut(slice(first, first + _MOST_PACKED)))
+            rows = rings.rows_of_steps(self.steps.cut(slice(first, first + _MOST_PACKED)))
             parts = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
             packed_first, packed = first, np.concatenate(parts, axis=1)
             self._packed = writer, packed_first, packed
