@@ -31,7 +31,16 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
+from holdall.storage.layout import (
+    ALIGNMENT_BYTES,
+    COLUMN_FIELDS,
+    RowSources,
+    RowTable,
+    Window,
+    WindowSearches,
+    as_bytes,
+    fresh_bytes,
+)
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -107,6 +116,7 @@ from holdall.storage.ticks import (
     FlatField,
     Repair,
     SlicedTick,
+    StepsLeft,
     Tick,
     TickWriter,
     steps_in,
@@ -165,6 +175,8 @@ __all__ = [
     "Repair",
     "RolloutFields",
     "RowChunk",
+    "RowSources",
+    "RowTable",
     "Rows",
     "SealedSegment",
     "SealedSlices",
@@ -174,6 +186,7 @@ __all__ = [
     "SliceBlock",
     "SlicedTick",
     "SpillFolder",
+    "StepsLeft",
     "Store",
     "StoreContent",
     "Tick",
