@@ -205,7 +205,7 @@ class ResidentBatches(Batches):
             self._sampler = (sampler, DeviceSampler(sampler, self._rings, self._capacity))
         return self._sampler[1]
 
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`; the rows are copied here, in the order of the stream."""
         rings = self._rings
         last = None if draw.last_ids is None else rings.to_device(draw.last_ids)

@@ -293,16 +293,20 @@ class Rings:
             held: The first id held, and the one behind the last; others are refused.
             take: Returns memory, from an aligned address on.
         """
+        columns = self.table(cursors).copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
+        if columns is None:
+            require_in_range(ids, *held)
+            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
+        return columns
+
+    def table(self, cursors: list[Cursors]) -> RowTable:
+        """Return how rows are copied from here."""
         table = self._table
         if table is None or not table.fits(len(self.small), self._rest_count, cursors):
             table = self._table = RowTable(
                 self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
             )
-        columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
-        if columns is None:
-            require_in_range(ids, *held)
-            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
-        return columns
+        return table
 
     def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
         """Name the columns that `read` returned; the fields that are not here lie at `places`."""

@@ -25,7 +25,7 @@ from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts, fresh_bytes
+from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -82,7 +82,7 @@ class Store:
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
         )
-        self._writer = self._new_writer(first_tick, first_tick)
+        self._writer: TickWriter = self._rings.new_writer(kernels, (first_tick, first_tick), self.repair)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
@@ -116,7 +116,8 @@ class Store:
         is_kept = False
         for _ in range(3):
             if not self._writer.writes(self._rings.flat()):
-                self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
+                ticks_before = (self._writer.first_tick, self.next_tick)
+                self._writer = self._rings.new_writer(self._kernels, ticks_before, self.repair)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
@@ -127,9 +128,6 @@ class Store:
                 break
         if ticks <= 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
-
-    def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
-        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
@@ -150,11 +148,27 @@ class Store:
 
     def write_steps(self, steps: Tick, first: int) -> int:
         """Write steps from `first` on until blocks pile up; return the first that is left."""
-        for t in range(first, len(steps.reward)):
-            self.write(steps.cut(t))
+        runs = steps.runs()
+        while first < len(steps.reward):
+            written, sliced = 0, None
+            if steps.valid is None and self._has_runs:
+                prepare = partial(self._rings.prepare, first_tick=self.first_tick, next_tick=self.next_tick)
+                written, sliced = runs.write(first, self._writer, prepare, self.large_segments, self._large)
+            if not written:
+                self.write(steps.cut(first))
+            elif sliced is not None:
+                self.after_write(sliced)
+            first += written or 1
             if self.sealer.is_crowded:
-                return t + 1
-        return len(steps.reward)
+                break
+        return first
+
+    @property
+    def _has_runs(self) -> bool:
+        """Whether nothing has to be done between two ticks, so that several may be written in one call."""
+        rings, writer = self._rings, self._writer
+        waits = self._snapshots.pending or rings.scouts or self.large_segments.is_searching or rings.reward is None
+        return writer.has_runs and not waits and rings.invalid is None and writer.writes(rings.flat())
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
@@ -312,6 +326,13 @@ class Store:
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
 
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
+        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
+
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
         return self._rings.are_valid(ids)
@@ -404,8 +425,8 @@ class Store:
         leaves = self._schema.observation.leaves
         self._not_before = self._begun_at = content.first_tick
         self._large = list(content.large)
-        self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
+        self._writer = rings.new_writer(self._kernels, (content.first_tick, content.next_tick), self.repair)
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
         self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
         sliced = [leaves[i] for i in self._large]

@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
+from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart
 
 
@@ -52,6 +53,10 @@ class Tick(NamedTuple):
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
 
+    def runs(self) -> StepRuns:
+        """Return what writes several ticks in one call."""
+        return StepRuns(self)
+
     def cut(self, where: int | slice) -> Tick:
         """Return one tick of several, or some of them; nothing is copied."""
         return Tick(
@@ -64,6 +69,46 @@ class Tick(NamedTuple):
             extras=[array[where] for array in self.extras],
             valid=None if self.valid is None else self.valid[where],
         )
+
+
+class StepRuns:
+    """Steps of an `extend`, written several in one call; the fields in rings are packed once for all calls."""
+
+    def __init__(self, steps: Tick) -> None:
+        self._steps = steps
+        self._packed: Bytes = np.empty((0, 0), np.uint8)
+        self._first = 0
+        self._writer: TickWriter | None = None
+
+    def write(
+        self, first: int, writer: TickWriter, prepare: Callable[[Tick], list[Array]], segments: Segments,
+        large: list[int],
+    ) -> tuple[int, SlicedTick | None]:  # fmt: skip
+        """Write steps from `first` on in one call; return how many, and what of them was cut into slices.
+
+        Args:
+            prepare: Returns the rows of steps that lie in rings.
+            large: Observation leaves that lie in segments.
+        """
+        packed = self._packed_from(first, writer, prepare)
+        if not large:
+            return writer.write_run(packed, None), None
+        now = writer.next_tick
+        some = slice(first, first + min(len(packed), segments.sure_ticks(now)))
+        obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self._steps.obs, self._steps.next_obs))
+        sliced = segments.sliced(now, obs, next_obs)
+        return writer.write_run(packed[: some.stop - first], sliced), sliced
+
+    def _packed_from(self, first: int, writer: TickWriter, prepare: Callable[[Tick], list[Array]]) -> Bytes:
+        if self._writer is not writer or first >= self._first + len(self._packed):
+            rows = prepare(self._steps.cut(slice(first, first + _MOST_PACKED)))
+            parts = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
+            self._packed, self._first, self._writer = np.concatenate(parts, axis=1), first, writer
+        return self._packed[first - self._first :]
+
+
+_MOST_PACKED = 4096
+"""Steps that are packed at once."""
 
 
 def steps_in(reward: Any) -> int:
@@ -183,6 +228,18 @@ class TickWriter(ABC):
         Args:
             rows: Of the fields in rings; next observations follow on their observations.
         """
+
+    has_runs = False
+    """Whether it writes several ticks in one call."""
+
+    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
+        """Write ticks in one call, up to the first that `write` has more to do for; return how many.
+
+        Args:
+            packed: Of every tick the rows that `write` takes, one after another, as bytes.
+            sliced: As for `write`; observations have a leading time axis.
+        """
+        return 0
 
     def fast_tick(self, _arguments: Arguments) -> FastTick | None:
         """Return a short way to write ticks whose arguments need no change; None if there is none."""
