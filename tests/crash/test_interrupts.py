@@ -24,7 +24,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.storage import segment
+from holdall.storage import sealer, segment
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
@@ -43,6 +43,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 POINTS = [pytest.param(None, id="all", marks=pytest.mark.nightly), pytest.param(3, id="some")]
 """At how many lines a call is interrupted: all, or some that are spread over it."""
+
+
+EXTENDED = 3  # steps of an `extend`
 
 
 class Interrupt(KeyboardInterrupt):
@@ -244,22 +247,28 @@ def test_an_interrupted_add_is_made_or_is_not(
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
-def test_an_interrupted_extend_leaves_its_first_steps_whole(name: str, points: int | None, tmp_path: Path) -> None:
-    def extend(scene: Scene) -> None:
-        steps = [scene.step(scene.t + k) for k in range(3)]
-        scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+@pytest.mark.parametrize("name", ["first tick", "rings, full", "Dict, segment closes", "Dict, spills"])
+def test_an_interrupted_extend_is_made_or_is_not(
+    name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its steps, or none of them, also where it waits for a block to be sealed in between."""
+    monkeypatch.setattr(sealer, "_WAIT_FROM", 1)
+    sweep(scenes(tmp_path)[name], extend, points, settle_extend)
 
-    def settle(scene: Scene) -> None:
-        for _ in range(3):
-            step = scene.step(scene.t)
-            scene.t += 1
-            if scene.memory.next_id > scene.oracle.next_id:
-                scene.oracle.add(**step)
-        assert scene.memory.next_id == scene.oracle.next_id
-        scene.go_on()
 
-    sweep(scenes(tmp_path)[name], extend, points, settle)
+def extend(scene: Scene) -> None:
+    steps = [scene.step(scene.t + k) for k in range(EXTENDED)]
+    scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+
+
+def settle_extend(scene: Scene) -> None:
+    steps = [scene.step(scene.t + k) for k in range(EXTENDED)]
+    scene.t += EXTENDED
+    before, now = scene.oracle.next_id, scene.memory.next_id
+    assert now in (before, before + EXTENDED * scene.lanes)
+    for step in steps if now > before else []:
+        scene.oracle.add(**step)
+    scene.go_on()
 
 
 def stacked(values: list[Any]) -> Any:
@@ -596,7 +605,7 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
             scene = scenes(tmp_path / "spill")[name]()
             for k in range(60):
                 step, added = scene.step(scene.t), False
-                kind = generator.choice(["add", "add", "add", "sample", "gather", "save"])
+                kind = generator.choice(["add", "add", "add", "extend", "sample", "gather", "save"])
                 pause = generator.uniform(1e-6, 400e-6)
                 calls += 1
                 try:
@@ -605,6 +614,8 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
                     if kind == "add":
                         added = True
                         scene.memory.add(**step)
+                    elif kind == "extend":
+                        extend(scene)
                     elif kind == "sample":
                         scene.memory.sample(8)
                     elif kind == "gather":
@@ -615,6 +626,8 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
                 except Interrupt:
                     armed = False
                     hits += 1
+                if kind == "extend":
+                    settle_extend(scene)
                 if added:
                     scene.t += 1
                     if scene.memory.next_id > scene.oracle.next_id:

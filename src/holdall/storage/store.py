@@ -43,7 +43,17 @@ from holdall.storage.snapshot import (
     put_rows,
 )
 from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    FastTick,
+    Repair,
+    SlicedTick,
+    StepRuns,
+    Tick,
+    TickWriter,
+    restoring,
+)
 from holdall.storage.tiers import Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
@@ -82,7 +92,7 @@ class Store:
         self.large_segments = Segments(
             kernels, sliced, self._lanes, capacity_ticks, budget.segment_bytes, first_tick, self.repair
         )
-        self._writer: TickWriter = self._rings.new_writer(kernels, (first_tick, first_tick), self.repair)
+        self._writer = self._new_writer(first_tick, first_tick)
         self._is_fit_known = budget.limit is None or folder is not None
         self._tiers = Tiers(budget, spills=folder is not None, measures_early=not self._is_fit_known)
         write = None if folder is None else folder.write
@@ -116,8 +126,7 @@ class Store:
         is_kept = False
         for _ in range(3):
             if not self._writer.writes(self._rings.flat()):
-                ticks_before = (self._writer.first_tick, self.next_tick)
-                self._writer = self._rings.new_writer(self._kernels, ticks_before, self.repair)
+                self._writer = self._new_writer(self._writer.first_tick, self.next_tick)
             ticks = self._writer.write(rows, sliced, is_kept=is_kept)
             if ticks == NOT_CONTINUED:
                 self._rings.keep_apart(self.next_tick, dict(enumerate(obs)))
@@ -128,6 +137,9 @@ class Store:
                 break
         if ticks <= 0:
             raise DamageError("a segment ran over; nothing of the tick was written. Report this")
+
+    def _new_writer(self, first_tick: int, next_tick: int) -> TickWriter:
+        return self._rings.new_writer(self._kernels, (first_tick, next_tick), self.repair)
 
     def write_fast(self, fast: FastTick, packed: bytes, obs: Any, next_obs: Any) -> int:
         """Write a tick the short way, where it is more than one call; return what `FastTick.write` does."""
@@ -146,29 +158,15 @@ class Store:
             self.after_write(sliced)
         return ticks
 
-    def write_steps(self, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        runs = steps.runs()
-        while first < len(steps.reward):
-            written, sliced = 0, None
-            if steps.valid is None and self._has_runs:
-                prepare = partial(self._rings.prepare, first_tick=self.first_tick, next_tick=self.next_tick)
-                written, sliced = runs.write(first, self._writer, prepare, self.large_segments, self._large)
-            if not written:
-                self.write(steps.cut(first))
-            elif sliced is not None:
-                self.after_write(sliced)
-            first += written or 1
-            if self.sealer.is_crowded:
-                break
-        return first
-
-    @property
-    def _has_runs(self) -> bool:
-        """Whether nothing has to be done between two ticks, so that several may be written in one call."""
-        rings, writer = self._rings, self._writer
-        waits = self._snapshots.pending or rings.scouts or self.large_segments.is_searching or rings.reward is None
-        return writer.has_runs and not waits and rings.invalid is None and writer.writes(rings.flat())
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
+        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
@@ -349,6 +347,10 @@ class Store:
         """Copy rewards and flags of `ids`, of any shape."""
         return self._rings.rewards(ids), *self._rings.flags(ids)
 
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return self._rings.extra(number, ids)
+
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
         self.flags_changed += 1
@@ -425,8 +427,8 @@ class Store:
         leaves = self._schema.observation.leaves
         self._not_before = self._begun_at = content.first_tick
         self._large = list(content.large)
+        self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
-        self._writer = rings.new_writer(self._kernels, (content.first_tick, content.next_tick), self.repair)
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
         self._budget.choose(field_layouts(self._schema, self._ring_ticks, self._large))  # it may be another than here
         sliced = [leaves[i] for i in self._large]

@@ -13,6 +13,7 @@ from sb3_contrib import QRDQN
 from sb3_contrib.common.utils import quantile_huber_loss
 from stable_baselines3 import DQN
 from stable_baselines3.common import buffers
+from stable_baselines3.common.evaluation import evaluate_policy
 from stable_baselines3.common.vec_env import DummyVecEnv
 from torch.nn import functional
 
@@ -212,3 +213,20 @@ def test_the_mix_in_takes_an_algorithm_of_a_users_own() -> None:
     assert_same_learning(trained(Double), trained(PrioritizedDouble, alpha=0.0))
     model = trained(PrioritizedDouble)
     assert len(set(model.replay_buffer.sampler.state()["scaled"].tolist())) > 40
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("algorithm", [PrioritizedDQN, PrioritizedQRDQN])
+def test_it_learns_to_balance_a_pole(algorithm: Any) -> None:
+    """CartPole, with rl-zoo's hyperparameters for DQN: a random policy gets 20, a good one 500."""
+    model = algorithm(
+        "MlpPolicy", "CartPole-v1", learning_rate=2.3e-3, batch_size=64, buffer_size=100_000, learning_starts=1_000,
+        target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
+        exploration_final_eps=0.04, policy_kwargs={"net_arch": [256, 256]}, seed=1, device="cpu",
+    )  # fmt: skip
+    before, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
+    model.learn(30_000)
+    after, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
+    assert before < 60
+    assert after > 195

@@ -26,8 +26,8 @@ FEW = [
 ]
 ALL = [
     "test_arrays.py", "test_budget.py", "test_contrib.py", "test_copies.py", "test_edited_rollouts.py",
-    "test_prioritized.py", "test_prioritized_dqn.py", "test_resume.py", "test_same_her.py", "test_same_nstep.py", "test_same_rollouts.py",
-    "test_same_samples.py", "test_same_weights.py", "test_saving.py", "test_slots.py",
+    "test_prioritized.py", "test_prioritized_dqn.py", "test_resume.py", "test_same_her.py", "test_same_nstep.py",
+    "test_same_rollouts.py", "test_same_samples.py", "test_same_weights.py", "test_saving.py", "test_slots.py",
 ]  # fmt: skip
 
 
