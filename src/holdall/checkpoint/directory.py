@@ -138,6 +138,9 @@ class DirectoryReader:
         above = DirectoryReader(top, self._disk)
         return above if "FORMAT" in above.names(".") or above.numbers() else None
 
+    def wait_on(self) -> None:
+        """Nothing is waited for."""
+
     def interrupt(self) -> None:
         """Nothing is waited for."""
 

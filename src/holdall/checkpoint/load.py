@@ -31,6 +31,7 @@ from holdall.checkpoint.manifest import (
     require_whole,
 )
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
+from holdall.checkpoint.waiting import LOAD_S, Waiting
 from holdall.errors import CheckpointError, DamageError
 from holdall.json_state import dtype_of, malformed_refused, schema_of
 from holdall.machine import memory_limits
@@ -361,18 +362,21 @@ def _saved(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> SavedR
     return saved
 
 
-def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointReader:
+def open_reader(
+    url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, timeout: float = LOAD_S
+) -> CheckpointReader:
     """Return the checkpoints at a url or path, to be read.
 
     Args:
         cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
+        timeout: An object store that does not answer for so many seconds is given up.
     """
     location = normalized_url(url)
     if is_remote(location):
         from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
         from holdall.checkpoint.objects import Objects  # noqa: PLC0415
 
-        return ObjectStoreReader(Objects(location), cache_dir)
+        return ObjectStoreReader(Objects(location, Waiting(location, timeout)), cache_dir)
     return DirectoryReader(Path(location))
 
 
