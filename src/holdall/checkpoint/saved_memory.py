@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from holdall.checkpoint.load import Loading, Restored, open_reader
+from holdall.checkpoint.directory import open_reader
+from holdall.checkpoint.load import Loading, Restored
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
@@ -202,8 +203,8 @@ class SavedMemory(ABC):
                 `Hindsight` with its function, have to be passed; one of another kind than the saved starts afresh.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
-            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
-                none, all others are loaded, and the log says what is lost. Everything is read for that.
+            recover: Take the newest checkpoint even if records of it are damaged or files are gone: transitions that
+                touch them count as none, all others are loaded, and the log says what is lost. Everything is read.
             store_device: As of the constructor; a memory whose data was born on a device goes back there.
             timeout: An object store that does not answer for so many seconds is given up, and an error says so. What
                 is sampled later waits until it answers, or the memory is closed.
