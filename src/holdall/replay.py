@@ -189,7 +189,7 @@ class ReplayMemory(MemoryOnDevice):
             with self._locked():
                 store = self._whole()
                 draw = saved.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
-                return draw, batches.look_up(draw, store)
+                return draw, batches.look_up(draw, store, ahead=prefetch > 0)
 
         self._prefetched = self._prefetched or Prefetched()
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, None if is_own else batches.close)

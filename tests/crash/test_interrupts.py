@@ -107,15 +107,19 @@ class Scene:
     episode: int = 7  # steps
     settings: dict[str, Any] = field(default_factory=dict)
     with_valid: bool = False
+    extras: tuple[str, ...] = ()
     t: int = 0
+    rows: dict[str, Any] = field(default_factory=dict)  # what a call is given
+    frozen: Any = None  # a snapshot that is still to be read
 
     def __post_init__(self) -> None:
         make = dict(self.settings)
         self.folder = make.pop("folder", None)
         sampler = make.pop("make_sampler", holdall.Uniform)()
         self.memory = holdall.ReplayMemory(
-            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler, **make
-        )
+            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler,
+            extras=dict.fromkeys(self.extras, SMALL), **make,
+        )  # fmt: skip
         self.oracle = OracleMemory(self.capacity * self.lanes, self.lanes)
         for _ in range(self.ticks):
             self.add()
@@ -131,6 +135,8 @@ class Scene:
             "terminated": np.full(self.lanes, ends),
             "truncated": np.zeros(self.lanes, np.bool_),
         }
+        if self.extras:
+            made["extras"] = {name: np.full((self.lanes, 3), t, np.float32) for name in self.extras}
         if self.with_valid:
             made["valid"] = np.arange(self.lanes) + t % 5 != 4
         return made
@@ -365,6 +371,37 @@ def test_interrupted_flags_are_set_or_are_not(
         scene.go_on()
 
     sweep(scenes(tmp_path)["Dict, segment closes"], lambda scene: set_flags(scene.memory, scene), points, settle)
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("columns", [1, 2])
+def test_an_interrupted_update_is_made_or_is_not(
+    columns: int, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All columns and rows of it, whatever the caller does with its arrays afterwards. A snapshot sees none of it."""
+    monkeypatch.setattr("holdall.storage.snapshot._CHUNK_BYTES", 600)
+    ids, numbers = np.arange(5, 60, 2), itertools.count()
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=110, capacity=120, extras=("hidden", "value"))
+        scene.folder = tmp_path / f"run{next(numbers)}"
+        scene.rows = {name: np.full((len(ids), 3), 9_000, np.float32) for name in ("hidden", "value")[:columns]}
+        scene.frozen = scene.memory._open().freeze({}).rows
+        return scene
+
+    def settle(scene: Scene) -> None:
+        chunks = [scene.frozen.take(number).columns for number in scene.frozen.wanted]
+        for name in ("extras.0", "extras.1"):
+            assert np.concatenate([chunk[name] for chunk in chunks])[:, 1, 2].tolist() == list(range(110))
+        for rows in scene.rows.values():
+            rows[:] = -1  # the caller's own
+        seen = scene.memory.gather(ids).extras["hidden"]
+        if (seen == 9_000).all():
+            scene.oracle.update(ids, **{name: np.full_like(rows, 9_000) for name, rows in scene.rows.items()})
+        scene.go_on()
+        scene.check_saved(scene.folder)
+
+    sweep(make, lambda scene: scene.memory.update(ids, **scene.rows), points, settle)
 
 
 @pytest.mark.parametrize("points", POINTS)

@@ -226,6 +226,13 @@ class ReplayMemory:
         self.flush()
         self._priorities.send(*update)
 
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
+        raise ArgumentError(
+            f"update of {sorted(columns)}: a memory over shards does not rewrite extras; keep them in a "
+            "holdall.ReplayMemory, or have the actors compute them"
+        )
+
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()

@@ -31,7 +31,16 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
+from holdall.storage.layout import (
+    ALIGNMENT_BYTES,
+    COLUMN_FIELDS,
+    RowSources,
+    RowTable,
+    Window,
+    WindowSearches,
+    as_bytes,
+    fresh_bytes,
+)
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -166,6 +175,8 @@ __all__ = [
     "Repair",
     "RolloutFields",
     "RowChunk",
+    "RowSources",
+    "RowTable",
     "Rows",
     "SealedSegment",
     "SealedSlices",
