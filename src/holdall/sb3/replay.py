@@ -12,7 +12,8 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
 from typing import Any, Self
@@ -162,11 +163,14 @@ class ReplayBuffer(buffers.ReplayBuffer):
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         if self.full and self.memory.next_id == 0:  # somebody set `full`
             return self._samples_of_nothing(batch_size, env)
-        # Its own buffer draws differently with optimize_memory_usage; this one never does.
-        filled, newest = self.size(), self.memory.next_id // self.n_envs - 1
         if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
-            return self._get_samples(np.random.randint(0, filled, size=batch_size), env=env)  # noqa: NPY002  as they do
-        return self._samples(self._held(draw_slots(batch_size, filled, self.buffer_size, newest, self.n_envs)), env)
+            return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env=env)  # noqa: NPY002  as they do
+        return self._samples(self._drawn(batch_size), env)
+
+    def _drawn(self, batch_size: int) -> NDArray[np.int64]:
+        """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
+        newest = self.memory.next_id // self.n_envs - 1
+        return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  its generator
@@ -433,6 +437,26 @@ class ReplayBuffer(buffers.ReplayBuffer):
         observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
+
+
+@contextmanager
+def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
+    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
+
+    Args:
+        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
+    """
+    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
+    if n_steps > 1:
+        settings |= {"n_steps": n_steps, "gamma": model.gamma}
+        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
+    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
+    try:
+        yield
+    finally:
+        model.replay_buffer_kwargs = asked
+        if n_steps > 1:
+            model.n_steps = n_steps
 
 
 def _version() -> tuple[int, ...]:
