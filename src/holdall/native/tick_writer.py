@@ -1,6 +1,7 @@
-"""Fast ticks: arguments of an `add` that need no change are checked and written by one built-in function, arguments.c.
+"""Ticks on their way to C: all fields of one are written by one call of append.c.
 
-In:  what the arguments must be, and the writer of their memory.  Out: built-in functions, made without headers.
+In:  the rows of a tick; or the arguments of an `add` that need no change, as they are.
+Out: ticks written and counted. For arguments as they are, built-in functions of Python, made without headers.
 Invariant: C reads the fields of Python's and NumPy's objects only if real ones have them at the places it expects. All
 other interpreters go the general way, and store the same.
 """
@@ -12,7 +13,7 @@ import functools
 import sys
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -22,11 +23,23 @@ from holdall.native.library import (
     MOST_DIMENSIONS,
     ArgumentFormStruct,
     FastTickStruct,
+    FlatFieldStruct,
     PythonStruct,
+    SlicedFieldStruct,
     TickWriterStruct,
 )
-from holdall.schema import Array
-from holdall.storage import Arguments, FastTick, Form, Repair, address
+from holdall.schema import Array, Bytes
+from holdall.storage import (
+    Arguments,
+    FastTick,
+    FlatField,
+    Form,
+    OpenPart,
+    Repair,
+    SlicedTick,
+    TickWriter,
+    address,
+)
 
 _MOST_FIELDS = 32
 """Observation fields that arguments.c has room for."""
@@ -64,6 +77,90 @@ class _ArrayFields(ctypes.Structure):
         ("data", ctypes.c_void_p), ("dimensions", ctypes.c_int), ("lengths", ctypes.c_void_p),
         ("strides", ctypes.c_void_p), ("base", ctypes.c_void_p), ("dtype", ctypes.c_void_p), ("flags", ctypes.c_int),
     ]  # fmt: skip
+
+
+class NativeTickWriter(TickWriter):
+    """Writes a tick, or several, by one call of append.c."""
+
+    has_runs = True
+
+    def __init__(
+        self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
+    ) -> None:
+        super().__init__(flat, ring_ticks, ticks[0])
+        self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
+        rings = [
+            FlatFieldStruct(
+                address(field.rows),
+                None if field.following is None else address(field.following),
+                field.tick_bytes,
+                field.is_observation,
+            )
+            for field in flat
+        ]
+        self._flat = (FlatFieldStruct * len(rings))(*rings)
+        self._sliced = (SlicedFieldStruct * 0)()
+        self._parts: list[OpenPart] = []
+        self._struct = TickWriterStruct(
+            next_tick=ticks[1],
+            first_tick=ticks[0],
+            ring_ticks=ring_ticks,
+            packed_bytes=sum((1 + field.is_observation) * field.tick_bytes for field in flat),
+            flat=ctypes.addressof(self._flat),
+            flat_count=len(rings),
+        )
+
+    @property
+    def places(self) -> tuple[TickWriterStruct, Any]:
+        """The struct that C writes ticks by, and what must live as long as it."""
+        return self._struct, (self._flat, self.flat)
+
+    @property
+    def next_tick(self) -> int:
+        """See `TickWriter`."""
+        return int(self._struct.next_tick)
+
+    @next_tick.setter
+    def next_tick(self, tick: int) -> None:
+        self._struct.next_tick = tick
+
+    def write(self, rows: Sequence[Array], sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write`."""
+        return self.write_packed(b"".join([row.tobytes() for row in rows]), sliced, is_kept=is_kept)
+
+    def write_packed(self, packed: bytes, sliced: SlicedTick | None, *, is_kept: bool) -> int:
+        """See `TickWriter.write_packed`."""
+        kept = None if sliced is None else self._aim(sliced)
+        ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
+        del kept
+        return int(ticks)
+
+    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
+        """See `TickWriter.write_run`."""
+        kept, observed = None, [] if sliced is None else [*sliced.obs, *sliced.next_obs]
+        if not (packed.flags.c_contiguous and all(a.flags.c_contiguous and len(a) == len(packed) for a in observed)):
+            return 0
+        if sliced is not None:
+            first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
+            kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
+        written = self._write_ticks(ctypes.addressof(self._struct), address(packed), packed.shape[1], len(packed))
+        del kept
+        return int(written)
+
+    def _aim(self, sliced: SlicedTick) -> list[tuple[Array, Array]]:
+        """Point C to the slices of the tick to come."""
+        parts: Any = sliced.parts
+        if self._parts is not parts:
+            rings = [
+                SlicedFieldStruct(part.address, address(ring)) for part, ring in zip(parts, sliced.cursors, strict=True)
+            ]
+            fields = (SlicedFieldStruct * len(rings))(*rings)
+            self._struct.sliced_count = 0
+            self._sliced = fields
+            self._struct.sliced, self._struct.sliced_count = ctypes.addressof(fields), len(rings)
+            self._parts = parts
+        arrays = zip(parts, self._sliced, sliced.obs, sliced.next_obs, sliced.cursors, strict=True)
+        return [part.aim(field, obs, next_obs, ring.shape[1]) for part, field, obs, next_obs, ring in arrays]
 
 
 class NativeFastTick(FastTick):
