@@ -100,8 +100,8 @@ class _Span(NamedTuple):
 class _Plan:
     """Where everything lies in pinned memory and on the device, for batches of one kind.
 
-        block:  short fields, once more under the last ids | arrays of the draw | large fields
-        pinned: short fields, once more under the last ids | arrays of the draw | places of slices
+    block:  short fields, once more under the last ids | arrays of the draw | large fields
+    pinned: short fields, once more under the last ids | arrays of the draw | places of slices
     """
 
     def __init__(self, torch: Any, schema: Schema, draw: Draw, sources: RowSources, cuts: tuple[Cut, ...]) -> None:

@@ -5,6 +5,7 @@ In:  what its algorithms add, and priorities.  Out: its samples, with ids and we
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.batch import Batch, Draw
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer
 
@@ -45,7 +47,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         args: As in `ReplayBuffer`: buffer_size, observation_space, action_space, device, n_envs, ...
         alpha: See `holdall.Prioritized`.
         beta: The same; it can be changed later, as `buffer.sampler.beta`.
-        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir.
+        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir, prefetch.
     """
 
     def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **settings: Any) -> None:
@@ -60,10 +62,19 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
+        if self._is_delivered(env):
+            return self._delivered(batch_size)
         draw = self.memory.draw(batch_size)
         samples: ReplayBufferSamples | DictReplayBufferSamples = self._samples(draw.ids, env)
         weights = self._tensor(draw.weights.reshape(-1, 1))
         return PrioritizedSamples.of(samples, weights, draw.ids)
+
+    def _drawn(self, batch_size: int) -> Draw:
+        draw = self.memory.draw(batch_size)
+        return replace(self._recipe(draw.ids), weights=draw.weights)
+
+    def _samples_on_device(self, batch: Batch) -> Any:
+        return PrioritizedSamples.of(super()._samples_on_device(batch), batch.weights.reshape(-1, 1), batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
