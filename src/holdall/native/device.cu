@@ -263,7 +263,7 @@ struct SlicedField {
     const int *positions, *repeats;
     const u8 *base;
     u8 *to;
-    i64 first, end, first_repeat, end_repeat, window, outer, run_bytes;
+    i64 first, end, end_repeat, window, outer, run_bytes;
 };
 
 struct Assembly {
@@ -306,16 +306,9 @@ __device__ static u8 *slice_at(const struct SlicedField *field, i64 position)
     return field->to + position / window * window * field->outer * run_bytes + position % window * run_bytes;
 }
 
-/* Every slice that a batch needs is brought to one of its places; and the short fields. */
+/* Every slice that a batch needs is brought to one of its places. */
 extern "C" __global__ void bring_slices(const struct Assembly batch)
 {
-    if (blockIdx.y == batch.fields) {
-        i64 step = 16 * 32 * 4, row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
-        for (i64 first = row * step; first < batch.head_bytes; first += gridDim.x * blockDim.y * step)
-            copy_row(batch.head_to + first, batch.head_from + first,
-                     batch.head_bytes - first < step ? batch.head_bytes - first : step);
-        return;
-    }
     const struct SlicedField *field = &batch.field[blockIdx.y];
     i64 step = field->window * field->run_bytes;
     for (i64 i = field->first + blockIdx.x * blockDim.y + threadIdx.y; i < field->end; i += gridDim.x * blockDim.y) {
@@ -328,11 +321,18 @@ extern "C" __global__ void bring_slices(const struct Assembly batch)
     }
 }
 
-/* Slices that several observations show are copied from where they were brought to. */
-extern "C" __global__ void repeat_slices(const struct Assembly batch)
+/* Slices that several observations show are copied from where they were brought to; and the short fields. */
+extern "C" __global__ void finish_batch(const struct Assembly batch)
 {
+    if (blockIdx.y == batch.fields) {
+        i64 step = 16 * 32 * 4, row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
+        for (i64 first = row * step; first < batch.head_bytes; first += gridDim.x * blockDim.y * step)
+            copy_row(batch.head_to + first, batch.head_from + first,
+                     batch.head_bytes - first < step ? batch.head_bytes - first : step);
+        return;
+    }
     const struct SlicedField *field = &batch.field[blockIdx.y];
-    i64 step = field->window * field->run_bytes, i = field->first_repeat + blockIdx.x * blockDim.y + threadIdx.y;
+    i64 step = field->window * field->run_bytes, i = blockIdx.x * blockDim.y + threadIdx.y;
     for (; i < field->end_repeat; i += gridDim.x * blockDim.y) {
         u8 *to = slice_at(field, field->repeats[2 * i]);
         const u8 *from = slice_at(field, field->repeats[2 * i + 1]);

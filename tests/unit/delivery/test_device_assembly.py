@@ -72,12 +72,12 @@ def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **opti
 
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("where", ["device", "store_device"])
-@pytest.mark.parametrize("first_rows", [7, 1_000])
+@pytest.mark.parametrize("fewest_rows", [7, 1_000])
 def test_every_batch_has_the_bits_of_one_in_arrays(
-    name: str, where: str, first_rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, where: str, fewest_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent or already there, in one piece or in two, in lanes whose episodes end together or apart."""
-    monkeypatch.setattr(device_assembly, "_FIRST_ROWS", first_rows)
+    monkeypatch.setattr(device_assembly, "_FEWEST_ROWS", fewest_rows)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
     arrays, there = fed(name), fed(name, **on(where))
     for count in (1, 50, 7, 120, 50):
@@ -203,14 +203,14 @@ def test_an_interrupt_leaves_no_lock_held_and_no_memory_that_is_still_read(monke
     """Pinned memory of a batch that was cut off is used again only after everything was waited for."""
     there, arrays = fed("camera", device="cpu"), fed("camera")
     waited: list[bool] = []
-    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True), raising=False)
+    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True))
 
     def interrupted(self: Any) -> Any:
         raise KeyboardInterrupt
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(Launching, "record_consumer", interrupted, raising=False)
+            patch.setattr(Launching, "record_there", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 there.gather([there.first_id])
     assert waited
