@@ -104,9 +104,10 @@ def train(device: str, ways: dict[str, Any], rows: int, turns: int, steps: int) 
     model = SAC("MultiInputPolicy", Camera(), batch_size=rows, buffer_size=10, device=device, seed=0)
     model.set_logger(configure(None, []))
     seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order = np.random.default_rng(3)
     for turn in range(turns + 1):
-        for name, buffer in ways.items():
-            model.replay_buffer = buffer
+        for name in order.permutation(list(ways)).tolist():
+            model.replay_buffer = ways[name]
             if device != "cpu":
                 torch.cuda.synchronize()
             begun = time.perf_counter()
