@@ -234,10 +234,9 @@ def measure(frames: NDArray[np.uint8]) -> dict[str, float]:
         found: dict[str, list[float]] = {name: [] for name in ways}
         for turn in range(TURNS + WARM_UP):
             for name, way in ways.items():
+                seconds = timed(way)
                 if turn >= WARM_UP:
-                    found[name].append(timed(way))
-                else:
-                    way()
+                    found[name].append(seconds)
         with memory.loader(BATCH // 2, prefetch=2) as loader:
             flow = [timed(lambda: next(loader)) for _ in range(TURNS + WARM_UP)][WARM_UP:]
         held = memory.report().fields[0]

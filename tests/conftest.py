@@ -11,7 +11,7 @@ import pytest
 _PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.explain]
 
 # The fast slice is the same in every run, so that a red check is about the change at hand.
-hypothesis.settings.register_profile("fast", max_examples=150, deadline=None, derandomize=True, phases=_PHASES)
+hypothesis.settings.register_profile("fast", max_examples=100, deadline=None, derandomize=True, phases=_PHASES)
 hypothesis.settings.register_profile("nightly", max_examples=3_000, deadline=None, print_blob=True, phases=_PHASES)
 hypothesis.settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 

@@ -23,6 +23,7 @@ PUBLIC = [
     "MissingPackageError",
     "NStep",
     "Prioritized",
+    "Recorder",
     "ReplayMemory",
     "Sequence",
     "RolloutBatch",

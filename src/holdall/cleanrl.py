@@ -22,7 +22,7 @@ from holdall.errors import ArgumentError, MissingPackageError, SpaceError
 from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
-from holdall.schema import Leaf, as_array, stored_space
+from holdall.schema import as_array, stored_space
 from holdall.units import require_count, require_flag
 
 try:
@@ -30,8 +30,6 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.cleanrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
-_FLAG = Leaf("", (), np.dtype(np.bool_))
-_REWARD = Leaf("", (), np.dtype(np.float32))
 _CUT = "TimeLimit.truncated"
 
 
@@ -80,13 +78,24 @@ class ReplayBuffer:
         self.optimize_memory_usage = require_flag("optimize_memory_usage", optimize_memory_usage)
         self.handle_timeout_termination = require_flag("handle_timeout_termination", handle_timeout_termination)
         self.device = _device_of(device)
-        self._obs = _stored(observation_space, "observation_space")
-        self._action = _stored(action_space, "action_space", is_flat=True)
-        self.obs_shape, self.action_dim = self._obs.shape, self._action.shape[0]
+        self._obs = _form_of(observation_space, self.n_envs, "observation_space")
+        acted, dtype = _form_of(action_space, self.n_envs, "action_space")
+        self._action = acted, np.dtype(np.float32) if dtype == np.float64 else dtype
+        self._reward, self._flag = ((self.n_envs,), np.dtype(np.float32)), ((self.n_envs,), np.dtype(np.bool_))
+        self.obs_shape, self.action_dim = self._obs[0][1:] or (1,), prod(acted[1:])
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._nothing_cut = np.zeros(self.n_envs, np.bool_)
         self.memory = self._new_memory()
-        self._count_steps()
+
+    @property
+    def pos(self) -> int:
+        """The slot that the next step goes to."""
+        return self.memory.next_id // self.n_envs % self.buffer_size
+
+    @property
+    def full(self) -> bool:
+        """Whether every slot has been written to."""
+        return self.memory.next_id // self.n_envs >= self.buffer_size
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one transition per environment.
@@ -95,15 +104,13 @@ class ReplayBuffer:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
             infos: One dict per environment; not looked at without `handle_timeout_termination`.
         """
-        ended, cut = self._fit(_FLAG, done, "done", "flags are True or False"), self._nothing_cut
-        if self.handle_timeout_termination:
-            cut = self._cuts(infos)
+        ended, cut = _fit(self._flag, done, "done"), self._nothing_cut
+        if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
             ended = ended > cut
         self.memory.add(
-            self._fit(self._obs, obs, "obs"), self._fit(self._action, action, "action"),
-            self._fit(_REWARD, reward, "reward"), self._fit(self._obs, next_obs, "next_obs"), ended, cut,
+            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"),
+            _fit(self._reward, reward, "reward"), _fit(self._obs, next_obs, "next_obs"), ended, cut,
         )  # fmt: skip
-        self._count_steps()
 
     def extend(self, *steps: Iterable[Any]) -> None:
         """Add several steps: the arguments of `add`, each with a leading axis of steps."""
@@ -113,28 +120,32 @@ class ReplayBuffer:
     def sample(self, batch_size: int) -> ReplayBufferSamples:
         """Draw transitions, in the order of CleanRL's own buffer."""
         require_count("batch_size", batch_size)
-        if not self.size():
-            raise ArgumentError(f"sample({batch_size}) cannot draw: nothing was added yet; call add before")
         ids = self._held(self._drawn(batch_size))
         if self.device.type == "cuda":
             batch = self.memory.follow(of_ids(ids), device=str(self.device))
-            ended = (batch.terminated > batch.truncated).to(torch.float32).reshape(-1, 1)
-            return ReplayBufferSamples(batch.obs, batch.action, batch.next_obs, ended, batch.reward.reshape(-1, 1))
+            ended = (batch.terminated > batch.truncated).to(torch.float32)
+            return self._samples(batch.obs, batch.action, batch.next_obs, ended, batch.reward)
         rows = self.memory.rows(ids)
         obs, next_obs = rows.small[0]
-        arrays = (obs, rows.action[0], next_obs, rows.ended.reshape(-1, 1), rows.reward.reshape(-1, 1))
-        tensors = map(torch.from_numpy, arrays)
-        return ReplayBufferSamples(*(tensors if self.device.type == "cpu" else (t.to(self.device) for t in tensors)))
+        samples = map(torch.from_numpy, self._samples(obs, rows.action[0], next_obs, rows.ended, rows.reward))
+        return ReplayBufferSamples(*(samples if self.device.type == "cpu" else (t.to(self.device) for t in samples)))
+
+    def _samples(self, obs: Any, action: Any, next_obs: Any, ended: Any, reward: Any) -> ReplayBufferSamples:
+        """Give arrays or tensors the shapes that CleanRL's have."""
+        rows = len(ended)
+        if obs.ndim == 1:
+            obs, next_obs = obs.reshape(rows, 1), next_obs.reshape(rows, 1)
+        flat = action if action.ndim == 2 else action.reshape(rows, self.action_dim)
+        return ReplayBufferSamples(obs, flat, next_obs, ended.reshape(rows, 1), reward.reshape(rows, 1))
 
     def size(self) -> int:
         """Count the steps held, each of all environments."""
-        return self.buffer_size if self.full else self.pos
+        return min(self.memory.next_id // self.n_envs, self.buffer_size)
 
     def reset(self) -> None:
         """Forget every transition."""
         self.memory.close()
         self.memory = self._new_memory()
-        self._count_steps()
 
     def adopt(self, memory: ReplayMemory) -> None:
         """Continue with a memory that was loaded; the one before is closed."""
@@ -146,27 +157,25 @@ class ReplayBuffer:
             )
         self.memory.close()
         self.memory = memory
-        self._count_steps()
 
     def report(self) -> MemoryReport:
         """Account for the bytes held, field by field."""
         return self.memory.report()
 
     def _new_memory(self) -> ReplayMemory:
-        observed, acted = (stored_space(leaf.shape, leaf.dtype) for leaf in (self._obs, self._action))
+        observed, acted = (stored_space(shape[1:], dtype) for shape, dtype in (self._obs, self._action))
         return ReplayMemory(observed, acted, self.buffer_size * self.n_envs, self.n_envs, **self._tiers)
-
-    def _count_steps(self) -> None:
-        ticks = self.memory.next_id // self.n_envs
-        self.pos, self.full = ticks % self.buffer_size, ticks >= self.buffer_size
 
     def _drawn(self, count: int) -> NDArray[np.int64]:
         """Draw slots and lanes from NumPy's global generator, and return the ids of what lies there."""
-        newest = self.memory.next_id // self.n_envs - 1
-        if not (self.optimize_memory_usage and self.full and self.buffer_size > 1):
-            return draw_slots(count, self.size(), self.buffer_size, newest, self.n_envs)
-        # Its own layout has no next observation for the oldest: the place is that of the newest one's.
-        ticks = newest + 1 - self.buffer_size + np.random.randint(1, self.buffer_size, size=count)  # noqa: NPY002  its own
+        steps = self.memory.next_id // self.n_envs
+        if not steps:
+            raise ArgumentError(f"sample({count}) cannot draw: nothing was added yet; call add before")
+        filled = min(steps, self.buffer_size)
+        if not self.optimize_memory_usage or steps < self.buffer_size or self.buffer_size == 1:
+            return draw_slots(count, filled, self.buffer_size, steps - 1, self.n_envs)
+        # Its own layout has no next observation for the oldest step: the newest one's lies in that place.
+        ticks = steps - filled + np.random.randint(1, filled, size=count)  # noqa: NPY002  its own generator
         return ticks * self.n_envs + np.random.randint(0, high=self.n_envs, size=count)  # noqa: NPY002  likewise
 
     def _held(self, ids: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -192,35 +201,43 @@ class ReplayBuffer:
         if not any(info.get(_CUT, False) for info in infos):
             return self._nothing_cut
         flags = [info.get(_CUT, False) for info in infos]
-        return self._fit(_FLAG, flags, f'infos[...]["{_CUT}"]', "pass True or False")
-
-    def _fit(self, leaf: Leaf, value: Any, argument: str, rule: str = "it would be rounded") -> NDArray[Any]:
-        """Do what assigning to one of CleanRL's arrays does to shape and dtype, if no whole number changes."""
-        array = value if type(value) is np.ndarray else as_array(value, argument)
-        if array.dtype != leaf.dtype:
-            cast = array.astype(leaf.dtype)
-            if leaf.dtype.kind in "biu" and (changed := cast != array).any():
-                raise ArgumentError(
-                    f"{argument} holds {array[changed].flat[0]}, which is no {leaf.dtype}: {rule}; pass values of "
-                    f"that dtype, or another space"
-                )
-            array = cast
-        shape = (self.n_envs, *leaf.shape)
-        return array.reshape(shape) if array.shape != shape and array.size == prod(shape) else array
+        return _fit(self._flag, flags, f'infos[...]["{_CUT}"]')
 
 
-def _stored(space: spaces.Space[Any], argument: str, is_flat: bool = False) -> Leaf:
-    """Describe a space as CleanRL stores it: one axis for actions, float32 for those of float64."""
+Form = tuple[tuple[int, ...], np.dtype[Any]]
+"""Shape, environments first, and dtype of an array that is stored."""
+
+
+def _fit(form: Form, value: Any, argument: str) -> NDArray[Any]:
+    """Do what assigning to one of CleanRL's arrays does to shape and dtype, if no whole number changes."""
+    shape, dtype = form
+    array = value if type(value) is np.ndarray else as_array(value, argument)
+    if array.dtype is not dtype:
+        given, array = array, array.astype(dtype)
+        if dtype.kind in "biu" and (changed := array != given).any():
+            raise ArgumentError(
+                f"{argument} holds {given[changed].flat[0]}, which {dtype} cannot hold; pass values of that dtype"
+                + (", True or False" if dtype == np.bool_ else ", or a space of another one")
+            )
+    if array.shape == shape:
+        return array
+    if array.size != prod(shape):
+        raise ArgumentError(
+            f"{argument} has shape {array.shape}, expected {shape}: n_envs={shape[0]} environments, then the space's "
+            f"{shape[1:]}; pass an array of that shape"
+        )
+    return array.reshape(shape)
+
+
+def _form_of(space: spaces.Space[Any], n_envs: int, argument: str) -> Form:
+    """Describe what is stored of a space that CleanRL's buffer takes."""
     kinds = spaces.Box | spaces.Discrete | spaces.MultiBinary | spaces.MultiDiscrete
     if not isinstance(space, kinds) or space.shape is None:
         raise SpaceError(
             f"{argument} is a {type(space).__name__}; CleanRL's buffer takes Box, Discrete, MultiBinary and "
             "MultiDiscrete spaces, so use holdall.ReplayMemory, which takes all"
         )
-    dtype = np.dtype(space.dtype)
-    if is_flat:
-        return Leaf("", (prod(space.shape),), np.dtype(np.float32) if dtype == np.float64 else dtype)
-    return Leaf("", (1,) if isinstance(space, spaces.Discrete) else tuple(space.shape), dtype)
+    return (n_envs, *space.shape), np.dtype(space.dtype)
 
 
 def _device_of(device: torch.device | str) -> torch.device:

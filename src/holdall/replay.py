@@ -35,7 +35,7 @@ from holdall.sampling import (
     set_priorities,
 )
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
-from holdall.storage import Budget, Rows, SpillFolder, Store, steps_in
+from holdall.storage import Budget, Rows, SpillFolder, StepsLeft, Store, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
 
@@ -139,15 +139,13 @@ class ReplayMemory(MemoryOnDevice):
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes.
 
-        Everything is checked before the first step is written. An interrupt leaves the first steps, each of them whole.
+        Everything is checked before the first step is written. An interrupt waits until the last one is; a second
+        interrupt leaves the first steps, each of them whole.
         """
         with self._locked():
-            written, leading = 0, (steps_in(reward), self.num_envs)
+            leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        while written < leading[0]:
-            with self._locked():
-                written = self._whole().write_steps(steps, written)
-            self._open().sealer.wait_for_room()
+        self._write_steps(StepsLeft(steps))
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""

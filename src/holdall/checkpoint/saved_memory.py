@@ -26,7 +26,7 @@ from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
-from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
+from holdall.sampling import Sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
 from holdall.threads import fork_safe, left, tell_of_forks
@@ -197,9 +197,8 @@ class SavedMemory(ABC):
         Args:
             url: Where it was saved.
             capacity: Transitions to hold, if not as many as before; the newest are kept.
-            sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
-                one of another kind starts afresh. None: `Uniform()`, if the saved one was that; any other kind has
-                settings that a checkpoint does not hold, and has to be passed.
+            sampler: None: the saved one, with its settings, priorities and the like. A class of your own, and
+                `Hindsight` with its function, have to be passed; one of another kind than the saved starts afresh.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
             recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
@@ -290,7 +289,7 @@ class SavedMemory(ABC):
             found.fill(self._whole())
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
-        self.sampler = sampler_to_resume(sampler, saved["kind"])
+        self.sampler = sampler_to_resume(sampler, saved, goes_on=found.content is not None)
         first_id = self._open().first_tick * self.num_envs
         continues = found.content is not None and resume(self.sampler, saved, self.capacity, first_id)
         if continues and (recipes := found.state.get("prefetched")):
@@ -302,7 +301,7 @@ class SavedMemory(ABC):
             store = self._whole()
             frozen = store.freeze(saved)
             state = {
-                "sampler": sampler_state(self.sampler),
+                "sampler": {**sampler_words(self.sampler), "state": self.sampler.state()},
                 "generator": generator_state(self._generator),
                 "prefetched": [] if self._prefetched is None else self._prefetched.state(),
             }

@@ -111,7 +111,7 @@ class RecordWriter:
 
 
 RowsKey = tuple[int, tuple[str, ...]]
-"""How often flags of a chunk were overwritten, and its columns."""
+"""How often rows of a chunk were written again, and its columns."""
 
 
 @dataclass(slots=True)

@@ -102,11 +102,22 @@ class DeviceColumn:
         return array.view(self.dtype)
 
     def __setitem__(self, where: slice, rows: Array) -> None:
-        given = self._torch.from_numpy(np.array(rows)).to(self._ring.device)  # a copy: rows may be read-only
         part = self._ring[where]
-        if self._bit:
-            given = (part & (0xFF ^ self._bit)) | given.to(part.dtype) * self._bit
-        part.copy_(given)
+        given = self._torch.from_numpy(np.array(rows)).to(part.device)  # a copy: rows may be read-only
+        part.copy_(self._over(part, given) if self._bit else given)
+
+    def put(self, cells: torch.Tensor, rows: Any) -> None:
+        """Write rows, an array or a tensor, at cells: places in the ring if its first two axes were one."""
+        flat = self._ring.flatten(0, 1)
+        given = rows if isinstance(rows, self._torch.Tensor) else self._torch.from_numpy(rows)
+        given = self._over(flat[cells], given) if self._bit else given.to(flat.device)
+        if given.numel():  # as bytes: torch does not index all dtypes
+            kind = self._torch.uint8
+            flat.reshape(len(flat), -1).view(kind)[cells] = given.reshape(len(given), -1).view(kind)
+
+    def _over(self, part: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a part with these flags: the flags of a transition share a byte."""
+        return (part & (0xFF ^ self._bit)) | given.to(part.device, part.dtype) * self._bit
 
 
 class DeviceRing:

@@ -79,6 +79,11 @@ class TensorFit:
             valid=None if valid is None else self._fit(flag, valid, leading, "valid"),
         )
 
+    def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
+        """Return rows of a leaf, one per id."""
+        tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
+        return tensor.detach()
+
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""
         return tree.flatten(value, (self._schema.num_envs,), argument, self._fit)
@@ -117,7 +122,9 @@ class TensorFit:
             )
         return cast("torch.Tensor", value)
 
-    def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
+    def _fit(
+        self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str, axes: str = "the lanes"
+    ) -> Any:  # fmt: skip
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
         tensor = self.tensor(value, called)
         kind = self._kinds.get(leaf.dtype)
@@ -129,7 +136,7 @@ class TensorFit:
             )
         if tensor.shape != leading + leaf.shape:
             raise ArgumentError(
-                f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: the lanes, then the "
+                f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: {axes}, then the "
                 f"space's {leaf.shape}; pass a tensor of that shape"
             )
         return tensor

@@ -272,6 +272,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "holdall_structs": (ctypes.POINTER(_StructField), [POINTER]),
     "holdall_append": (NUMBER, [POINTER] * 5),
     "holdall_write_tick": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
+    "holdall_write_ticks": (NUMBER, [POINTER, POINTER, NUMBER, NUMBER]),
     "holdall_encode": (NUMBER, [POINTER, POINTER, POINTER, NUMBER, POINTER, NUMBER, POINTER, POINTER, POINTER]),
     "holdall_checksums": (None, [POINTER, POINTER, NUMBER, POINTER]),
     "holdall_chill": (NUMBER, [POINTER, NUMBER]),

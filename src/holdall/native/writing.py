@@ -256,13 +256,15 @@ class NativePart(OpenPart):
 
 
 class NativeTickWriter(TickWriter):
-    """Writes a tick by one call of append.c."""
+    """Writes a tick, or several, by one call of append.c."""
+
+    has_runs = True
 
     def __init__(
         self, library: ctypes.CDLL, flat: Sequence[FlatField], ring_ticks: int, ticks: tuple[int, int]
     ) -> None:
         super().__init__(flat, ring_ticks, ticks[0])
-        self._write = library.holdall_write_tick
+        self._write, self._write_ticks = library.holdall_write_tick, library.holdall_write_ticks
         self._write_little = keeping_the_gil(library)
         rings = [
             FlatFieldStruct(
@@ -301,6 +303,18 @@ class NativeTickWriter(TickWriter):
         ticks = self._write(ctypes.addressof(self._struct), packed, len(packed), int(is_kept))
         del kept
         return int(ticks)
+
+    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
+        """See `TickWriter.write_run`."""
+        kept, observed = None, [] if sliced is None else [*sliced.obs, *sliced.next_obs]
+        if not (packed.flags.c_contiguous and all(a.flags.c_contiguous and len(a) == len(packed) for a in observed)):
+            return 0
+        if sliced is not None:
+            first, next_first = ([array[0] for array in arrays] for arrays in (sliced.obs, sliced.next_obs))
+            kept = self._aim(sliced._replace(obs=first, next_obs=next_first))
+        written = self._write_ticks(ctypes.addressof(self._struct), address(packed), packed.shape[1], len(packed))
+        del kept
+        return int(written)
 
     def fast_tick(self, arguments: Arguments) -> FastTick | None:
         """See `TickWriter.fast_tick`: the call gives up the GIL only if it has more to do than that takes."""

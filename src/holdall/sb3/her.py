@@ -121,10 +121,10 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
         if self._is_delivered(env):
             return self._delivered(batch_size)
-        batch = self.memory.follow(self._drawn(batch_size))
+        batch = self.memory.follow(self._next_recipe(batch_size))
         return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
 
-    def _drawn(self, batch_size: int) -> Draw:
+    def _next_recipe(self, batch_size: int) -> Draw:
         if self._drawable is None:
             self._drawable = np.flatnonzero(self.ep_length > 0)
         if self._drawable.size == 0:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
+import numpy as np
 import torch as th
+from numpy.typing import NDArray
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -49,7 +51,7 @@ class OnDevice:
     _is_dict: bool
     _ahead: MadeAhead
 
-    def _drawn(self, batch_size: int) -> Draw:
+    def _next_recipe(self, batch_size: int) -> Draw:
         """Draw the recipe of a batch, in Stable-Baselines3's order."""
         raise NotImplementedError
 
@@ -60,11 +62,11 @@ class OnDevice:
     def _delivered(self, batch_size: int) -> Any:
         """Return the next samples on the GPU; with `prefetch`, others are drawn and under way then."""
         if not self.prefetch:
-            return self._followed(self._drawn(batch_size))
+            return self._followed(self._next_recipe(batch_size))
         ahead = self._ahead
         ahead.require(batch_size, self.memory)
         while len(ahead) <= self.prefetch:
-            ahead.append(self.memory.begin(self._drawn(batch_size), str(self.device)))
+            ahead.append(self.memory.begin(self._next_recipe(batch_size), str(self.device)))
         return self._samples_on_device(ahead.popleft().receive())
 
     def _followed(self, draw: Draw) -> Any:
@@ -83,3 +85,24 @@ class OnDevice:
             rewards=batch.reward.reshape(-1, 1),
             **({} if batch.discount is None else {"discounts": batch.discount.reshape(-1, 1)}),
         )
+
+
+def n_step_returns(
+    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
+) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
+    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
+
+    Args:
+        rewards: (batch, n), of the steps from some transitions on.
+        ends: (batch, n): last steps of episodes, and the newest step.
+
+    Returns:
+        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
+    """
+    n = ends.shape[1]
+    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
+    counts = np.arange(n).reshape(1, -1) <= last[:, None]
+    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
+    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
+    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
+    return returns, discounts, last

@@ -12,7 +12,8 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from math import prod
 from typing import Any, Self
 
@@ -33,7 +34,7 @@ from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sb3.arrays import SlotArray, SlotArrays
-from holdall.sb3.on_device import MadeAhead, OnDevice
+from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count
@@ -156,19 +157,19 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
         if self.full and self.memory.next_id == 0:  # somebody set `full`
             return self._samples_of_nothing(batch_size, env)
-        # Its own buffer draws differently with optimize_memory_usage; this one never does.
         if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
             return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env=env)  # noqa: NPY002  as they do
         if self._is_delivered(env):
             return self._delivered(batch_size)
-        return self._samples(self._drawn_ids(batch_size), env)
+        return self._samples(self._drawn(batch_size), env)
 
-    def _drawn_ids(self, batch_size: int) -> NDArray[np.int64]:
+    def _drawn(self, batch_size: int) -> NDArray[np.int64]:
+        """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
         newest = self.memory.next_id // self.n_envs - 1
         return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
 
-    def _drawn(self, batch_size: int) -> Draw:
-        return self._recipe(self._drawn_ids(batch_size))
+    def _next_recipe(self, batch_size: int) -> Draw:
+        return self._recipe(self._drawn(batch_size))
 
     def _recipe(self, ids: NDArray[np.int64], env: VecNormalize | None = None) -> Draw:
         """Return the recipe of transitions, or of the n-step returns that begin with them."""
@@ -425,6 +426,26 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
+@contextmanager
+def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
+    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
+
+    Args:
+        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
+    """
+    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
+    if n_steps > 1:
+        settings |= {"n_steps": n_steps, "gamma": model.gamma}
+        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
+    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
+    try:
+        yield
+    finally:
+        model.replay_buffer_kwargs = asked
+        if n_steps > 1:
+            model.n_steps = n_steps
+
+
 def _version() -> tuple[int, ...]:
     return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
 
@@ -463,24 +484,3 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     if rows.shape != shape and rows.size == prod(shape):
         rows = rows.reshape(shape)
     return rows
-
-
-def n_step_returns(
-    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
-
-    Args:
-        rewards: (batch, n), of the steps from some transitions on.
-        ends: (batch, n): last steps of episodes, and the newest step.
-
-    Returns:
-        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
-    """
-    n = ends.shape[1]
-    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
-    counts = np.arange(n).reshape(1, -1) <= last[:, None]
-    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
-    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
-    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
-    return returns, discounts, last

@@ -220,12 +220,20 @@ class Rings:
     def prepare(self, tick: Tick, first_tick: int, next_tick: int) -> list[Array]:
         """Return the rows of a tick in the order of `flat`; make the rings that it is the first to need."""
         self.begin(tick.reward.dtype, has_invalid=tick.valid is not None)
-        rows = [row for i in self.small for row in (tick.obs[i], tick.next_obs[i])]
-        rows += [*tick.action, *tick.extras, tick.reward, tick.terminated, tick.truncated]
+        rows = self.rows_of_steps(tick)
         if self.invalid is not None:
             self.count_invalid(first_tick, next_tick)  # while the ticks that left are still to be seen
             rows.append(np.zeros(self.lanes, np.bool_) if tick.valid is None else ~tick.valid)
         return rows
+
+    def rows_of_steps(self, steps: Tick) -> list[Array]:
+        """Return the rows of one tick, or of several, in the order of `flat`, but for lanes that made no transition."""
+        rows = [row for i in self.small for row in (steps.obs[i], steps.next_obs[i])]
+        return [*rows, *steps.action, *steps.extras, steps.reward, steps.terminated, steps.truncated]
+
+    def takes_runs(self, writer: TickWriter) -> bool:
+        """Whether nothing has to be done here between two ticks of a writer."""
+        return not self.scouts and self.reward is not None and self.invalid is None and writer.writes(self.flat())
 
     def flat(self) -> list[FlatField]:
         """Return where ticks are written, field by field."""
@@ -338,6 +346,10 @@ class Rings:
         """Copy the rewards of `ids`, of any shape."""
         return np.empty(0, np.float32) if self.reward is None else _take(self.reward, self.slots(ids))
 
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return _take(self.extras[number], self.slots(ids))
+
     def flags(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Copy how transitions ended."""
         slot = self.slots(ids)
@@ -349,11 +361,12 @@ class Rings:
             return np.ones(ids.shape, np.bool_)
         return np.asarray(~_take(self.invalid, self.slots(ids)))
 
-    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Overwrite how transitions ended."""
-        slot = self.slots(ids)
-        self.terminated.reshape(-1)[slot] = terminated
-        self.truncated.reshape(-1)[slot] = truncated
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Array]) -> None:
+        """Write new rows of some columns, under ids that are all different."""
+        slot, rings = self.slots(ids), self.columns()
+        for name, rows in columns.items():
+            ring = rings[name]
+            ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:])[slot] = rows
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
         """Count the lanes that made no transition in the ticks from one on; those up to `next_tick` were written."""

@@ -101,12 +101,23 @@ class Segments:
     def sliced(self, tick: int, obs: list[Array], next_obs: list[Array]) -> SlicedTick:
         """Say where the tick to come goes; close the open segment first if it is full."""
         if tick >= self._sure_until:
+            self.sure_ticks(tick)
+        return SlicedTick(self._open.parts, self.cursors, obs, next_obs)
+
+    def sure_ticks(self, tick: int) -> int:
+        """Count the ticks from one on that fit into the open segment, whatever they bring; close it first if none."""
+        if tick >= self._sure_until:
             if self._is_full(tick):
                 self._repair.begin(restoring(*self.changing()))
                 self._roll(tick)
                 self._repair.end()
             self._sure_until = tick + self._ticks_that_fit(tick)
-        return SlicedTick(self._open.parts, self.cursors, obs, next_obs)
+        return self._sure_until - tick
+
+    @property
+    def is_searching(self) -> bool:
+        """Whether windows are looked for in every tick."""
+        return self._searches.under_way
 
     def lengthen_logs(self) -> None:
         """Make room for one more tick in the logs of the open segment."""

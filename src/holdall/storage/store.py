@@ -15,6 +15,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -38,10 +39,21 @@ from holdall.storage.snapshot import (
     StoreContent,
     chunk_ticks_of,
     chunks_of,
+    last_rows,
     put_rows,
 )
 from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    FastTick,
+    Repair,
+    SlicedTick,
+    StepRuns,
+    Tick,
+    TickWriter,
+    restoring,
+)
 from holdall.storage.tiers import Budget, Tiers
 
 _LOG = logging.getLogger("holdall")
@@ -63,13 +75,11 @@ class Store:
         rings: Rings | None = None,
     ) -> None:  # fmt: skip
         self._begun_at = self._not_before = first_tick
-        self.flags_changed = 0
+        self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
         self.fast_tick: FastTick | None = None
         self.repair = Repair()
-        self._schema = schema
-        self._lanes = schema.num_envs
-        self._capacity_ticks = capacity_ticks
-        self._ring_ticks = capacity_ticks + 1
+        self._schema, self._lanes = schema, schema.num_envs
+        self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder = kernels, lock, folder
         self._budget = budget
         leaves = schema.observation.leaves
@@ -148,13 +158,15 @@ class Store:
             self.after_write(sliced)
         return ticks
 
-    def write_steps(self, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        for t in range(first, len(steps.reward)):
-            self.write(steps.cut(t))
-            if self.sealer.is_crowded:
-                return t + 1
-        return len(steps.reward)
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
+        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
@@ -335,14 +347,23 @@ class Store:
         """Copy rewards and flags of `ids`, of any shape."""
         return self._rings.rewards(ids), *self._rings.flags(ids)
 
+    def extra(self, number: int, ids: NDArray[np.int64]) -> Array:
+        """Copy one extra of `ids`, of any shape."""
+        return self._rings.extra(number, ids)
+
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
-        self.repair.do(partial(self._set_flags, ids, terminated, truncated))
-
-    def _set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         self.flags_changed += 1
-        self._snapshots.before_flags(ids, self.chunk_ticks)
-        self._rings.set_flags(ids, terminated, truncated)
+        self.rewrite(ids, {"terminated.0": terminated, "truncated.0": truncated})
+
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        """Write rows of some columns again; of an id that comes twice, the last row stays."""
+        self.rewrites += 1
+        self.repair.do(partial(self._rewrite, *last_rows(ids, columns)))
+
+    def _rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        self._snapshots.before_rewrite(ids, tuple(columns), self.chunk_ticks)
+        self._rings.rewrite(ids, columns)
 
     def forget_before(self, tick: int) -> None:
         """Drop the ticks before one."""
@@ -384,13 +405,9 @@ class Store:
         )
         if rows.is_pending:
             self.fast_tick = None
-        return FrozenStore(
-            **self._described(),
-            rows=rows,
-            versions=versions,
-            segments=self.large_segments.freeze(self.next_tick) if self._large else None,
-            transitions=self.transitions,
-        )
+        segments = self.large_segments.freeze(self.next_tick) if self._large else None
+        held = self._described() | {"transitions": self.transitions}
+        return FrozenStore(**held, rows=rows, versions=versions, segments=segments)
 
     def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
         """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
@@ -408,8 +425,8 @@ class Store:
     def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
         """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
-        self._not_before, self._large = content.first_tick, list(content.large)
-        self._begun_at = content.first_tick
+        self._not_before = self._begun_at = content.first_tick
+        self._large = list(content.large)
         self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
@@ -435,7 +452,7 @@ class Store:
     @property
     def chunk_ticks(self) -> int:
         """Ticks whose rows are written to a checkpoint as one chunk."""
-        return chunk_ticks_of(sum(ring[0].nbytes for ring in self._columns().values()))
+        return chunk_ticks_of(sum(prod(ring.shape[1:]) * ring.dtype.itemsize for ring in self._columns().values()))
 
     @property
     def row_layout(self) -> tuple[int, tuple[str, ...]]:
@@ -463,10 +480,9 @@ class Store:
 
     def report(self) -> list[FieldReport]:
         """Account for every field."""
-        held = (self.next_tick - self.first_tick) * self._lanes
+        held, observed = (self.next_tick - self.first_tick) * self._lanes, []
         touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
         kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
-        observed = []
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:

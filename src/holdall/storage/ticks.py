@@ -16,10 +16,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from holdall.errors import ArgumentError
-from holdall.schema import Array, Schema, as_array, fit_flags, fit_reward
+from holdall.schema import Array, Bytes, Schema, as_array, fit_flags, fit_reward
 
 if TYPE_CHECKING:
+    from holdall.storage.rings import Rings
+    from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart
+    from holdall.storage.store import Store
 
 
 class Tick(NamedTuple):
@@ -66,12 +69,78 @@ class Tick(NamedTuple):
         )
 
 
+class StepRuns:
+    """Steps of an `extend`, written several in one call; the fields in rings are packed once for all calls."""
+
+    def __init__(self, steps: Tick) -> None:
+        self.steps = steps
+        self._packed: tuple[TickWriter | None, int, Bytes] = None, 0, np.empty((0, 0), np.uint8)
+
+    def write(
+        self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int]
+    ) -> tuple[int, SlicedTick | None]:
+        """Write steps from `first` on in one call; return how many, and what of them was cut into slices."""
+        if not rings.takes_runs(writer):
+            return 0, None
+        packed = self._packed_from(first, writer, rings)
+        if not large:
+            return writer.write_run(packed, None), None
+        now = writer.next_tick
+        some = slice(first, first + min(len(packed), segments.sure_ticks(now)))
+        obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self.steps.obs, self.steps.next_obs))
+        sliced = segments.sliced(now, obs, next_obs)
+        return writer.write_run(packed[: some.stop - first], sliced), sliced
+
+    def _packed_from(self, first: int, writer: TickWriter, rings: Rings) -> Bytes:
+        """Return the fields in rings of some steps from `first` on, one tick after another."""
+        packed_for, packed_first, packed = self._packed
+        if packed_for is not writer or first >= packed_first + len(packed):
+            rows = rings.rows_of_steps(self.steps.cut(slice(first, first + _MOST_PACKED)))
+            parts = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
+            packed_first, packed = first, np.concatenate(parts, axis=1)
+            self._packed = writer, packed_first, packed
+        return packed[first - packed_first :]
+
+
+_MOST_PACKED = 4096
+"""Steps that are packed at once."""
+
+
 def steps_in(reward: Any) -> int:
     """Count the steps of trajectories, by their rewards."""
     shape = reward.shape if hasattr(reward, "shape") else as_array(reward, "reward").shape
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])
+
+
+class StepsLeft:
+    """The steps that an `extend` was given, and how many of them are written."""
+
+    def __init__(self, steps: Tick) -> None:
+        self._runs, self._count = StepRuns(steps), len(steps.reward)
+        self._written = 0
+
+    def __bool__(self) -> bool:
+        return self._written < self._count
+
+    def write(self, store: Store) -> None:
+        """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
+        before = store.next_tick - self._written
+        try:
+            self._write_until_crowded(store, before)
+        except BaseException:
+            store.repair.run()
+            self._write_until_crowded(store, before)
+            raise
+
+    def _write_until_crowded(self, store: Store, before: int) -> None:
+        """Go on behind the last tick that the store counts: all since `before` are these steps."""
+        while (done := store.next_tick - before) < self._count:
+            store.write_steps(self._runs, done)
+            if store.sealer.is_crowded:
+                break
+        self._written = store.next_tick - before
 
 
 # ---------------------------------------------------------------- interrupts
@@ -183,6 +252,18 @@ class TickWriter(ABC):
         Args:
             rows: Of the fields in rings; next observations follow on their observations.
         """
+
+    has_runs = False
+    """Whether it writes several ticks in one call."""
+
+    def write_run(self, packed: Bytes, sliced: SlicedTick | None) -> int:
+        """Write ticks in one call, up to the first that `write` has more to do for; return how many.
+
+        Args:
+            packed: Of every tick the rows that `write` takes, one after another, as bytes.
+            sliced: As for `write`; observations have a leading time axis.
+        """
+        return 0
 
     def fast_tick(self, _arguments: Arguments) -> FastTick | None:
         """Return a short way to write ticks whose arguments need no change; None if there is none."""

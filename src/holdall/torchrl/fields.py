@@ -1,0 +1,378 @@
+"""How TensorDicts lie in a memory: which key is an observation, which a column, and the way back.
+
+In:  TensorDicts of one structure, as TorchRL's collectors and environments give them.
+Out: arguments of `ReplayMemory.extend`, and TensorDicts made of the memory's batches.
+Invariant: every key, shape, dtype and bit comes back; what an observation shares with the next one is compared there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase, is_tensor_collection
+from torch.utils._pytree import tree_map
+
+from holdall.batch import Batch
+from holdall.errors import ArgumentError, CheckpointError
+from holdall.replay import ReplayMemory
+from holdall.schema import stored_space
+
+Key = tuple[str, ...]
+Array = NDArray[Any]
+Ids = NDArray[np.int64]
+
+_PAIRED_BYTES = 8
+"""Pairs of a key and its next up to this size cost less as two columns than as a shared observation."""
+_COLUMN_BYTES = 256
+"""Longer rows without a next one are stored as observations, which are compressed."""
+_DTYPES = {
+    torch.bool: np.dtype(np.bool_), torch.uint8: np.dtype(np.uint8), torch.int8: np.dtype(np.int8),
+    torch.int16: np.dtype(np.int16), torch.int32: np.dtype(np.int32), torch.int64: np.dtype(np.int64),
+    torch.float16: np.dtype(np.float16), torch.float32: np.dtype(np.float32), torch.float64: np.dtype(np.float64),
+}  # fmt: skip
+"""Stored as they are; all others as bytes."""
+_OUTCOMES = {("next", "reward"): "reward", ("next", "terminated"): "terminated", ("next", "truncated"): "truncated"}
+
+
+@dataclass(frozen=True, slots=True)
+class TensorField:
+    """One tensor of a TensorDict, and its place in the memory."""
+
+    key: Key
+    kind: str  # obs, next, alone, column, action, reward, terminated, truncated, or empty
+    name: str  # of its space
+    shape: tuple[int, ...]  # of one transition
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transition."""
+        return prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def space(self) -> spaces.Box:
+        """The space of what is stored."""
+        if self.dtype in _DTYPES:
+            return stored_space(self.shape, _DTYPES[self.dtype])
+        return stored_space((*self.shape, self.dtype.itemsize), np.dtype(np.uint8))
+
+    def array(self, tensor: torch.Tensor, leading: tuple[int, int]) -> Array:
+        """Return a tensor as an array of steps and lanes."""
+        host = tensor.detach().cpu().contiguous()
+        if self.dtype not in _DTYPES:
+            host = host.unsqueeze(-1).view(torch.uint8)
+        array: Array = host.numpy()
+        scalar = self.kind in {"reward", "terminated", "truncated"}
+        return array.reshape(leading if scalar else (*leading, *self.space.shape))
+
+    def tensor(self, rows: torch.Tensor, leading: tuple[int, ...]) -> torch.Tensor:
+        """Return what a batch holds of the field, with other leading axes."""
+        if self.dtype not in _DTYPES:
+            rows = rows.view(self.dtype)
+        return rows.reshape((*leading, *self.shape))
+
+
+@dataclass(frozen=True, slots=True)
+class NestedPart:
+    """A nested TensorDict: its key, and the batch dimensions that it has beyond those of the whole."""
+
+    key: Key
+    tail: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Fields:
+    """All tensors of a TensorDict, in the order in which they came."""
+
+    tensors: tuple[TensorField, ...]
+    nested: tuple[NestedPart, ...]
+
+    @classmethod
+    def of(cls, data: TensorDictBase) -> Fields:
+        """Read the structure of a batch of transitions."""
+        leaves, nested = _leaves(data), _nested(data)
+        found = {
+            key: TensorField(key, "column", _name(key, leaves), tuple(tensor.shape[data.batch_dims :]), tensor.dtype)
+            for key, tensor in leaves.items()
+        }
+        return cls(tuple(_placed(field, found) for field in found.values()), tuple(nested))
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of one transition."""
+        return sum(field.nbytes for field in self.tensors)
+
+    def memory(self, capacity: int, lanes: int, **settings: Any) -> ReplayMemory:
+        """Make a memory for such TensorDicts."""
+        by_kind: dict[str, dict[str, spaces.Box]] = {kind: {} for kind in ("obs", "action", "column")}
+        for field in self.tensors:
+            kind = "obs" if field.kind == "alone" else field.kind
+            if kind in by_kind:
+                by_kind[kind][field.name] = field.space
+        action = by_kind["action"].get("action", spaces.Dict({}))
+        return ReplayMemory(spaces.Dict(by_kind["obs"]), action, capacity, lanes, extras=by_kind["column"], **settings)
+
+    def arguments(self, data: TensorDictBase, leading: tuple[int, int]) -> dict[str, Any]:
+        """Return TensorDicts as arguments of `extend`, of so many steps and lanes; refuse another structure."""
+        given = self._require(data)
+        obs, next_obs, columns = {}, {}, {}
+        rest: dict[str, Any] = {"action": {}, "reward": np.zeros(leading, np.bool_)}
+        rest |= {"terminated": np.zeros(leading, np.bool_), "truncated": np.zeros(leading, np.bool_)}
+        for field in self.tensors:
+            if field.kind == "empty":
+                continue
+            array = field.array(given[field.key], leading)
+            if field.kind == "obs":
+                obs[field.name] = array
+            elif field.kind == "next":
+                next_obs[field.name] = array
+            elif field.kind == "alone":  # what follows is a good guess of what it shares with it, and is never read
+                obs[field.name], next_obs[field.name] = array, np.concatenate([array[1:], array[-1:]])
+            elif field.kind == "column":
+                columns[field.name] = array
+            else:
+                rest[field.kind] = array
+        return {"obs": obs, "next_obs": next_obs, "extras": columns, **rest}
+
+    def read(self, memory: ReplayMemory, number: int, ids: Ids) -> torch.Tensor:
+        """Return one tensor of transitions, on the host, of ids of any shape; small ones are read alone."""
+        field = self.tensors[number]
+        if field.kind == "column":
+            return field.tensor(torch.from_numpy(memory.extra(field.name, ids)), ids.shape)
+        if field.kind in {"reward", "terminated", "truncated"}:
+            outcomes = dict(zip(("reward", "terminated", "truncated"), memory.outcomes(ids), strict=True))
+            return field.tensor(torch.from_numpy(outcomes[field.kind]), ids.shape)
+        return list(self.tensors_of(memory.gather(ids.reshape(-1)), ids.shape))[number]
+
+    def tensors_of(self, batch: Batch, leading: tuple[int, ...]) -> Iterator[torch.Tensor]:
+        """Return a batch tensor by tensor."""
+        sources: dict[str, Mapping[str, Any]] = {
+            "obs": batch.obs, "alone": batch.obs, "next": batch.next_obs, "column": batch.extras,
+            "action": {"action": batch.action}, "reward": {"reward": batch.reward},
+            "terminated": {"terminated": batch.terminated}, "truncated": {"truncated": batch.truncated},
+        }  # fmt: skip
+        for field in self.tensors:
+            if field.kind == "empty":
+                yield torch.empty((*leading, *field.shape), dtype=field.dtype)
+            else:
+                yield field.tensor(sources[field.kind][field.name], leading)
+
+    def build(self, tensors: Iterator[torch.Tensor], leading: tuple[int, ...], device: torch.device) -> TensorDictBase:
+        """Put tensors, in the order of the fields, into a TensorDict."""
+        parts: dict[Key, dict[str, Any]] = {(): {}}
+        for nested in self.nested:
+            parts[nested.key] = {}
+        for field, tensor in zip(self.tensors, tensors, strict=True):
+            parts[field.key[:-1]][field.key[-1]] = tensor
+        for nested in reversed(self.nested):  # the innermost first
+            part = TensorDict(parts[nested.key], batch_size=[*leading, *nested.tail], device=device)
+            parts[nested.key[:-1]][nested.key[-1]] = part
+        return TensorDict(parts[()], batch_size=leading, device=device)
+
+    def words(self) -> dict[str, Any]:
+        """Return the same as plain words, for JSON."""
+        tensors = [asdict(field) | {"dtype": str(field.dtype).removeprefix("torch.")} for field in self.tensors]
+        return {"tensors": tensors, "nested": [asdict(part) for part in self.nested]}
+
+    @classmethod
+    def of_words(cls, words: Any) -> Fields:
+        """Read what `words` returned, from a file that may hold anything."""
+        try:
+            tensors = [
+                TensorField(
+                    tuple(map(str, word["key"])), str(word["kind"]), str(word["name"]),
+                    tuple(map(int, word["shape"])), _dtype(word["dtype"]),
+                )
+                for word in words["tensors"]
+            ]  # fmt: skip
+            nested = [
+                NestedPart(tuple(map(str, word["key"])), tuple(map(int, word["tail"]))) for word in words["nested"]
+            ]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(
+                f"the checkpoint does not say which TensorDicts it holds ({error!r}); load one of a HoldallStorage"
+            ) from error
+        return cls(tuple(tensors), tuple(nested))
+
+    def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
+        """Return the tensors of a TensorDict by key, if they are those of the first one."""
+        given = _leaves(data)
+        known = {field.key: field for field in self.tensors}
+        if given.keys() != known.keys():
+            if ("index",) not in known:
+                given.pop(("index",), None)  # TorchRL's buffers add it to the data that they were given
+            missing, unknown = sorted(known.keys() - given.keys()), sorted(given.keys() - known.keys())
+            if missing or unknown:
+                raise ArgumentError(
+                    f"data misses the keys {missing} and has the unknown keys {unknown}, compared with the first data; "
+                    "a storage holds TensorDicts of one structure: add what is missing, and data.exclude(...) the rest"
+                )
+        for key, tensor in given.items():
+            shape, field = tuple(tensor.shape[data.batch_dims :]), known[key]
+            if shape != field.shape or tensor.dtype != field.dtype:
+                raise ArgumentError(
+                    f"data[{key}] has shape {shape} for each element and dtype {tensor.dtype}, the first had "
+                    f"{field.shape} and {field.dtype}; nothing is cast, so bring it to these"
+                )
+        return given
+
+
+def _leaves(data: TensorDictBase) -> dict[Key, torch.Tensor]:
+    """Return all tensors by key; refuse what is none, or has no one shape."""
+    leaves: dict[Key, torch.Tensor] = {}
+    for key, value in data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
+        name = (key,) if isinstance(key, str) else tuple(key)
+        if not isinstance(value, torch.Tensor):
+            raise ArgumentError(
+                f"data[{name}] is a {type(value).__name__}, no tensor; store numbers, or data.exclude({name}) before"
+            )
+        if value.is_nested or value.layout is not torch.strided or value.is_quantized:
+            raise ArgumentError(
+                f"data[{name}] is nested, sparse or quantised; holdall stores dense tensors, so pad or convert it"
+            )
+        leaves[name] = value
+    return leaves
+
+
+def _is_leaf(kind: type) -> bool:
+    return issubclass(kind, NonTensorData | NonTensorStack) or not is_tensor_collection(kind)
+
+
+def _nested(data: TensorDictBase) -> list[NestedPart]:
+    """Return the nested TensorDicts, each after the one that it is in."""
+    found = []
+    for key, value in data.items(include_nested=True):
+        if is_tensor_collection(value) and not _is_leaf(type(value)):
+            name = (key,) if isinstance(key, str) else tuple(key)
+            found.append(NestedPart(name, tuple(value.batch_size[data.batch_dims :])))
+    return sorted(found, key=lambda part: len(part.key))
+
+
+def _placed(field: TensorField, found: Mapping[Key, TensorField]) -> TensorField:
+    """Say where in the memory a tensor goes."""
+    key, kind, name = field.key, "column", field.name
+    twin = found.get(key[1:] if key[0] == "next" else ("next", *key))
+    is_paired = twin is not None and (twin.shape, twin.dtype) == (field.shape, field.dtype)
+    if field.nbytes == 0:
+        kind = "empty"
+    elif is_paired and twin is not None and field.nbytes > _PAIRED_BYTES:
+        kind, name = ("next", twin.name) if key[0] == "next" else ("obs", name)
+    elif field.nbytes > _COLUMN_BYTES:
+        kind = "alone"
+    elif key == ("action",):
+        kind = name = "action"
+    elif key in _OUTCOMES and prod(field.shape) == 1 and field.dtype in _DTYPES:
+        outcome = _OUTCOMES[key]
+        if outcome == "reward" or field.dtype is torch.bool:
+            kind = name = outcome
+    return TensorField(key, kind, name, field.shape, field.dtype)
+
+
+def _name(key: Key, keys: Mapping[Key, object]) -> str:
+    """Name a key for people, and as no other."""
+    name = ".".join(key)
+    is_unique = sum(".".join(other) == name for other in keys) == 1
+    return name if is_unique else json.dumps(key)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    dtype = getattr(torch, str(name), None)
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype {name!r}")
+    return dtype
+
+
+# ---------------------------------------------------------------- tensors that are read when they are used
+
+
+class StoredTensor(torch.Tensor):
+    """One key of a slice of a storage: it is read when it is used, and cannot be written.
+
+    `storage[:]["next", "done"]` reads this one key of all elements. A slice of it is another one; any other index reads
+    what it names; everything else reads all of it, and goes on with a tensor.
+    """
+
+    _read: Callable[[Ids], torch.Tensor]
+    _ids: Ids
+
+    @staticmethod
+    def of(
+        read: Callable[[Ids], torch.Tensor], ids: Ids, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> StoredTensor:
+        """Stand for the tensor that `read` returns for some ids; each is of a shape."""
+        whole = (*ids.shape, *shape)
+        stored: Any = torch.Tensor._make_wrapper_subclass(StoredTensor, whole, dtype=dtype, device=device)  # type: ignore[attr-defined]
+        stored._read, stored._ids = read, ids
+        return stored  # type: ignore[no-any-return]  # it is one
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Answer what is known of it; read it for everything else."""
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _KNOWN:
+                return func(*args, **(kwargs or {}))
+            is_first = bool(args) and isinstance(args[0], StoredTensor)
+            if is_first and func is torch.Tensor.__getitem__:
+                return args[0].indexed(args[1])
+            name = getattr(func, "__name__", "")
+            if is_first and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
+                raise ArgumentError(
+                    "a slice of a HoldallStorage cannot be changed in place; write the elements again: "
+                    "data = buffer[index], change it, buffer[index] = data"
+                )
+        return func(*_read_all(args), **_read_all(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Read it for what torch does by itself."""
+        return func(*_read_all(args), **_read_all(kwargs or {}))
+
+    def indexed(self, index: Any) -> torch.Tensor:
+        """Return another one for slices of elements, and a tensor for all else."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(part is None or part is Ellipsis for part in parts) or len(parts) > self._ids.ndim:
+            return self.whole()[index]
+        ids = np.asarray(self._ids[numpy_index(index)])
+        if all(isinstance(part, slice) for part in parts):
+            return StoredTensor.of(self._read, ids, tuple(self.shape[self._ids.ndim :]), self.dtype, self.device)
+        return self._read(ids)
+
+    def whole(self) -> torch.Tensor:
+        """Read all of it."""
+        return self._read(self._ids)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+_T: Any = torch.Tensor
+_KNOWN = {
+    *(getattr(_T, name).__get__ for name in (
+        "shape", "dtype", "device", "ndim", "layout", "requires_grad", "is_nested", "is_quantized", "is_sparse",
+        "is_cuda", "is_meta", "is_leaf", "grad_fn", "itemsize", "nbytes",
+    )),
+    _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.__len__, _T.is_shared,
+    _T.is_floating_point, _T.is_complex, _T.__repr__, _T.__hash__,
+}  # fmt: skip
+
+
+def _read_all(value: Any) -> Any:
+    """Return the same with every stored tensor in it read."""
+    return tree_map(lambda part: part.whole() if isinstance(part, StoredTensor) else part, value)
+
+
+def numpy_index(index: Any) -> Any:
+    """Return an index of a tensor as one of an array."""
+    if isinstance(index, tuple):
+        return tuple(numpy_index(part) for part in index)
+    if isinstance(index, torch.Tensor):
+        return index.detach().cpu().numpy()
+    return np.asarray(index) if isinstance(index, range | list) else index

@@ -1,0 +1,415 @@
+"""HoldallStorage: TorchRL's positions over a memory that only ever adds transitions.
+
+In:  TensorDicts at positions, as TorchRL's writers set them.  Out: TensorDicts at any index, as its samplers ask for.
+Invariant: a position gives, bit for bit, what was last written there. Writing adds transitions to the memory and notes
+their ids; what is still wanted when it is about to leave the memory is added again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import zlib
+from collections.abc import Callable
+from math import prod
+from multiprocessing.context import get_spawning_popen
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
+from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
+from torchrl.data.replay_buffers.storages import TensorStorage
+
+from holdall.errors import ArgumentError, CheckpointError
+from holdall.replay import ReplayMemory
+from holdall.torchrl.fields import Fields, Ids, StoredTensor, numpy_index
+from holdall.units import require_count
+
+_SPARE_SHARE = 16
+"""A memory holds this share of the positions more, so that rows written in any order rarely have to be added again."""
+_FEWEST_SPARE = 16
+_CARRIED_BYTES = 1 << 25
+"""Rows that are added again at once."""
+_FORMAT = 1
+_LAYOUT, _POSITIONS = "torchrl/layout.json", "torchrl/positions"
+
+
+class HoldallCheckpointer(StorageCheckpointerBase):  # type: ignore[misc]  # TorchRL has no types
+    """Saves a storage as a checkpoint of its memory: what is new since the last one, compressed as it lies there."""
+
+    def dumps(self, storage: HoldallStorage, path: str | os.PathLike[str]) -> None:
+        """Write a checkpoint, and wait until it is safe."""
+        storage.save_to(path)
+
+    def loads(self, storage: HoldallStorage, path: str | os.PathLike[str]) -> None:
+        """Load the newest checkpoint."""
+        storage.load_from(path)
+
+
+class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no types
+    """A storage for TorchRL's replay buffers, in a fraction of the memory of LazyTensorStorage.
+
+    TensorDicts of one structure come back with the same keys, shapes, dtypes and bits. Keys that are there twice, as
+    `key` and `("next", key)`, share what they have in common; frame stacks are stored frame by frame. Slices, such as
+    `storage[:]`, are read key by key when they are used, and cannot be written in place.
+
+    Args:
+        max_size: Elements that are held; with `ndim` dimensions, over all of them.
+        device: Where sampled TensorDicts are; "auto": where the first data is.
+        ndim: Leading dimensions that count as elements: with 2, data is (time, environments).
+        budget: RAM that may be used: "auto", None (everything is compressed), or a limit in bytes with a `spill_dir`;
+            see `holdall.ReplayMemory`.
+        prefer: How much longer sampling may take when data is compressed; the same.
+        spill_dir: Where the oldest compressed elements go that the budget does not hold.
+    """
+
+    _default_checkpointer = HoldallCheckpointer
+    supports_conditional_update = False
+
+    def __init__(
+        self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1,
+        budget: str | int | None = "auto", prefer: str = "balanced", spill_dir: str | os.PathLike[str] | None = None,
+    ) -> None:  # fmt: skip
+        require_count("max_size", max_size, 1)
+        require_count("ndim", ndim, 1)
+        if budget not in {"auto", None} and spill_dir is None:
+            raise ArgumentError(
+                f"budget ({budget!r}) is a limit, and without a disk tier the oldest elements would be dropped before "
+                "max_size is reached, which TorchRL's samplers cannot know; name a spill_dir, or use 'auto' or None"
+            )
+        self._fields: Fields | None = None
+        self._memory: ReplayMemory | None = None
+        self._ids: Ids = np.zeros(0, np.int64)  # per position: the id of its transition, and 1; 0: nothing yet
+        self._settings = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self._collection: Any = None  # the tensorclass of the data, if it is one
+        self._oldest = 0  # no position has a lower id
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # files of a state that was loaded
+        super().__init__(None, max_size, device=device, ndim=ndim)
+
+    # ---------------------------------------------------------------- what TorchRL's base class asks for
+
+    @property
+    def _storage(self) -> Any:
+        """All elements, as a TensorDict that is read when it is used."""
+        return None if self._fields is None else self._lazy(self._ids)
+
+    @_storage.setter
+    def _storage(self, value: Any) -> None:
+        if value is not None:
+            raise ArgumentError("a HoldallStorage is filled by set or extend, not with a TensorDict as a whole")
+
+    @property
+    def checkpointer(self) -> Any:
+        """What `dumps` and `loads` call."""
+        return self._checkpointer
+
+    @checkpointer.setter
+    def checkpointer(self, value: Any) -> None:
+        if value is not None and not isinstance(value, HoldallCheckpointer):
+            raise ArgumentError(
+                f"checkpointer is a {type(value).__name__}, which writes every element raw; leave it out: a "
+                "HoldallStorage is saved compressed, as it lies in memory"
+            )
+        self._checkpointer = value or HoldallCheckpointer()
+
+    @property
+    def memory(self) -> ReplayMemory:
+        """The memory that holds the elements, for `report()` and the like; there is one after the first data."""
+        if self._memory is None:
+            raise ArgumentError("the storage holds nothing yet, so it has no memory; add data first")
+        return self._memory
+
+    @property
+    def _rows(self) -> int:
+        """Transitions that one element consists of."""
+        return prod(self._ids.shape[1:])
+
+    def _begin(self, data: TensorDictBase) -> None:
+        """Make the memory for data like this, whose first dimension counts elements."""
+        if data.batch_dims < self.ndim:
+            raise ArgumentError(
+                f"data has batch_size {list(data.batch_size)}, but the storage counts elements over ndim={self.ndim} "
+                f"dimensions; give the data as many batch dimensions, or make the storage with ndim={data.batch_dims}"
+            )
+        fields, rest = Fields.of(data), tuple(data.batch_size[1:])
+        if self.device == "auto":
+            self.device = data.device or torch.device("cpu")
+        counted = prod(rest[: self.ndim - 1])
+        size = -(self.max_size // -counted)
+        spare = max(size // _SPARE_SHARE, _FEWEST_SPARE)
+        lanes = prod(rest) if self.ndim > 1 else 1
+        memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
+        self._fields, self._memory, self._oldest = fields, memory, 0
+        self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
+        self._collection = type(data) if is_tensorclass(data) else None
+        self.initialized = True
+
+    # ---------------------------------------------------------------- writing
+
+    def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
+        """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"data is a {type(data).__name__}; HoldallStorage holds TensorDicts, so pass "
+                "TensorDict({'data': tensor}, batch_size=[len(tensor)])"
+            )
+        if _is_integer(cursor):
+            data, positions = data.unsqueeze(0), np.array([int(cursor)])
+        else:
+            positions = None
+        if not self.initialized:
+            self._begin(data)
+        if positions is None:
+            positions, data = self._elements(cursor, data)
+        positions, data = self._checked(positions, data)
+        self._write(positions, data)
+        if set_cursor:
+            self._set_last_cursor(cursor)
+            self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
+        self._bump_mutation_revision()
+
+    def _elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return the positions of whole elements that an index names, and their data."""
+        index = numpy_index(cursor)
+        if isinstance(index, np.ndarray) and index.ndim == 1 and index.dtype.kind in "iu":
+            return index.astype(np.int64), data
+        if isinstance(index, slice):
+            return np.arange(len(self._ids))[index], data
+        places = np.arange(self._ids.size).reshape(self._ids.shape)[index]
+        positions, which = np.unique(places // self._rows, return_inverse=True)
+        whole = self._gathered(self._ids[positions])  # what is not named stays as it is
+        flat, named = whole.reshape(-1), which.reshape(-1) * self._rows + places.reshape(-1) % self._rows
+        flat[torch.from_numpy(named)] = data.expand(places.shape).reshape(-1)
+        return positions, flat.reshape(whole.shape)
+
+    def _checked(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return positions from 0 on, each once and with the data that came last for it."""
+        size, wanted = len(self._ids), (len(positions), *self._ids.shape[1:])
+        if len(positions) and not -size <= positions.min() <= positions.max() < size:
+            raise IndexError(f"cursor holds {positions.min()} to {positions.max()}, but there are {size} positions")
+        positions = np.where(positions < 0, positions + size, positions)
+        if tuple(data.batch_size[: len(wanted)]) != wanted:
+            try:
+                data = data.expand(wanted)
+            except RuntimeError as error:
+                raise ArgumentError(
+                    f"data has batch_size {list(data.batch_size)}, expected {list(wanted)}: {len(positions)} positions "
+                    f"of elements like the first; pass data of that batch_size"
+                ) from error
+        if len(positions) > 1 and not (np.diff(positions) == 1).all():
+            _, last = np.unique(positions[::-1], return_index=True)
+            if len(last) < len(positions):
+                kept = np.sort(len(positions) - 1 - last)
+                positions, data = positions[kept], data[torch.from_numpy(kept)]
+        return positions, data
+
+    def _write(self, positions: Ids, data: TensorDictBase) -> None:
+        """Add elements to the memory, and note their ids."""
+        memory, rows = self.memory, self._rows
+        lanes = memory.num_envs
+        steps = len(positions) * rows // lanes
+        given = self._known_fields.arguments(data, (steps, lanes))
+        self._ids[positions] = 0
+        at_once = memory.capacity // rows - len(self._ids)
+        for first in range(0, len(positions), at_once):
+            some = positions[first : first + at_once]
+            self._make_room(len(some))
+            ids = np.arange(memory.next_id, memory.next_id + len(some) * rows)
+            per_element = rows // lanes
+            memory.extend(**_cut(given, slice(first * per_element, (first + len(some)) * per_element)))
+            self._ids[some] = ids.reshape(len(some), *self._ids.shape[1:]) + 1
+
+    def _make_room(self, elements: int) -> None:
+        """Add again what so many more elements would push out of the memory although a position names it."""
+        memory, rows = self.memory, self._rows
+        heads = self._ids.reshape(len(self._ids), -1)[:, 0]
+        while memory.next_id + elements * rows - memory.capacity > self._oldest:
+            live = heads.nonzero()[0]
+            self._oldest = int(heads[live].min()) - 1 if len(live) else memory.next_id
+            if memory.next_id + elements * rows - memory.capacity <= self._oldest:
+                return
+            window = max(_CARRIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
+            carried = live[heads[live] - 1 < self._oldest + window]
+            carried = carried[np.argsort(heads[carried])]
+            lanes = memory.num_envs
+            given = self._known_fields.arguments(self.get(carried), (len(carried) * rows // lanes, lanes))
+            ids = np.arange(memory.next_id, memory.next_id + len(carried) * rows)
+            memory.extend(**given)
+            self._ids[carried] = ids.reshape(len(carried), *self._ids.shape[1:]) + 1
+
+    # ---------------------------------------------------------------- reading
+
+    def get(self, index: Any) -> Any:
+        """Return elements: an integer, a sequence, a mask, a tuple of these; or a slice, which is read when used."""
+        if self._fields is None:
+            raise RuntimeError("Cannot get elements out of a non-initialized storage.")
+        held = self._ids if self._is_full else self._ids[: self._len_along_dim0]
+        ids: Ids = np.asarray(held[numpy_index(index)])
+        parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, slice) for part in parts):
+            return self._in_class(self._lazy(ids))
+        return self._in_class(self._gathered(ids))
+
+    def _gathered(self, ids: Ids) -> TensorDictBase:
+        fields = self._known_fields
+        batch = self.memory.gather(self._written(ids).reshape(-1))
+        return fields.build(fields.tensors_of(batch, ids.shape), ids.shape, self.device)
+
+    def _lazy(self, ids: Ids) -> TensorDictBase:
+        """Return a TensorDict of tensors that are read when they are used."""
+        fields = self._known_fields
+
+        def reader(number: int) -> Callable[[Ids], torch.Tensor]:
+            return lambda wanted: fields.read(self.memory, number, self._written(wanted)).to(self.device)
+
+        stored = (
+            StoredTensor.of(reader(number), ids, field.shape, field.dtype, self.device)
+            for number, field in enumerate(fields.tensors)
+        )
+        return fields.build(stored, ids.shape, self.device)
+
+    @staticmethod
+    def _written(ids: Ids) -> Ids:
+        """Return the ids of transitions, if something was written to all of these positions."""
+        if not ids.all():
+            raise IndexError(f"index names {int((ids == 0).sum())} positions that were not written yet; ask for others")
+        return ids - 1
+
+    @property
+    def _known_fields(self) -> Fields:
+        if self._fields is None:
+            raise ArgumentError("the storage holds nothing yet; add data first")
+        return self._fields
+
+    def _in_class(self, data: TensorDictBase) -> Any:
+        return data if self._collection is None else self._collection.from_tensordict(data)
+
+    def _empty(self) -> None:
+        """Forget all elements, and free their memory."""
+        super()._empty()
+        if self._fields is not None:
+            before, lanes = self.memory, self.memory.num_envs
+            self._memory = self._fields.memory(before.capacity, lanes, device=str(self.device), **self._settings)
+            self._ids, self._oldest = np.zeros(self._ids.shape, np.int64), 0
+            before.close()
+
+    # ---------------------------------------------------------------- checkpoints
+
+    def save_to(self, path: str | os.PathLike[str]) -> None:
+        """Save all elements to a directory, or to a prefix of an object store; only what is new is written."""
+        if self._fields is None:
+            raise RuntimeError("Cannot save a non-initialized storage.")
+        cursor = self._last_cursor_index
+        layout = {
+            "format": _FORMAT, "fields": self._fields.words(), "shape": self._ids.shape, "ndim": self.ndim,
+            "len": self._len, "last_cursor": None if cursor is None else int(cursor),
+        }  # fmt: skip
+        steps = np.diff(self._ids.reshape(-1), prepend=0)
+        positions = zlib.compress(steps.astype("<i8").tobytes(), level=1)
+        attach = {_LAYOUT: json.dumps(layout).encode(), _POSITIONS: positions}
+        self.memory.save(path, attach=attach, keep=1).result()
+
+    def load_from(self, path: str | os.PathLike[str]) -> None:
+        """Become what was saved; compressed elements stay in the files, and are read when they are asked for."""
+        device = torch.device("cpu") if self.device == "auto" else self.device
+        memory = ReplayMemory.load(path, device=str(device), **self._settings)
+        try:
+            fields, ids, layout = self._loaded(memory, path)
+        except BaseException:
+            memory.close()
+            raise
+        before, self._memory = self._memory, memory
+        self._fields, self._ids, self._oldest, self.device = fields, ids, 0, device
+        self._len, self.initialized = int(layout["len"]), True
+        self.max_size = prod(ids.shape[: self.ndim])
+        self._set_last_cursor(layout["last_cursor"])
+        self._bump_mutation_revision()
+        if before is not None:
+            before.close()
+
+    def _loaded(self, memory: ReplayMemory, path: Any) -> tuple[Fields, Ids, dict[str, Any]]:
+        """Return what was saved with a memory, if it fits this storage."""
+        if _LAYOUT not in memory.attached:
+            raise CheckpointError(f"{path} holds a memory, but not of a HoldallStorage; load it with ReplayMemory.load")
+        layout = json.loads(memory.attached[_LAYOUT])
+        if layout.get("format") != _FORMAT:
+            raise CheckpointError(f"{path} is of format {layout.get('format')}, this is {_FORMAT}; update holdall")
+        fields, shape = Fields.of_words(layout["fields"]), tuple(map(int, layout["shape"]))
+        size = -(self.max_size // -prod(shape[1 : self.ndim]))
+        if layout["ndim"] != self.ndim or shape[0] != size or (self._fields is not None and self._fields != fields):
+            raise ArgumentError(
+                f"{path} holds {shape[0]} positions of ndim={layout['ndim']}, this storage has {size} of "
+                f"ndim={self.ndim}, or other keys; make it with max_size={prod(shape[: layout['ndim']])}, "
+                f"ndim={layout['ndim']} and nothing in it"
+            )
+        steps = zlib.decompressobj().decompress(memory.attached[_POSITIONS], 8 * prod(shape) + 1)
+        ids = np.cumsum(np.frombuffer(steps, "<i8")).astype(np.int64)
+        lost = (ids != 0) & ((ids <= memory.first_id) | (ids > memory.next_id))
+        if ids.size != prod(shape) or lost.any():
+            raise CheckpointError(f"{path} names elements that it does not hold; load another checkpoint")
+        return fields, ids.reshape(shape), layout
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the files of a checkpoint as tensors of bytes, for `torch.save`; `dumps` writes them directly."""
+        files = {}
+        if self.initialized:
+            folder = self._own_folder()
+            self.save_to(folder)
+            found = sorted(path for path in folder.rglob("*") if path.is_file())
+            files = {
+                str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+                for path in found if path.stat().st_size
+            }  # fmt: skip
+        return {"_storage": files, "initialized": self.initialized, "_len": self._len}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Become what `state_dict` returned; its files are kept in a temporary directory."""
+        if not state_dict["initialized"]:
+            self._empty()
+            return
+        folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
+        root = Path(folder.name).resolve()
+        for name, content in state_dict["_storage"].items():
+            path = (root / name).resolve()
+            if root not in path.parents:
+                raise CheckpointError(f"state_dict holds a file {name!r} outside of its directory; do not load it")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content.cpu().numpy().tobytes())
+        self.load_from(root)
+        self._folder = folder
+
+    def _own_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
+        return Path(self._folder.name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if get_spawning_popen() is not None:
+            raise RuntimeError(
+                "a HoldallStorage cannot be shared between processes; keep the buffer in one, and let collectors send "
+                "their data to it, or use holdall.ray"
+            )
+        state: dict[str, Any] = super().__getstate__()
+        return state | {"_folder": None}
+
+    def close(self) -> None:
+        """Free everything; what was sampled stays as it is."""
+        if self._memory is not None:
+            self._memory.close()
+
+
+def _is_integer(cursor: Any) -> bool:
+    if isinstance(cursor, torch.Tensor | np.ndarray):
+        return cursor.ndim == 0 and not str(cursor.dtype).endswith("bool")
+    return isinstance(cursor, int | np.integer)
+
+
+def _cut(value: Any, where: slice) -> Any:
+    if isinstance(value, dict):
+        return {key: _cut(part, where) for key, part in value.items()}
+    return value[where]
