@@ -89,10 +89,11 @@ class Restored:
         if self.content is None:
             return
         store.thaw(self.content)
-        for chunk in self.rows(store.columns_like()):
+        columns = store.columns_like()
+        for chunk in self.rows(columns):
             store.take_rows(chunk)
         if self.saved is not None:
-            self.saved.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
+            self.saved.adopt_rows(self.manifest.rows, store.chunk_ticks, tuple(columns), self.manifest.next_tick)
 
     def fetch_the_rest(self) -> BackgroundFetch | None:
         """Begin to fetch the blocks that lie in an object store; None if there are none."""
