@@ -74,7 +74,7 @@ RUNS = {
     "td3_jax": Run("td3_continuous_action_jax", f"--env-id Pendulum-v1 {_CONTROL}"),
     "dqn_atari": Run("dqn_atari", _ATARI, (*BOTH, "holdall compressed")),
     "dqn_atari_cut": Run(
-        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 2000",
+        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 901",
         (*BOTH, "cleanrl plain"), "cleanrl plain",
     ),
 }  # fmt: skip
