@@ -155,11 +155,16 @@ class ReplayBuffer:
 
     def adopt(self, memory: ReplayMemory) -> None:
         """Continue with a memory that was loaded; the one before is closed."""
-        capacity = self.buffer_size * self.n_envs
-        if (memory.capacity, memory.num_envs) != (capacity, self.n_envs):
+        if memory.capacity != self.memory.capacity or memory.num_envs != self.n_envs:
             raise ArgumentError(
                 f"a memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+                f"{self.memory.capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+            )
+        if memory.schema != self.memory.schema:
+            fields = [[(leaf.shape, leaf.dtype.name) for leaf in each.schema.leaves] for each in (memory, self.memory)]
+            raise ArgumentError(
+                f"a memory of {fields[0]} does not fit a buffer of {fields[1]}: observation and action must be the "
+                "same; make the buffer with the spaces that it was saved with"
             )
         self.memory.close()
         self.memory = memory
