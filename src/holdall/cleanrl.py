@@ -105,11 +105,6 @@ class ReplayBuffer:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
             infos: One dict per environment; not looked at without `handle_timeout_termination`.
         """
-        if not self.handle_timeout_termination and type(reward) is np.ndarray:
-            # Most steps need no other cast than this one, and are checked where they are written.
-            rewards = reward.astype(_FLOAT32, copy=False)
-            if self.memory.add_as_is(obs, action, rewards, next_obs, done, self._nothing_cut):
-                return
         ended, cut = _fit(self._flag, done, "done"), self._nothing_cut
         if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
             ended = ended > cut
