@@ -31,6 +31,7 @@ except ImportError as error:
     raise MissingPackageError("holdall.cleanrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
 _CUT = "TimeLimit.truncated"
+_FLOAT32 = np.dtype(np.float32)
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -80,8 +81,8 @@ class ReplayBuffer:
         self.device = _device_of(device)
         self._obs = _form_of(observation_space, self.n_envs, "observation_space")
         acted, dtype = _form_of(action_space, self.n_envs, "action_space")
-        self._action = acted, np.dtype(np.float32) if dtype == np.float64 else dtype
-        self._reward, self._flag = ((self.n_envs,), np.dtype(np.float32)), ((self.n_envs,), np.dtype(np.bool_))
+        self._action = acted, _FLOAT32 if dtype == np.float64 else dtype
+        self._reward, self._flag = ((self.n_envs,), _FLOAT32), ((self.n_envs,), np.dtype(np.bool_))
         self.obs_shape, self.action_dim = self._obs[0][1:] or (1,), prod(acted[1:])
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._nothing_cut = np.zeros(self.n_envs, np.bool_)
@@ -104,12 +105,17 @@ class ReplayBuffer:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
             infos: One dict per environment; not looked at without `handle_timeout_termination`.
         """
+        if not self.handle_timeout_termination and type(reward) is np.ndarray:
+            # Most steps need no other cast than this one, and are checked where they are written.
+            rewards = reward.astype(_FLOAT32, copy=False)
+            if self.memory.add_as_is(obs, action, rewards, next_obs, done, self._nothing_cut):
+                return
         ended, cut = _fit(self._flag, done, "done"), self._nothing_cut
         if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
             ended = ended > cut
         self.memory.add(
-            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"),
-            _fit(self._reward, reward, "reward"), _fit(self._obs, next_obs, "next_obs"), ended, cut,
+            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"), _fit(self._reward, reward, "reward"),
+            _fit(self._obs, next_obs, "next_obs"), ended, cut,
         )  # fmt: skip
 
     def extend(self, *steps: Iterable[Any]) -> None:
