@@ -19,7 +19,8 @@ from stable_baselines3.common.vec_env import VecNormalize
 
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
-from holdall.sb3.replay import ReplayBuffer, made_with
+from holdall.sb3.n_step import made_with
+from holdall.sb3.replay import ReplayBuffer
 
 
 class PrioritizedSamples(NamedTuple):

@@ -9,22 +9,17 @@ number of slots; arrays over slots are gathered when they are read.
 from __future__ import annotations
 
 import os
-import sys
-import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from math import prod
 from typing import Any, Self
 
 import numpy as np
-import stable_baselines3
 import torch as th
 from gymnasium import spaces
 from numpy.typing import NDArray
 from stable_baselines3.common import buffers
-from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
@@ -35,9 +30,9 @@ from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sb3.arrays import SlotArray, SlotArrays
+from holdall.sb3.n_step import n_step_returns, require_steps, warn_of_ignored_steps
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
-from holdall.units import require_count
 
 _FLOAT32 = np.dtype(np.float32)
 _BOOL = np.dtype(np.bool_)
@@ -45,10 +40,6 @@ _READ_AT_ONCE_BYTES = 8 * 2**20
 """Observations gathered in one go when an array is read, so that reading all rewards takes no memory for all images."""
 _COPIED_AT_ONCE = 64
 """Slots of another buffer that are copied in one go."""
-_WARNS_OF_STEPS = (2, 9, 1)
-"""From this version on Stable-Baselines3 itself warns that it ignores a model's `n_steps`."""
-_FRAMES_TO_MODEL = 4
-"""Calls between a model that makes its buffer and the buffer's constructor: those of subclasses, at most."""
 _TORCH_ALIGNMENT_BYTES = 64
 """Where torch's own tensors begin. Matrix products of floats that begin elsewhere add up in another order: the
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
@@ -107,9 +98,9 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
-        self.n_steps = _require_steps(n_steps)
+        self.n_steps = require_steps(n_steps)
         if n_steps == 1:
-            self._warn_of_ignored_steps()
+            warn_of_ignored_steps(type(self), self._takes_steps)
         self.gamma = gamma
         self._is_dict = isinstance(observation_space, spaces.Dict)
         self._lane_shape = (n_envs,)
@@ -332,27 +323,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         observed = spaces.Dict(OrderedDict(stored)) if self._is_dict else stored[""]  # a plain dict would be sorted
         return observed, stored_space((self.action_dim,), self._action_dtype)
 
-    def _warn_of_ignored_steps(self) -> None:
-        """Warn if the model that makes this buffer wants n-step returns: it sets them up in buffers of its own only."""
-        if _version() >= _WARNS_OF_STEPS:
-            return
-        frame = sys._getframe(2)
-        for _ in range(_FRAMES_TO_MODEL):
-            model = frame.f_locals.get("self")
-            if isinstance(model, OffPolicyAlgorithm) and getattr(model, "n_steps", 1) > 1:
-                line = f'replay_buffer_kwargs={{"n_steps": {model.n_steps}, "gamma": {model.gamma}}}'
-                remedy = f"write {line}" if self._takes_steps else "it has one-step returns only"
-                warnings.warn(
-                    f"n_steps={model.n_steps} is ignored: Stable-Baselines3 does not pass it to a replay_buffer_class, "
-                    f"here {type(self).__name__}; {remedy}",
-                    UserWarning,
-                    stacklevel=2,
-                )
-                return
-            if frame.f_back is None:
-                return
-            frame = frame.f_back
-
     def _new_memory(self) -> ReplayMemory:
         observed, action = self._stored_spaces()
         settings = self._tiers | self._own_draws()
@@ -430,39 +400,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
 
 
-@contextmanager
-def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
-    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
-
-    Args:
-        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
-    """
-    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
-    if n_steps > 1:
-        settings |= {"n_steps": n_steps, "gamma": model.gamma}
-        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
-    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
-    try:
-        yield
-    finally:
-        model.replay_buffer_kwargs = asked
-        if n_steps > 1:
-            model.n_steps = n_steps
-
-
-def _version() -> tuple[int, ...]:
-    return tuple(int(part) for part in stable_baselines3.__version__.split(".")[:3] if part.isdigit())
-
-
-def _require_steps(n_steps: int) -> int:
-    if require_count("n_steps", n_steps, 1) > 1 and "discounts" not in ReplayBufferSamples._fields:
-        raise ArgumentError(
-            f"n_steps ({n_steps}) above 1 needs Stable-Baselines3 2.7, whose algorithms know the discounts of such "
-            f"returns; this is {stable_baselines3.__version__}: run 'pip install -U stable-baselines3'"
-        )
-    return n_steps
-
-
 def _done_flags(batch: Batch) -> NDArray[np.bool_]:
     """Return what Stable-Baselines3 keeps as `dones`.
 
@@ -488,24 +425,3 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     if rows.shape != shape and rows.size == prod(shape):
         rows = rows.reshape(shape)
     return rows
-
-
-def n_step_returns(
-    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
-
-    Args:
-        rewards: (batch, n), of the steps from some transitions on.
-        ends: (batch, n): last steps of episodes, and the newest step.
-
-    Returns:
-        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
-    """
-    n = ends.shape[1]
-    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
-    counts = np.arange(n).reshape(1, -1) <= last[:, None]
-    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
-    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
-    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
-    return returns, discounts, last
