@@ -9,6 +9,7 @@ Invariant: `gather(ids)` returns bit for bit what `add` was given. What does not
 from __future__ import annotations
 
 import functools
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
 from holdall.native import chosen_kernels
 from holdall.report import LIVING, MemoryReport
+from holdall.resets import Newest, newest_ids, next_look, warn_of_resets
 from holdall.sampling import (
     Held,
     Prioritized,
@@ -98,7 +100,7 @@ class ReplayMemory(MemoryOnDevice):
             raise ArgumentError(
                 f"capacity ({self.capacity}) takes more address space than this machine gives ({error}); lower it"
             ) from error
-        self.add_at_once = store.fast_tick.add
+        self.add_at_once, self._next_look = store.fast_tick.add, next_look(0)
         LIVING.add(self)
 
     def add(
@@ -144,6 +146,8 @@ class ReplayMemory(MemoryOnDevice):
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
         require_count("batch_size", batch_size, 1)
+        if self._open().next_tick >= self._next_look:
+            self._look_for_resets()
         with self._locked():
             store = self._whole()
             batch = self._batches.draw(self.sampler, batch_size, self._generator) if store.next_tick else None
@@ -152,6 +156,15 @@ class ReplayMemory(MemoryOnDevice):
             draw = self._draw(store, batch_size, batch_size)
             drawn = self._batches.look_up(draw, store)
         return self._batches.make(draw, drawn)
+
+    def _look_for_resets(self) -> None:
+        """Warn, once, of resets that were added as steps; the caller of `sample` is told."""
+        store = self._open()
+        self._next_look = next_look(store.next_tick)
+        if self._resident is None and store.all_valid:
+            ids = newest_ids(self.first_id, self.next_id, self.num_envs)
+            if warn_of_resets(Newest(ids, self.outcomes, self.rows), stacklevel=4):
+                self._next_look = math.inf
 
     def gather(self, ids: Any) -> Batch:
         """Return the transitions `ids`, in that order."""
