@@ -110,6 +110,26 @@ def test_batches_for_torch_have_them_too() -> None:
         assert_same_bits(batch.reward.numpy(), oracle.gather(np.asarray(batch.ids)).reward)
 
 
+def test_a_memory_that_lives_on_its_device_has_them_too() -> None:
+    """The torch loops read them, and sum them up component by component."""
+    torch = pytest.importorskip("torch")
+    _, oracle = filled((3,))
+    settings: dict[str, Any] = {"store_device": "cpu", "device": "cpu", "sampler": holdall.NStep(3, 0.5)}
+    with holdall.ReplayMemory(BOX, ACTION, 100, 2, reward_shape=(3,), **settings) as memory:
+        for t in range(60):
+            given = step(BOX, t, 2, (3,), np.float32)
+            memory.add(**{name: torch.from_numpy(np.asarray(each)) for name, each in given.items()})
+        ids = np.arange(memory.first_id, memory.next_id)
+        assert_same_bits(memory.gather(ids).reward.numpy(), oracle.gather(ids).reward)
+        batch = memory.sample(30)
+        for row, first in enumerate(batch.ids.tolist()):
+            run = oracle.gather(np.array([i for i in (first, first + 2, first + 4) if i < memory.next_id]))
+            ends = np.flatnonzero(run.terminated | run.truncated)
+            steps = run.reward[: ends[0] + 1] if len(ends) else run.reward
+            total = sum(np.float32(0.5**k) * reward for k, reward in enumerate(steps))
+            assert np.array_equal(batch.reward[row].numpy(), total)
+
+
 def test_hindsight_says_that_it_needs_one_reward() -> None:
     goals = spaces.Dict({"achieved_goal": BOX, "desired_goal": BOX})
     sampler = holdall.Hindsight("future", 4, reward_fn=lambda achieved, desired, info: np.zeros(len(achieved)))
