@@ -100,13 +100,22 @@ class _SingleSource(_VectorSource):
         while isinstance(wrapped, gymnasium.Wrapper) and not isinstance(wrapped, gymnasium.wrappers.Autoreset):
             wrapped = wrapped.env
         self.mode = NEXT_STEP if isinstance(wrapped, gymnasium.wrappers.Autoreset) else DISABLED
+        self._reward_dtype: np.dtype[Any] | None = None
 
     def step(self, actions: Any) -> tuple[Any, Made]:
         returned = self.envs.step(actions)
         obs, reward, terminated, truncated, info = returned
-        number = as_array(reward, "reward")
-        rewards = np.array([float(number)]) if number.ndim == 0 else number[None]  # numbers may change their type
-        return returned, Made(obs, obs, rewards, np.array([bool(terminated)]), np.array([bool(truncated)]), [info])
+        ends = np.array([bool(terminated)]), np.array([bool(truncated)])
+        return returned, Made(obs, obs, self._batched_reward(as_array(reward, "reward")), *ends, [info])
+
+    def _batched_reward(self, reward: Array) -> Array:
+        """Give a reward a lane axis and the dtype of the first: an integer in one step may be a float in another."""
+        if self._reward_dtype is None:
+            self._reward_dtype = reward.dtype if reward.dtype.kind == "f" or reward.ndim else np.dtype(np.float64)
+        if reward.dtype != self._reward_dtype:
+            cast = reward.astype(self._reward_dtype)
+            reward = cast if np.array_equal(cast, reward, equal_nan=True) else reward
+        return reward[None]
 
     def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
         options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}

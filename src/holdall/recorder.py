@@ -59,8 +59,9 @@ class Recorder:
         self._kept: list[Array] | None = None  # copies of the observations that the next step begins with, by leaf
         self._shown: Any = None  # the same as the environment gave them
         self._ended: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose episode ended, and that were not reset since
+        self._has_ended = False  # whether there are any
         self._running: Flags = np.zeros(self._lanes, np.bool_)  # lanes whose last transition did not end its episode
-        self._no_reward: Array | None = None  # zeros, like the last rewards
+        self._last_reward: Array | None = None
         self._is_torn = False  # whether a step did not get to its end: only a reset says where the lanes are
 
     @property
@@ -78,7 +79,7 @@ class Recorder:
         """
         fields = {**({} if extras is None else extras), **named}
         action, others = self._fit_before(actions, fields)
-        if self._rollout is not None and (stale := self._lanes_to_reset()).any():
+        if self._rollout is not None and (stale := self._lanes_to_reset()) is not None:
             raise ArgumentError(
                 f"lanes {_numbers(stale)} were not reset since their episode ended, so value and log_prob are not of "
                 "the observations that this step begins with; compute them of recorder.obs, which resets, or call "
@@ -87,19 +88,20 @@ class Recorder:
         self._reset_where_needed()
         self._is_torn = True
         returned, made = self._source.step(actions)
-        lanes = (self._lanes,)
         after = self._source.flatten(self._schema.observation, made.obs, "obs")
-        terminated = fit_flags(made.terminated, lanes, "terminated")
-        truncated = fit_flags(made.truncated, lanes, "truncated")
+        terminated = fit_flags(made.terminated, (self._lanes,), "terminated")
+        truncated = fit_flags(made.truncated, (self._lanes,), "truncated")
         ends = terminated | truncated
-        valid = ~self._ended if self._mode == NEXT_STEP and self._ended.any() else None
+        has_ends = bool(np.count_nonzero(ends))
+        valid = ~self._ended if self._has_ended and self._mode == NEXT_STEP else None
         if self._is_assumed:
             self._examine(made, ends, valid)
-        next_obs = self._with_final(after, made.info, ends) if self._mode == SAME_STEP and ends.any() else after
-        self._write(action, others, made._replace(terminated=terminated, truncated=truncated), next_obs, valid)
+        next_obs = self._with_final(after, made.info, ends) if has_ends and self._mode == SAME_STEP else after
+        self._write(action, others, made.reward, terminated, truncated, next_obs, valid)
         self._kept, self._shown = [np.array(leaf, order="C") for leaf in after], made.shown
         self._running = ~ends if valid is None else ~ends & valid
-        self._ended = ends if self._mode != SAME_STEP else np.zeros_like(ends)
+        self._has_ended = has_ends and self._mode != SAME_STEP
+        self._ended = ends if self._has_ended else np.zeros_like(ends)
         self._is_torn = False
         return returned
 
@@ -133,6 +135,7 @@ class Recorder:
             self._add_border(new)
         self._kept, self._shown = new, shown
         self._ended = self._ended & ~mask
+        self._has_ended = bool(self._ended.any())
         self._running = self._running & ~mask
         self._is_torn = False
         return returned
@@ -184,25 +187,27 @@ class Recorder:
         return schema.action.build(action), others
 
     def _write(
-        self, action: Any, others: dict[str, Any], made: Made, next_obs: list[Array], valid: Flags | None
+        self, action: Any, others: dict[str, Any], reward: Array, terminated: Flags, truncated: Flags,
+        next_obs: list[Array], valid: Flags | None,
     ) -> None:  # fmt: skip
-        tree, kept, flags = self._schema.observation, self._kept, (made.terminated, made.truncated)
+        tree, kept = self._schema.observation, self._kept
         assert kept is not None  # reset before the step
-        following = tree.build(next_obs)
+        obs, following = tree.build(kept), tree.build(next_obs)
         if valid is not None:
             others["valid"] = valid
         if self._rollout is not None:
-            self._rollout.add(tree.build(kept), action, made.reward, *flags, final_obs=following, **others)
+            self._rollout.add(obs, action, reward, terminated, truncated, final_obs=following, **others)
             return
-        self.memory.add(tree.build(kept), action, made.reward, following, *flags, **others)
-        self._no_reward = np.zeros_like(made.reward)
+        self.memory.add(obs, action, reward, following, terminated, truncated, **others)
+        self._last_reward = reward
 
     def _add_border(self, new: list[Array]) -> None:
         """Add a tick in which no lane made a transition, so that no episode before it goes on behind it."""
         schema, lanes = self._schema, self._lanes
-        if (reward := self._no_reward) is None:
-            before, _, _ = self.memory.outcomes([self.memory.next_id - lanes])
-            reward = np.zeros((lanes, *before.shape[1:]), before.dtype)
+        like = self._last_reward
+        if like is None:
+            like, _, _ = self.memory.outcomes([self.memory.next_id - lanes])
+        reward = np.zeros((lanes, *like.shape[1:]), like.dtype)
         action, extras = ([np.zeros((lanes, *leaf.shape), leaf.dtype) for leaf in tree.leaves]
                           for tree in (schema.action, schema.extras))  # fmt: skip
         obs = schema.observation.build(new if self._kept is None else self._kept)
@@ -220,15 +225,15 @@ class Recorder:
         _, terminated, truncated = self.memory.outcomes(ids[self.memory.are_valid(ids)])
         return not (terminated | truncated).all()
 
-    def _lanes_to_reset(self) -> Flags:
-        """Return the lanes that must be reset before they are stepped."""
+    def _lanes_to_reset(self) -> Flags | None:
+        """Return the lanes that must be reset before they are stepped; None if there are none."""
         if self._kept is None or self._is_torn:
             return np.ones(self._lanes, np.bool_)
-        return self._ended if self._mode == DISABLED else np.zeros(self._lanes, np.bool_)
+        return self._ended.copy() if self._has_ended and self._mode == DISABLED else None
 
     def _reset_where_needed(self) -> None:
-        if (lanes := self._lanes_to_reset()).any():
-            self.reset(options=None if lanes.all() else {"reset_mask": lanes.copy()})
+        if (lanes := self._lanes_to_reset()) is not None:
+            self.reset(options=None if lanes.all() else {"reset_mask": lanes})
 
     def _examine(self, made: Made, ends: Flags, valid: Flags | None) -> None:
         """Find out how an environment resets that does not say it."""
