@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import inspect
 import logging
@@ -25,6 +26,7 @@ from holdall.checkpoint.objects import Objects
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed, free_ports
+from .test_interrupts import interrupted
 
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
@@ -195,6 +197,26 @@ def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, aft
     with ReplayMemory.load(url) as loaded:
         assert loaded.next_id in {30 * LANES, 31 * LANES}
         require_right(loaded)
+
+
+def test_an_interrupt_of_who_waits_for_a_mirror_holds_nobody_up(nobody: str, tmp_path: Path) -> None:
+    """At any line; the mirror's lock is free, or the next call frees it."""
+
+    def mirrored() -> None:
+        with contextlib.suppress(TimeoutError, CheckpointError):
+            handle.mirrored(0)
+
+    with new_memory(5) as memory:
+        handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
+        handle.result(SOON_S)
+        for call in (mirrored, handle.cancel):
+            for at in range(1, interrupted(call) + 1):
+                interrupted(call, at)
+                mirrored()
+                other = threading.Thread(target=mirrored)
+                other.start()
+                other.join(SOON_S)
+                assert not other.is_alive(), at
 
 
 def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:

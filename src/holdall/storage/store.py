@@ -298,7 +298,7 @@ class Store:
     @property
     def all_valid(self) -> bool:
         """Whether every lane made a transition in every tick held."""
-        return self._rings.count_invalid(self.first_tick, self.next_tick) == 0
+        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:

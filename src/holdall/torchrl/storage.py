@@ -33,6 +33,8 @@ _FEWEST_SPARE = 16
 _CARRIED_BYTES = 1 << 25
 """Rows that are added again at once."""
 _FORMAT = 1
+_ONLY_KEY = "tensor"
+"""Of data that is no TensorDict, but one tensor."""
 _LAYOUT, _POSITIONS = "torchrl/layout.json", "torchrl/positions"
 
 
@@ -150,34 +152,40 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
         self._fields, self._memory, self._oldest = fields, memory, 0
         self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
-        self._collection = type(data) if is_tensorclass(data) else None
+        if is_tensorclass(data):
+            self._collection = type(data)
         self.initialized = True
 
     # ---------------------------------------------------------------- writing
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
-        if not is_tensor_collection(data):
-            raise ArgumentError(
-                f"data is a {type(data).__name__}; HoldallStorage holds TensorDicts, so pass "
-                "TensorDict({'data': tensor}, batch_size=[len(tensor)])"
-            )
+        data = self._in_tensordict(data, self.ndim - _is_integer(cursor))
         if _is_integer(cursor):
-            data, positions = data.unsqueeze(0), np.array([int(cursor)])
-        else:
-            positions = None
+            data, cursor = data.unsqueeze(0), [int(cursor)]
         if not self.initialized:
             self._begin(data)
-        if positions is None:
-            positions, data = self._elements(cursor, data)
-        positions, data = self._checked(positions, data)
+        positions, data = self._checked(*self._elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
             self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
         self._bump_mutation_revision()
+
+    def _in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
+        """Return data as a TensorDict: one tensor becomes its only key, a list is stacked."""
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        if self._collection is None and not self.initialized:
+            self._collection = torch.Tensor if isinstance(data, torch.Tensor) else None
+        if isinstance(data, torch.Tensor):
+            data = TensorDict({_ONLY_KEY: data}, batch_size=data.shape[:batch_dims])
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"data is a {type(data).__name__}; HoldallStorage holds tensors and TensorDicts, so pass "
+                "TensorDict({...}, batch_size=[...])"
+            )
+        return data
 
     def _elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return the positions of whole elements that an index names, and their data."""
@@ -245,8 +253,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Add elements to the memory, and note their ids."""
         memory, rows = self.memory, self._rows
         lanes = memory.num_envs
-        steps = len(positions) * rows // lanes
-        given = self._known_fields.arguments(data, (steps, lanes))
+        missing = self._known_fields.missing(data)
+        if missing and self._ids[positions].all():  # keys that are not given stay as they are
+            data = self._gathered(self._ids[positions]).select(*missing).update(data)
+        given = self._known_fields.arguments(data, (len(positions) * rows // lanes, lanes))
         self._ids[positions] = 0
         at_once = memory.capacity // rows - len(self._ids)
         for first in range(0, len(positions), at_once):
@@ -316,6 +326,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._fields
 
     def _in_class(self, data: TensorDictBase) -> Any:
+        if self._collection is torch.Tensor:
+            return data.get(_ONLY_KEY)
         return data if self._collection is None else self._collection.from_tensordict(data)
 
     def _empty(self) -> None:
@@ -401,21 +413,23 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if not state_dict["initialized"]:
             self._empty()
             return
-        if "__batch_size" in state_dict["_storage"]:  # of one of TorchRL's own storages
-            data = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
+        content = state_dict["_storage"]
+        if isinstance(content, torch.Tensor) or "__batch_size" in content:  # of one of TorchRL's own storages
+            if not isinstance(content, torch.Tensor):
+                content = TensorDict().load_state_dict(content, strict=False)
             self._empty()
-            held = -(int(state_dict["_len"]) // -prod(data.batch_size[1 : self.ndim]))
-            self.set(range(held), data[:held], set_cursor=False)
+            held = -(int(state_dict["_len"]) // -prod(content.shape[1 : self.ndim]))
+            self.set(range(held), content[:held], set_cursor=False)
             self._len = int(state_dict["_len"])
             return
         folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
         root = Path(folder.name).resolve()
-        for name, content in state_dict["_storage"].items():
+        for name, file in content.items():
             path = (root / name).resolve()
             if root not in path.parents:
                 raise CheckpointError(f"state_dict holds a file {name!r} outside of its directory; do not load it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.cpu().numpy().tobytes())
+            path.write_bytes(file.cpu().numpy().tobytes())
         self.load_from(root)
         self._folder = folder
 
