@@ -6,7 +6,6 @@ SHELL := /bin/sh
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
-PUBLISHED := .cache/published/.stamp
 OLDER_SB3 := .cache/sb3/.stamp
 SB3_TESTS := .cache/sb3-tests/.stamp
 KERNELS := $(wildcard src/holdall/*/*.[ch])
@@ -27,7 +26,7 @@ demo: $(STAMP) ## Plan, train, watch, checkpoint, kill -9, resume, compare: the 
 test: $(STAMP) ## The same as check, and the time that it took
 	@begun=$$(date +%s); $(MAKE) check && echo "make test took $$(($$(date +%s) - begun)) s"
 
-check: $(STAMP) $(PUBLISHED) $(OLDER_SB3) ## Exactly what CI runs: format, lint, types, import contract, fast tests
+check: $(STAMP) $(OLDER_SB3) ## Exactly what CI runs: format, lint, types, import contract, fast tests
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/codespell
@@ -42,7 +41,7 @@ format: $(STAMP) ## Format the code and apply the safe fixes
 shape: $(STAMP) ## Files that a datum passes, files, lines and names with two meanings, before and now
 	$(BIN)/python benchmarks/shape.py
 
-nightly: $(STAMP) $(PUBLISHED) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
+nightly: $(STAMP) $(OLDER_SB3) $(SB3_TESTS) ## The slow suites: every test, and Hypothesis with thousands of examples
 	HYPOTHESIS_PROFILE=nightly $(BIN)/pytest --timeout=3600
 
 clean: ## Remove .venv, caches and everything that was built
@@ -67,13 +66,6 @@ $(STAMP): $(BIN)/python pyproject.toml constraints.txt hatch_build.py $(KERNELS)
 	    "slower, set HOLDALL_BUILD_PORTABLE=1" >&2; exit 1; }
 	@touch $@
 
-# The hyperparameters that rl-baselines3-zoo publishes, which lint is held to; its package alone, outside of .venv.
-# Where it cannot be had, the tests that read it are skipped and say so.
-$(PUBLISHED): constraints.txt | $(STAMP)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
-	  --upgrade -c constraints.txt --target $(@D) rl_zoo3 2>/dev/null && touch $@ \
-	  || echo "note: rl_zoo3 could not be fetched; the tests of its hyperparameters are skipped"
-
 # What is only fetched for tests lies outside of .venv, without what it depends on, unless that is named.
 FETCH := $(BIN)/python -m pip install --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps --no-compile \
   --upgrade
@@ -88,11 +80,9 @@ $(OLDER_SB3): constraints.txt Makefile | $(STAMP)
 	  done; } 2>/dev/null && touch $@ \
 	  || echo "note: older versions of Stable-Baselines3 could not be fetched; the tests with them are skipped"
 
-# The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions, and what rl_zoo3 imports.
+# The tests of Stable-Baselines3 and sb3-contrib, which are in their source distributions.
 $(SB3_TESTS): constraints.txt Makefile | $(STAMP)
 	@{ $(BIN)/python -m pip download --quiet --disable-pip-version-check --timeout 10 --retries 1 --no-deps \
 	    --no-binary stable-baselines3,sb3-contrib -c constraints.txt --dest $(@D) stable-baselines3 sb3-contrib && \
-	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done && \
-	  $(FETCH) --target $(@D)/zoo -c constraints.txt \
-	    huggingface_sb3 huggingface_hub hf-xet httpx2 httpcore2 h11 truststore wasabi; } 2>/dev/null && touch $@ \
+	  for archive in $(@D)/*.tar.gz; do tar -xzf $$archive -C $(@D) || exit 1; done; } 2>/dev/null && touch $@ \
 	  || echo "note: the tests of Stable-Baselines3 could not be fetched; they are skipped"

@@ -22,7 +22,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from packaging.tags import sys_tags
 
 FOLDER = Path("src/holdall/native")
-NAMES = ("library", "append", "gather", "encode", "decode", "checksum", "threads", "rollout", "sumtree")
+NAMES = ("library", "append", "gather", "assemble", "encode", "decode", "checksum", "threads", "rollout", "sumtree")
 SOURCES = [FOLDER / f"{name}.c" for name in NAMES]
 SUFFIX = {"darwin": ".dylib", "win32": ".dll"}.get(sys.platform, ".so")
 LIBRARY = FOLDER / f"_kernels{SUFFIX}"

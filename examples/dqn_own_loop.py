@@ -29,16 +29,14 @@ memory = holdall.ReplayMemory(  # 1
     envs.single_observation_space, envs.single_action_space, 50_000, LANES, device="cpu", seed=0
 )
 
-obs, _ = envs.reset(seed=0)
-resetting = np.zeros(LANES, dtype=bool)  # lanes whose episode ended in the step before only reset in this one
+recorder = holdall.Recorder(envs, memory)
+recorder.reset(seed=0)
 for step in range(steps // LANES):
     epsilon = max(0.05, 1.0 - step * LANES / (0.5 * steps))
     with torch.no_grad():
-        greedy = q_network(torch.from_numpy(obs)).argmax(dim=1).numpy()
+        greedy = q_network(torch.from_numpy(recorder.obs)).argmax(dim=1).numpy()
     action = np.where(rng.random(LANES) < epsilon, rng.integers(0, 2, LANES), greedy)
-    next_obs, reward, terminated, truncated, _ = envs.step(action)
-    memory.add(obs, action, reward, next_obs, terminated, truncated, valid=~resetting)  # 2
-    obs, resetting = next_obs, terminated | truncated
+    recorder.step(action)  # 2: adds what happened; a lane that only reset made no transition
     if len(memory) < BATCH:
         continue
     batch = memory.sample(BATCH)  # 3: torch tensors; next_obs is the true final one where an episode ended

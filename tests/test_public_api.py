@@ -23,6 +23,7 @@ PUBLIC = [
     "MissingPackageError",
     "NStep",
     "Prioritized",
+    "Recorder",
     "ReplayMemory",
     "Sequence",
     "RolloutBatch",
@@ -46,6 +47,14 @@ def test_the_public_names_are_these_and_no_others() -> None:
 def test_every_public_name_exists() -> None:
     for name in holdall.__all__:
         assert hasattr(holdall, name), name
+
+
+def test_the_names_for_stable_baselines3_are_these_and_no_others() -> None:
+    sb3 = pytest.importorskip("holdall.sb3")
+    assert sorted(sb3.__all__) == [
+        "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
+        "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
+    ]  # fmt: skip
 
 
 def test_import_holdall_imports_nothing_heavy() -> None:

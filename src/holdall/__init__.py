@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         SpaceError,
         TransitionIdError,
     )
+    from holdall.recorder import Recorder
     from holdall.replay import ReplayMemory
     from holdall.report import FieldReport, MemoryReport
     from holdall.rollout import RolloutMemory
@@ -44,6 +45,7 @@ __all__ = [
     "MissingPackageError",
     "NStep",
     "Prioritized",
+    "Recorder",
     "ReplayMemory",
     "RolloutBatch",
     "RolloutMemory",
@@ -58,7 +60,7 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
-_MODULES = frozenset({"elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"})
+_MODULES = frozenset({"cleanrl", "elegantrl", "lint", "plan", "ray", "sb3", "testing", "threads", "torchrl", "watch"})
 """Modules that may be asked for without an import of their own, as in `holdall.plan.model(model)`."""
 
 _HOMES = {
@@ -68,6 +70,7 @@ _HOMES = {
         "ArgumentError", "CheckpointError", "ClosedError", "DamageError", "FencedError", "HoldallError",
         "MissingPackageError", "ShardError", "SpaceError", "TransitionIdError",
     ),
+    "recorder": ("Recorder",),
     "replay": ("ReplayMemory",),
     "report": ("FieldReport", "MemoryReport"),
     "rollout": ("RolloutMemory",),

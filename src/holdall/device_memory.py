@@ -25,8 +25,8 @@ from holdall.delivery import (
 )
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
-from holdall.schema import Array, Leaf, ids_of_any_shape, require_held
-from holdall.storage import Budget, Kernels, Store, StoreContent, Tick
+from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, require_held
+from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick, last_rows
 
 
 class MemoryOnDevice(SavedMemory):
@@ -80,6 +80,18 @@ class MemoryOnDevice(SavedMemory):
             self._delivery.require(Leaf("reward", (), tick.reward.dtype))
         return tick
 
+    def _write_steps(self, left: StepsLeft, *, waits: bool = True) -> None:
+        """Write all steps, and let others in when blocks pile up; the first interrupt waits for the last step."""
+        try:
+            while left:
+                with self._locked():
+                    left.write(self._whole())
+                self._open().sealer.wait_for_room()
+        except BaseException:
+            if waits:
+                self._write_steps(left, waits=False)
+            raise
+
     def _is_born_on_device(self, obs: Any) -> bool:
         """Whether observations are on the store's device, or the memory lives there anyway."""
         return self._tensor_fit is not None or is_on_device(self._delivery, obs)
@@ -96,6 +108,26 @@ class MemoryOnDevice(SavedMemory):
                 )
             self._move_to_device(fit)
         return tick
+
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Rewrite extras of transitions that are held: recurrent states, latents, values that were computed again.
+
+        Batches that were handed out, or drawn ahead by a loader, keep what they were given.
+
+        Args:
+            ids: Of transitions; of sequences, `batch.ids[batch.mask]`. If one comes twice, its last row counts.
+            columns: New rows by the name of their extra, one per id, of the extra's own shape and dtype.
+        """
+        self._open()
+        fit, wanted = self._tensor_fit, as_ids(_on_host(ids))
+        if not columns:
+            raise ArgumentError("update was given no rows; name an extra: update(ids, hidden=...)")
+        rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
+        wanted, copies = last_rows(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
+        with self._locked():
+            store, lanes = self._whole(), self.num_envs
+            require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
+            store.rewrite(wanted, copies)
 
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""
@@ -130,3 +162,12 @@ class MemoryOnDevice(SavedMemory):
             with self._locked():
                 self._resident.bring_back()
         return super()._snapshot(saved, attach)
+
+
+def _on_host(value: Any) -> Any:
+    """Return a tensor where NumPy can read it, and anything else as it is."""
+    return value.detach().cpu() if hasattr(value, "detach") else value
+
+
+def _fit_rows(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    return leaf.fit(_on_host(value), leading, argument, "one row per id")

@@ -18,14 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery import (
-    Delivery,
-    DrawnRows,
-    Loader,
-    Prefetched,
-    SavedDraws,
-    of_ids,
-)
+from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws, of_ids
 from holdall.device_memory import MemoryOnDevice
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
@@ -42,7 +35,7 @@ from holdall.sampling import (
     set_priorities,
 )
 from holdall.schema import Schema, as_ids, fit_flags, ids_of_any_shape, require_in_range
-from holdall.storage import Budget, Rows, SpillFolder, Store, steps_in
+from holdall.storage import Budget, Rows, SpillFolder, StepsLeft, Store, steps_in
 from holdall.threads import pool_threads
 from holdall.units import require_count
 
@@ -146,15 +139,13 @@ class ReplayMemory(MemoryOnDevice):
     ) -> None:  # fmt: skip
         """Add whole trajectories: the same as `add`, with a leading time axis before the lanes.
 
-        Everything is checked before the first step is written. An interrupt leaves the first steps, each of them whole.
+        Everything is checked before the first step is written. An interrupt waits until the last one is; a second
+        interrupt leaves the first steps, each of them whole.
         """
         with self._locked():
-            written, leading = 0, (steps_in(reward), self.num_envs)
+            leading = (steps_in(reward), self.num_envs)
             steps = self._fit(leading, obs, action, reward, next_obs, terminated, truncated, extras, valid)
-        while written < leading[0]:
-            with self._locked():
-                written = self._whole().write_steps(steps, written)
-            self._open().sealer.wait_for_room()
+        self._write_steps(StepsLeft(steps))
 
     def sample(self, batch_size: int) -> Batch:
         """Draw `batch_size` transitions with the memory's sampler."""
@@ -191,7 +182,7 @@ class ReplayMemory(MemoryOnDevice):
             with self._locked():
                 store = self._whole()
                 draw = saved.next_held(self._held(store)) or self._draw(store, batch_size, batch_size)
-                return draw, batches.look_up(draw, store)
+                return draw, batches.look_up(draw, store, ahead=prefetch > 0)
 
         self._prefetched = self._prefetched or Prefetched()
         return self._prefetched.new_loader(batches, look_up, batch_size, prefetch, None if is_own else batches.close)
@@ -204,13 +195,18 @@ class ReplayMemory(MemoryOnDevice):
 
     def follow(self, draw: Draw, device: str | None = None) -> Batch:
         """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
+        return self.begin(draw, device, ahead=False).receive()
+
+    def begin(self, draw: Draw, device: str | None = None, *, ahead: bool = True) -> BatchJob:
+        """Begin such a batch, before it is wanted if `ahead`; for adapters."""
         with self._locked():
             store = self._whole()
             if type(draw) is not Draw or not store.all_valid:
                 self._held(store).require_drawn(draw)
             batches = self._batches if device is None else self._batches_on(device)
-            drawn = batches.look_up(draw, store)
-        return batches.make(draw, drawn)
+            drawn = batches.look_up(draw, store, ahead=ahead)
+        (job := batches.start(draw, drawn)).work()
+        return job
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""

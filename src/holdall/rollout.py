@@ -77,17 +77,17 @@ class RolloutMemory:
     ) -> None:
         require_count("num_steps", num_steps)
         require_count("num_envs", num_envs)
-        self._schema = Schema.of(observation_space, action_space, extras, num_envs)
+        self.schema = Schema.of(observation_space, action_space, extras, num_envs)
         self.num_steps, self.num_envs = num_steps, num_envs
-        self._delivery = MinibatchDelivery(device, self._schema.leaves)
+        self._delivery = MinibatchDelivery(device, self.schema.leaves)
         self._generator = generator_of(seed)
-        leaves = self._schema.observation.leaves
+        leaves = self.schema.observation.leaves
         self._frames: RolloutFields | None = RolloutFields(
             leaves, num_steps, num_envs, compress, chosen_kernels(), copy_in_order
         )
         self._final = FinalObservations(leaves)
-        self._action = [new_ring(num_steps, num_envs, leaf) for leaf in self._schema.action.leaves]
-        self._extras = [new_ring(num_steps, num_envs, leaf) for leaf in self._schema.extras.leaves]
+        self._action = [new_ring(num_steps, num_envs, leaf) for leaf in self.schema.action.leaves]
+        self._extras = [new_ring(num_steps, num_envs, leaf) for leaf in self.schema.extras.leaves]
         self._estimates = {name: new_ring(num_steps, num_envs, Leaf(name, (), _FLOAT32)) for name in _ESTIMATES}
         self._ends = new_ring(num_steps, num_envs, Leaf("", (), _FLOAT32))
         self._reward: Array | None = None
@@ -110,7 +110,7 @@ class RolloutMemory:
         if self._is_resident(obs):
             self._resident.observe(self._now.steps, obs)  # type: ignore[union-attr]  # made just now
         else:
-            frames.write(self._now.steps, self._schema.observation.flatten(obs, (self.num_envs,), "obs"))
+            frames.write(self._now.steps, self.schema.observation.flatten(obs, (self.num_envs,), "obs"))
         self._now = self._now._replace(is_observed=True)
 
     def add(
@@ -138,7 +138,7 @@ class RolloutMemory:
         """
         frames, lanes = self._open(), (self.num_envs,)
         self._require_room()
-        schema, step = self._schema, self._now.steps
+        schema, step = self.schema, self._now.steps
         if (obs is None) != self._now.is_observed:
             given = "obs is None, but observe was not called" if obs is None else "obs is given, but so was observe's"
             raise ArgumentError(f"{given}; give the observations of a step once, to observe or to add")
@@ -182,9 +182,9 @@ class RolloutMemory:
         if self._resident is not None:
             return self._resident.final_obs()
         self._final.drop_from(self._now.steps * self.num_envs)  # of an `add` that was interrupted
-        leaves = self._schema.observation.leaves
+        leaves = self.schema.observation.leaves
         fields = [(leaf, partial(self._final.gather, i)) for i, leaf in enumerate(leaves)]
-        return self._schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
+        return self.schema.observation.build(self._delivery.deliver(np.arange(len(self._final)), fields))
 
     def finish(
         self,
@@ -315,8 +315,8 @@ class RolloutMemory:
         """Return the plain arrays, by name."""
         flat = {"reward": self._reward, "ends": self._ends, **self._estimates}
         for kind, leaves, rows in (
-            ("action", self._schema.action.leaves, self._action),
-            ("extras", self._schema.extras.leaves, self._extras),
+            ("action", self.schema.action.leaves, self._action),
+            ("extras", self.schema.extras.leaves, self._extras),
         ):
             flat |= {f"{kind}.{leaf.name}" if leaf.name else kind: r for leaf, r in zip(leaves, rows, strict=True)}
         return flat
@@ -350,7 +350,7 @@ class RolloutMemory:
 
     def _batch(self, places: NDArray[np.int64], shape: tuple[int, ...] | None) -> RolloutBatch:
         """Gather the steps at `places`, in an order of `shape` if that is given."""
-        schema = self._schema
+        schema = self.schema
         if self._resident is not None:
             delivered = self._resident.gather(places, padded=shape is not None)
         else:
@@ -372,7 +372,7 @@ class RolloutMemory:
     def _gathers(self, padded: bool) -> list[tuple[Leaf, Gather]]:
         """Return how every field of a minibatch is gathered, in the order in which `_batch` takes them."""
         fields: list[tuple[Leaf, Gather]] = [
-            (leaf, partial(self._open().gather, field)) for field, leaf in enumerate(self._schema.observation.leaves)
+            (leaf, partial(self._open().gather, field)) for field, leaf in enumerate(self.schema.observation.leaves)
         ]
         gather = gather_padded if padded else gather_rows
         flat = [*self._action, *self._extras, *([] if self._reward is None else [self._reward])]
@@ -385,7 +385,7 @@ class RolloutMemory:
         """Whether steps live on the device; the first observations say so."""
         target = self._delivery.target
         if self._resident is None and self._now.steps == 0 and target.is_remote and is_on_device(target, obs):
-            self._resident = DeviceRollout(target, self._schema, self.num_steps)
+            self._resident = DeviceRollout(target, self.schema, self.num_steps)
         return self._resident is not None
 
     def _fit_final(self, final_obs: Any, lanes: NDArray[np.int64]) -> list[Array] | None:
@@ -397,7 +397,7 @@ class RolloutMemory:
                 f"truncated is set in lane {int(lanes[0])}, but final_obs is None; pass the true final observations, "
                 "which are next_obs in next-step autoreset and info['final_obs'] in same-step autoreset"
             )
-        return [rows[lanes] for rows in self._schema.observation.flatten(final_obs, (self.num_envs,), "final_obs")]
+        return [rows[lanes] for rows in self.schema.observation.flatten(final_obs, (self.num_envs,), "final_obs")]
 
     def _mark_valid(self, step: int, made: NDArray[np.bool_] | None) -> None:
         if made is not None and self._valid is None:

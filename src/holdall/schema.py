@@ -9,7 +9,8 @@ before anything is written.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from math import prod
 from typing import Any, Protocol
 
@@ -37,7 +38,7 @@ class Leaf:
     def __post_init__(self) -> None:
         object.__setattr__(self, "nbytes", prod(self.shape) * self.dtype.itemsize)
 
-    def fit(self, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    def fit(self, value: Any, leading: tuple[int, ...], argument: str, axes: str = "") -> Array:
         """Return `value` as an array of shape `leading + shape`, or say why it is none."""
         array = value if type(value) is np.ndarray else as_array(value, self._called(argument))
         if array.dtype != self.dtype:
@@ -48,7 +49,7 @@ class Leaf:
         if array.shape != leading + self.shape:
             raise ArgumentError(
                 f"{self._called(argument)} has shape {array.shape}, expected {leading + self.shape}: "
-                f"{_axes(leading)} then the space's {self.shape}; pass an array of that shape"
+                f"{axes or _axes(leading)} then the space's {self.shape}; pass an array of that shape"
             )
         return array
 
@@ -90,6 +91,21 @@ class Tree:
         )
         return arrays
 
+    def flatten_some(self, values: Mapping[str, Any], leading: tuple[int, ...], fit: Fit) -> dict[int, Any]:
+        """Return checked arrays of some keys of a Dict, by leaf; every key is an argument of its own."""
+        found: dict[int, Any] = {}
+        structure = self.structure if isinstance(self.structure, dict) else {}
+        for key, value in values.items():
+            if key not in structure:
+                raise ArgumentError(
+                    f"{key} is no extra of this memory, which has {sorted(structure)}; pass one of these, or declare "
+                    f"it when the memory is made: extras={{{key!r}: Box(...)}}"
+                )
+            called, arrays = partial(_fit_part, fit, leading, key), list[Any]()
+            self._collect(structure[key], value, called, key, "", arrays)
+            found.update(zip(_leaf_numbers(structure[key]), arrays, strict=True))
+        return found
+
     def build(self, arrays: Sequence[Any]) -> Any:
         """Put one array per leaf back into the space's own nesting."""
         return _assemble(self.structure, arrays)
@@ -130,6 +146,18 @@ class Tree:
             )
         for index, child in enumerate(structure):
             self._collect(child, value[index], fit, argument, _join(path, str(index)), arrays)
+
+
+def _fit_part(fit: Fit, leading: tuple[int, ...], key: str, leaf: Leaf, value: Any) -> Any:
+    """Check a leaf under a key of a Dict, by the name that it has there."""
+    return fit(replace(leaf, name=leaf.name[len(key) + 1 :]), value, leading, key)
+
+
+def _leaf_numbers(structure: Structure) -> list[int]:
+    if isinstance(structure, int):
+        return [structure]
+    children = structure.values() if isinstance(structure, dict) else structure
+    return [number for child in children for number in _leaf_numbers(child)]
 
 
 Structure = int | dict[str, "Structure"] | tuple["Structure", ...]
@@ -288,7 +316,9 @@ def as_ids(ids: Any) -> NDArray[np.int64]:
     if array.shape == (0,):
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise ArgumentError(f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers")
+        raise ArgumentError(
+            f"ids has shape {array.shape} and dtype {array.dtype}; pass a flat array of integers, such as ids[mask]"
+        )
     if array.dtype == np.uint64 and (most := int(array.max())) > np.iinfo(np.int64).max:
         raise TransitionIdError(f"ids holds {most}, more than were ever added; ask for ids below next_id")
     return array.astype(np.int64)

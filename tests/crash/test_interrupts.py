@@ -24,7 +24,7 @@ import pytest
 from gymnasium import spaces
 
 import holdall
-from holdall.storage import segment
+from holdall.storage import sealer, segment
 from holdall.testing import OracleMemory, assert_same_bits
 
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # raised in finalizers
@@ -43,6 +43,9 @@ SAMPLERS: dict[str, Callable[[], Any]] = {
 }
 POINTS = [pytest.param(None, id="all", marks=pytest.mark.nightly), pytest.param(3, id="some")]
 """At how many lines a call is interrupted: all, or some that are spread over it."""
+
+
+EXTENDED = 3  # steps of an `extend`
 
 
 class Interrupt(KeyboardInterrupt):
@@ -104,15 +107,19 @@ class Scene:
     episode: int = 7  # steps
     settings: dict[str, Any] = field(default_factory=dict)
     with_valid: bool = False
+    extras: tuple[str, ...] = ()
     t: int = 0
+    rows: dict[str, Any] = field(default_factory=dict)  # what a call is given
+    frozen: Any = None  # a snapshot that is still to be read
 
     def __post_init__(self) -> None:
         make = dict(self.settings)
         self.folder = make.pop("folder", None)
         sampler = make.pop("make_sampler", holdall.Uniform)()
         self.memory = holdall.ReplayMemory(
-            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler, **make
-        )
+            self.space, ACTION, self.capacity * self.lanes, self.lanes, seed=1, sampler=sampler,
+            extras=dict.fromkeys(self.extras, SMALL), **make,
+        )  # fmt: skip
         self.oracle = OracleMemory(self.capacity * self.lanes, self.lanes)
         for _ in range(self.ticks):
             self.add()
@@ -128,6 +135,8 @@ class Scene:
             "terminated": np.full(self.lanes, ends),
             "truncated": np.zeros(self.lanes, np.bool_),
         }
+        if self.extras:
+            made["extras"] = {name: np.full((self.lanes, 3), t, np.float32) for name in self.extras}
         if self.with_valid:
             made["valid"] = np.arange(self.lanes) + t % 5 != 4
         return made
@@ -238,22 +247,28 @@ def test_an_interrupted_add_is_made_or_is_not(
 
 
 @pytest.mark.parametrize("points", POINTS)
-@pytest.mark.parametrize("name", ["rings, full", "Dict, spills"])
-def test_an_interrupted_extend_leaves_its_first_steps_whole(name: str, points: int | None, tmp_path: Path) -> None:
-    def extend(scene: Scene) -> None:
-        steps = [scene.step(scene.t + k) for k in range(3)]
-        scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+@pytest.mark.parametrize("name", ["first tick", "rings, full", "Dict, segment closes", "Dict, spills"])
+def test_an_interrupted_extend_is_made_or_is_not(
+    name: str, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its steps, or none of them, also where it waits for a block to be sealed in between."""
+    monkeypatch.setattr(sealer, "_WAIT_FROM", 1)
+    sweep(scenes(tmp_path)[name], extend, points, settle_extend)
 
-    def settle(scene: Scene) -> None:
-        for _ in range(3):
-            step = scene.step(scene.t)
-            scene.t += 1
-            if scene.memory.next_id > scene.oracle.next_id:
-                scene.oracle.add(**step)
-        assert scene.memory.next_id == scene.oracle.next_id
-        scene.go_on()
 
-    sweep(scenes(tmp_path)[name], extend, points, settle)
+def extend(scene: Scene) -> None:
+    steps = [scene.step(scene.t + k) for k in range(EXTENDED)]
+    scene.memory.extend(**{key: stacked([step[key] for step in steps]) for key in steps[0]})
+
+
+def settle_extend(scene: Scene) -> None:
+    steps = [scene.step(scene.t + k) for k in range(EXTENDED)]
+    scene.t += EXTENDED
+    before, now = scene.oracle.next_id, scene.memory.next_id
+    assert now in (before, before + EXTENDED * scene.lanes)
+    for step in steps if now > before else []:
+        scene.oracle.add(**step)
+    scene.go_on()
 
 
 def stacked(values: list[Any]) -> Any:
@@ -356,6 +371,37 @@ def test_interrupted_flags_are_set_or_are_not(
         scene.go_on()
 
     sweep(scenes(tmp_path)["Dict, segment closes"], lambda scene: set_flags(scene.memory, scene), points, settle)
+
+
+@pytest.mark.parametrize("points", POINTS)
+@pytest.mark.parametrize("columns", [1, 2])
+def test_an_interrupted_update_is_made_or_is_not(
+    columns: int, points: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All columns and rows of it, whatever the caller does with its arrays afterwards. A snapshot sees none of it."""
+    monkeypatch.setattr("holdall.storage.snapshot._CHUNK_BYTES", 600)
+    ids, numbers = np.arange(5, 60, 2), itertools.count()
+
+    def make() -> Scene:
+        scene = Scene(SMALL, lanes=2, ticks=110, capacity=120, extras=("hidden", "value"))
+        scene.folder = tmp_path / f"run{next(numbers)}"
+        scene.rows = {name: np.full((len(ids), 3), 9_000, np.float32) for name in ("hidden", "value")[:columns]}
+        scene.frozen = scene.memory._open().freeze({}).rows
+        return scene
+
+    def settle(scene: Scene) -> None:
+        chunks = [scene.frozen.take(number).columns for number in scene.frozen.wanted]
+        for name in ("extras.0", "extras.1"):
+            assert np.concatenate([chunk[name] for chunk in chunks])[:, 1, 2].tolist() == list(range(110))
+        for rows in scene.rows.values():
+            rows[:] = -1  # the caller's own
+        seen = scene.memory.gather(ids).extras["hidden"]
+        if (seen == 9_000).all():
+            scene.oracle.update(ids, **{name: np.full_like(rows, 9_000) for name, rows in scene.rows.items()})
+        scene.go_on()
+        scene.check_saved(scene.folder)
+
+    sweep(make, lambda scene: scene.memory.update(ids, **scene.rows), points, settle)
 
 
 @pytest.mark.parametrize("points", POINTS)
@@ -559,7 +605,7 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
             scene = scenes(tmp_path / "spill")[name]()
             for k in range(60):
                 step, added = scene.step(scene.t), False
-                kind = generator.choice(["add", "add", "add", "sample", "gather", "save"])
+                kind = generator.choice(["add", "add", "add", "extend", "sample", "gather", "save"])
                 pause = generator.uniform(1e-6, 400e-6)
                 calls += 1
                 try:
@@ -568,6 +614,8 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
                     if kind == "add":
                         added = True
                         scene.memory.add(**step)
+                    elif kind == "extend":
+                        extend(scene)
                     elif kind == "sample":
                         scene.memory.sample(8)
                     elif kind == "gather":
@@ -578,6 +626,8 @@ def signals_for(seconds: float, tmp_path: Path, seed: int) -> tuple[int, int]:
                 except Interrupt:
                     armed = False
                     hits += 1
+                if kind == "extend":
+                    settle_extend(scene)
                 if added:
                     scene.t += 1
                     if scene.memory.next_id > scene.oracle.next_id:

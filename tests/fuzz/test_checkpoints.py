@@ -16,7 +16,7 @@ import holdall
 from .seeds import rotating_seed
 
 ROOT = Path(__file__).parents[2]
-CASES, CASES_A_NIGHT = 150, 5_000
+CASES, CASES_A_NIGHT = 75, 5_000
 CASES_OF_A_CHILD = 500
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="memory is read from /proc")

@@ -140,3 +140,51 @@ def test_trained_weights_are_those_of_stable_baselines3(kind: str, monkeypatch: 
         model.learn(120)
         trained.append([value.cpu() for value in model.policy.state_dict().values()])
     assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
+
+
+class Buttons(gym.Env[Any, Any]):
+    """Vectors or frame stacks, three buttons, episodes of 20 steps."""
+
+    action_space = spaces.Discrete(3)
+
+    def __init__(self, space: spaces.Space[Any]) -> None:
+        self.observation_space = space
+
+    def _observation(self) -> Any:
+        return some(self.observation_space, 1, self.np_random)[0]
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        super().reset(seed=seed)
+        self._steps = 0
+        return self._observation(), {}
+
+    def step(self, action: Any) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        self._steps += 1
+        ends = self._steps == 20
+        return self._observation(), float(self.np_random.normal()), ends and bool(action), ends and not action, {}
+
+
+def prioritized(algorithm: Any, policy: str, **settings: Any) -> Any:
+    space = VECTOR if policy == "MlpPolicy" else IMAGE
+    model = algorithm(
+        policy, Buttons(space), device="cuda", seed=3, buffer_size=100, learning_starts=50, batch_size=33,
+        policy_kwargs={"net_arch": [16]}, target_update_interval=25, train_freq=1, **settings,
+    )  # fmt: skip
+    return model.learn(160)
+
+
+@pytest.mark.parametrize("policy", ["MlpPolicy", "CnnPolicy"])
+def test_prioritized_dqn_with_alpha_0_gives_the_weights_of_dqn(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    plain, ours = (prioritized(sb3.DQN, policy), prioritized(holdall.sb3.PrioritizedDQN, policy, alpha=0.0))
+    assert ours._n_updates > 50
+    for mine, theirs in zip(ours.policy.state_dict().values(), plain.policy.state_dict().values(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_prioritized_batches_are_made_on_the_gpu_and_errors_come_back() -> None:
+    model = prioritized(holdall.sb3.PrioritizedDQN, "CnnPolicy", alpha=0.7)
+    samples = model.replay_buffer.sample(16)
+    tensors = [samples.observations, samples.next_observations, samples.rewards, samples.weights, samples.actions]
+    assert {tensor.device.type for tensor in tensors} == {"cuda"}
+    assert len(set(model.replay_buffer.sampler.state()["scaled"].tolist())) > 40

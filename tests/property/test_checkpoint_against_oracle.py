@@ -31,6 +31,7 @@ steps = st.lists(
         st.tuples(st.just("save"), st.sampled_from([0, 1, 3, 12, 30, 90])),
         st.tuples(st.just("load"), st.sampled_from([None, None, None, 7, 30, 300])),
         st.tuples(st.just("flags"), st.integers(0, 2**31)),
+        st.tuples(st.just("update"), st.integers(0, 2**31)),
     ),
     min_size=4,
     max_size=12,
@@ -72,6 +73,7 @@ class Pair:
         self.add(ticks_meanwhile)
         if ticks_meanwhile % 2:
             self.flags(ticks_meanwhile)
+            self.update(ticks_meanwhile)
         self.gate.set()
         handle.result()
         self.gate.clear()
@@ -85,6 +87,18 @@ class Pair:
             ended, cut = generator.random(some.size) < 0.5, generator.random(some.size) < 0.5
             self.memory.set_flags(some, ended, cut)
             self.oracle.set_flags(some, ended, cut)
+
+    def update(self, seed: int) -> None:
+        """Rewrite extras of some transitions, each of them several times."""
+        ids = self.oracle.ids
+        if ids.size and self.stream.extras:
+            generator = np.random.default_rng(seed)
+            some = generator.choice(ids, 8)
+            made = self.stream.ticks(8).arguments()["extras"]
+            rows = {name: made[name][:, 0] for name in made if len(made) == 1 or generator.random() < 0.7}
+            if rows:
+                self.memory.update(some, **rows)
+                self.oracle.update(some, **rows)
 
     def load(self, capacity_ticks: int | None) -> None:
         if self.saved is None:
@@ -139,7 +153,7 @@ def test_a_loaded_memory_is_the_one_that_was_saved(
     small: list[tuple[object, str, int]],
     course: list[tuple[str, Any]],
 ) -> None:
-    """Whatever was added, flagged, evicted or saved before, and whatever happens while it is being written."""
+    """Whatever was added, flagged, rewritten, evicted or saved before, and whatever happens while it is written."""
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         for module, name, value in small:
             patch.setattr(module, name, value)

@@ -180,6 +180,45 @@ class MemoryAgainstOracle(RuleBasedStateMachine):
         self.memory.set_flags(ids, *flags)
         self._check(self.memory.gather(ids), ids)
 
+    @precondition(lambda self: len(self.oracle) > 0 and self.stream.extras)
+    @rule(count=st.integers(0, 30), seed=seeds, all_columns=st.booleans())
+    def update(self, count: int, seed: int, all_columns: bool) -> None:
+        """Some extras of some transitions, any of them several times."""
+        generator = np.random.default_rng(seed)
+        ids = generator.choice(self.oracle.ids, count)
+        names = list(self.stream.extras)
+        rows = self._new_extras(count, names if all_columns else [names[seed % len(names)]])
+        self.oracle.update(ids, **rows)
+        lent = _lent((ids, rows), seed)
+        self.memory.update(lent[0], **lent[1])
+        map_leaves(_scribble, lent)
+        self._check(self.memory.gather(ids), ids)
+
+    @precondition(lambda self: self.stream.extras)
+    @rule(offset=st.integers(1, 10_000), before=st.booleans(), fault=st.sampled_from(["ids", "axis", "dtype", "name"]))
+    def refuse_updates(self, offset: int, before: bool, fault: str) -> None:
+        """Nothing is written, of the other rows and columns neither."""
+        oracle, names = self.oracle, list(self.stream.extras)
+        ids, refused = oracle.ids[:3], "ids"
+        rows = self._new_extras(len(ids), names)
+        if fault == "ids":
+            ids = np.append(ids, oracle.first_id - offset if before else oracle.next_id + offset - 1)
+            rows = self._new_extras(len(ids), names)
+        elif fault == "name":
+            refused, rows["unknown"] = "unknown", np.zeros(len(ids))
+        else:
+            refused, bad = names[-1], _spoilt(rows[names[-1]], fault, 0)
+            rows[names[-1]] = bad
+        with pytest.raises((ArgumentError, TransitionIdError), match=rf"^{refused}\b"):
+            self.memory.update(ids, **rows)
+        if len(oracle):
+            self._check(self.memory.gather(oracle.ids), oracle.ids)
+
+    def _new_extras(self, count: int, names: list[str]) -> dict[str, Any]:
+        """Return rows of some extras that a stream like this one could have made."""
+        ticks = self.stream.ticks(-(-count // self.stream.num_envs) or 1).arguments()["extras"]
+        return {name: np.concatenate(ticks[name])[:count] for name in names}
+
     @rule(
         field=st.sampled_from(["obs", "action", "reward", "next_obs", "terminated", "truncated", "extras"]),
         fault=st.sampled_from(["lanes", "axis", "dtype", "nest"]),
@@ -350,6 +389,6 @@ def _spoilt(value: Any, fault: str, lane_axis: int) -> Any:
 TestMemoryAgainstOracle = pytest.mark.timeout(900)(MemoryAgainstOracle.TestCase)  # a failure has to be shrunk
 TestMemoryAgainstOracle.settings = settings(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example],
-    max_examples=max(400, settings.default.max_examples if settings.default else 0),
+    max_examples=settings.default.max_examples if settings.default else 150,
     stateful_step_count=30,
 )

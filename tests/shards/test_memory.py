@@ -217,6 +217,11 @@ def test_a_closed_memory_says_so() -> None:
         memory.add(*arguments(stream()))
 
 
+def test_extras_of_shards_are_not_rewritten(four: ReplayMemory) -> None:
+    with pytest.raises(ArgumentError, match=r"^update of \['log_prob'\]: .*keep them in a holdall.ReplayMemory"):
+        four.update([0], log_prob=np.zeros(1, np.float32))
+
+
 def test_the_report_adds_up_all_shards(four: ReplayMemory) -> None:
     source = stream(ends=0.2)
     for _ in range(600):

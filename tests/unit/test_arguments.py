@@ -153,6 +153,7 @@ CALLS: dict[str, tuple[str, Callable[[ReplayMemory, Any], Any], tuple[Any, ...]]
         (5, None, "x", [1], [True, True], masked([True])),
     ),
     "set_flags to cut": ("truncated", lambda memory, value: memory.set_flags([0], [True], value), (5, None, [1])),
+    "update of ids": ("ids", lambda memory, value: memory.update(value, nothing=[1.0]), NO_IDS[:6]),
     "loader": ("batch_size", lambda memory, value: memory.loader(value), (0, *NO_COUNTS)),
     "loader ahead": ("prefetch", lambda memory, value: memory.loader(2, prefetch=value), NO_COUNTS),
     "loader to": ("device", lambda memory, value: memory.loader(2, device=value), NO_DEVICES),

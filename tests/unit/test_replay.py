@@ -338,6 +338,7 @@ USES: dict[str, Callable[[ReplayMemory, dict[str, Any]], Any]] = {
     "sample": lambda memory, _: memory.sample(1),
     "gather": lambda memory, _: memory.gather([2]),
     "set_flags": lambda memory, _: memory.set_flags([2], [True], [False]),
+    "update": lambda memory, _: memory.update([2], hidden=np.zeros(1)),
     "len": lambda memory, _: len(memory),
     "first_id": lambda memory, _: memory.first_id,
     "next_id": lambda memory, _: memory.next_id,

@@ -17,16 +17,17 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from holdall.checkpoint.load import Loading, Restored, open_reader
+from holdall.checkpoint.directory import open_reader
+from holdall.checkpoint.load import Loading, Restored
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
-from holdall.checkpoint.waiting import CLOSE_S
+from holdall.checkpoint.waiting import CLOSE_S, LOAD_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
 from holdall.json_state import childs_generator, generator_state, restored_generator, schema_words
-from holdall.sampling import Sampler, resume, sampler_state, sampler_to_resume
+from holdall.sampling import Sampler, resume, sampler_to_resume, sampler_words
 from holdall.schema import Schema
 from holdall.storage import Coder, FullBlock, SliceBlock, Store, UnchangedStore
 from holdall.threads import fork_safe, left, tell_of_forks
@@ -188,6 +189,7 @@ class SavedMemory(ABC):
         num_envs: int | None = None,
         recover: bool = False,
         store_device: str | None = None,
+        timeout: float = LOAD_S,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
@@ -197,15 +199,17 @@ class SavedMemory(ABC):
         Args:
             url: Where it was saved.
             capacity: Transitions to hold, if not as many as before; the newest are kept.
-            sampler: One with the settings of the saved memory's, which goes on with the saved priorities and the like;
-                one of another kind starts afresh. None: `Uniform()`, if the saved one was that; any other kind has
-                settings that a checkpoint does not hold, and has to be passed.
+            sampler: None: the saved one, with its settings, priorities and the like. A class of your own, and
+                `Hindsight` with its function, have to be passed; one of another kind than the saved starts afresh.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
-            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
-                none, all others are loaded, and the log says what is lost. Everything is read for that.
+            recover: Take the newest checkpoint even if records of it are damaged or files are gone: transitions that
+                touch them count as none, all others are loaded, and the log says what is lost. Everything is read.
             store_device: As of the constructor; a memory whose data was born on a device goes back there.
+            timeout: An object store that does not answer for so many seconds is given up, and an error says so. What
+                is sampled later waits until it answers, or the memory is closed.
         """
+        require_number("timeout", timeout, 0)
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
         require_flag("recover", recover)
@@ -220,7 +224,9 @@ class SavedMemory(ABC):
             return made(schema, None, most, store_device=store_device, **settings)
 
         loading: Loading[Any] = Loading(make, made._take_over, sampler, capacity, num_envs, recover)
-        memory: Self = loading.load(open_reader(url, spill_dir))
+        reader = open_reader(url, spill_dir, timeout)
+        memory: Self = loading.load(reader)
+        reader.wait_on()
         return memory
 
     @property
@@ -290,7 +296,7 @@ class SavedMemory(ABC):
             found.fill(self._whole())
         self._generator = restored_generator(found.state["generator"])
         saved = found.state["sampler"]
-        self.sampler = sampler_to_resume(sampler, saved["kind"])
+        self.sampler = sampler_to_resume(sampler, saved, goes_on=found.content is not None)
         first_id = self._open().first_tick * self.num_envs
         continues = found.content is not None and resume(self.sampler, saved, self.capacity, first_id)
         if continues and (recipes := found.state.get("prefetched")):
@@ -302,7 +308,7 @@ class SavedMemory(ABC):
             store = self._whole()
             frozen = store.freeze(saved)
             state = {
-                "sampler": sampler_state(self.sampler),
+                "sampler": {**sampler_words(self.sampler), "state": self.sampler.state()},
                 "generator": generator_state(self._generator),
                 "prefetched": [] if self._prefetched is None else self._prefetched.state(),
             }

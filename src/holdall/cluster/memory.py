@@ -38,7 +38,7 @@ from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of, generator_state, restored_generator, schema_of, schema_words
 from holdall.native import chosen_kernels
 from holdall.report import MemoryReport
-from holdall.sampling import Prioritized, Sampler
+from holdall.sampling import Prioritized, Sampler, sampler_to_resume, sampler_words
 from holdall.schema import Schema, as_ids
 from holdall.units import require_count
 
@@ -226,6 +226,13 @@ class ReplayMemory:
         self.flush()
         self._priorities.send(*update)
 
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Refuse: shards hold what writers sent, and a restarted one reads that from its journal again."""
+        raise ArgumentError(
+            f"update of {sorted(columns)}: a memory over shards does not rewrite extras; keep them in a "
+            "holdall.ReplayMemory, or have the actors compute them"
+        )
+
     def __len__(self) -> int:
         """Count the transitions that can be sampled, over the shards that answer."""
         self.flush()
@@ -279,7 +286,7 @@ class ReplayMemory:
         state = {
             "shard_rows": self._fleet.shard_rows,
             "generator": generator_state(self._drawing.generator),
-            "sampler": {"kind": type(self.sampler).__name__},
+            "sampler": sampler_words(self.sampler),
         }
         calls = {
             number: self._cluster.call(number, "begin_save", checkpoint.shard_url(place, number))
@@ -304,7 +311,7 @@ class ReplayMemory:
         added again, under a new id, and samplers start again.
 
         Args:
-            sampler: One with the settings of the saved memory's; None: `Uniform()`.
+            sampler: None: one with the settings of the saved memory's.
             shards: Actors for a local memory's transitions.
             journal_url: Where journals are kept from now on, for `durability="segment"`. Transitions that they hold
                 already go before the checkpoint's.
@@ -324,12 +331,7 @@ class ReplayMemory:
         sampler: Sampler | None, shards: int,
     ) -> Self:  # fmt: skip
         state, schema = checkpoint.restored_state(manifest, reader), schema_of(manifest.schema)
-        kind = state["sampler"]["kind"]
-        if sampler is None and kind != "Uniform":
-            raise ArgumentError(
-                f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
-                "settings, or another one to start again"
-            )
+        sampler = sampler_to_resume(sampler, state["sampler"], goes_on=bool(manifest.shards))
         rows = -(-manifest.capacity_ticks * schema.num_envs // shards) + _SPARE_ROWS
         places: dict[int, tuple[str, int] | None] = dict.fromkeys(range(shards))
         if manifest.shards:

@@ -25,7 +25,7 @@ from holdall.threads import fork_safe, left
 if TYPE_CHECKING:
     import torch
 
-    from holdall.delivery.device_assembly import PinnedRows
+    from holdall.delivery.device_assembly import MadeBatch
     from holdall.delivery.device_store import DeviceSnapshot, PinnedSnapshot
 
 
@@ -45,7 +45,8 @@ class BlockPool:
 
     Args:
         allocate: Returns a block of so many bytes.
-        view: Returns what a caller sees of a block, and an object that lives as long as any part of that is used.
+        own: Returns an object that lives as long as any part of a block is used.
+        see: Returns what a caller sees of a block, given that object.
         least_bytes: Smaller blocks are not kept, and are arrays on the host.
         most_bytes: Most bytes that are kept.
     """
@@ -53,13 +54,15 @@ class BlockPool:
     def __init__(
         self,
         allocate: Callable[[int], Any],
-        view: Callable[[Any], tuple[Any, Any]],
+        own: Callable[[Any], Any],
+        see: Callable[[Any], Any],
         least_bytes: int = 0,
         most_bytes: int = 1 << 62,
     ) -> None:
         self.most = _POOLED_BLOCKS
         self._allocate = allocate
-        self._view = view
+        self._own = own
+        self.see = see
         self._least_bytes = least_bytes
         self._most_bytes = most_bytes
         self._blocks_by_size: dict[int, list[_PooledBlock]] = {}
@@ -67,23 +70,25 @@ class BlockPool:
 
     def take(self, nbytes: int) -> Any:
         """Return `nbytes` bytes, from an aligned address on, that nobody else can see."""
-        if nbytes < self._least_bytes:
-            return fresh_bytes(nbytes)
+        return fresh_bytes(nbytes) if nbytes < self._least_bytes else self.see(self.claim(nbytes))
+
+    def claim(self, nbytes: int) -> Any:
+        """Return the user of `nbytes` bytes: `see` shows them, as long as the user is referred to."""
         with left(self._lock):
             blocks = self._blocks_by_size[nbytes] = self._blocks_by_size.pop(nbytes, [])
             if len(self._blocks_by_size) > _POOLED_SIZES:
                 del self._blocks_by_size[next(iter(self._blocks_by_size))]  # the size that was not used for longest
             for block in blocks:
                 if block.user() is None:
-                    seen, user = self._view(block.memory)
+                    user = self._own(block.memory)
                     block.user = weakref.ref(user)
-                    return seen
+                    return user
             memory = self._allocate(nbytes)
-            seen, user = self._view(memory)
+            user = self._own(memory)
             kept = sum(size * len(pooled) for size, pooled in self._blocks_by_size.items())
             if len(blocks) < self.most and kept + nbytes <= self._most_bytes:
                 blocks.append(_PooledBlock(memory, weakref.ref(user)))
-            return seen
+            return user
 
     def arrays(self) -> list[Bytes]:
         """Return what a pool on the host keeps for the next batches."""
@@ -109,7 +114,7 @@ class _PooledBlock:
 
 def host_pool(most_bytes: int = 1 << 62) -> BlockPool:
     """Make a pool of arrays on the host."""
-    return BlockPool(aligned_block, view_array, _POOLED_BYTES, most_bytes)
+    return BlockPool(aligned_block, view_array, view_itself, _POOLED_BYTES, most_bytes)
 
 
 def aligned_block(nbytes: int) -> memoryview:
@@ -117,10 +122,14 @@ def aligned_block(nbytes: int) -> memoryview:
     return fresh_bytes(nbytes).data
 
 
-def view_array(block: memoryview) -> tuple[Bytes, Bytes]:
-    """Return a block as a new array, twice: every view of the array refers to the array itself, not to the block."""
-    array = np.frombuffer(block, np.uint8)
-    return array, array
+def view_array(block: memoryview) -> Bytes:
+    """Return a block as a new array: every view of the array refers to the array itself, not to the block."""
+    return np.frombuffer(block, np.uint8)
+
+
+def view_itself(array: Bytes) -> Bytes:
+    """Return what keeps a block in use: an array shows it, too."""
+    return array
 
 
 class ObservationAssembler:
@@ -265,7 +274,7 @@ class DrawnRows(NamedTuple):
     outcomes: Rows | None  # of the transitions that become goals
     on_device: DeviceSnapshot | None = None  # where the slices are on a device
     pinned: PinnedSnapshot | None = None  # where a device may read them on the host
-    head: PinnedRows | None = None  # pinned memory that small fields were copied into
+    made: MadeBatch | None = None  # the batch itself, if the device was told to put it together already
 
     @classmethod
     def of(cls, draw: Draw, store: Store, take: Callable[[int], Bytes]) -> DrawnRows:
@@ -306,8 +315,12 @@ class Batches(ABC):
         return None
 
     @abstractmethod
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
-        """Find all that a draw needs; under the memory's lock."""
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
+        """Find all that a draw needs; under the memory's lock.
+
+        Args:
+            ahead: Whether the batch is made before it is asked for, so that a device does so beside its other work.
+        """
 
     @abstractmethod
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
@@ -342,7 +355,7 @@ class HostBatches(Batches):
         self._assembler = assembler
         self._delivery = delivery
 
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
         return DrawnRows.of(draw, store, self._assembler.staging.take)
 

@@ -45,13 +45,26 @@ class CudaProgram:
             self._module = ctypes.c_void_p()
             self._check(self._driver.cuModuleLoadData(ctypes.byref(self._module), binary), "cuModuleLoadData")
 
-    def kernel(self, name: str) -> Launch:
-        """Return a function that launches a kernel of one argument, a struct by value."""
+    @property
+    def launcher(self) -> int:
+        """The address of cuLaunchKernel, for C."""
+        return ctypes.cast(self._driver.cuLaunchKernel, ctypes.c_void_p).value or 0
+
+    def make_current(self) -> None:
+        """Give the calling thread, which may be new to CUDA, the device's context."""
+        self._check(self._driver.cuCtxSetCurrent(self._context), "cuCtxSetCurrent")
+
+    def find(self, name: str) -> int:
+        """Return a kernel as the driver names it."""
         function = ctypes.c_void_p()
         self._check(
             self._driver.cuModuleGetFunction(ctypes.byref(function), self._module, name.encode()), f"look-up of {name}"
         )
-        launch, check = self._driver.cuLaunchKernel, self._check
+        return function.value or 0
+
+    def kernel(self, name: str) -> Launch:
+        """Return a function that launches a kernel of one argument, a struct by value."""
+        function, launch, check = self.find(name), self._driver.cuLaunchKernel, self._check
 
         def run(grid: tuple[int, int], block: tuple[int, int], stream: int, task: Any) -> None:
             arguments = (ctypes.c_void_p * 1)(ctypes.addressof(task))
@@ -59,7 +72,7 @@ class CudaProgram:
                 code = launch(function, *grid, 1, *block, 1, 0, stream, arguments, None)
                 if code != _INVALID_CONTEXT:
                     break
-                self._driver.cuCtxSetCurrent(self._context)  # a thread that is new to CUDA
+                self.make_current()
             if code:
                 check(code, f"launch of {name}")
 

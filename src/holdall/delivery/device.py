@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from holdall.delivery.batches import aligned_block, view_array
 from holdall.native import Cut, Names
 from holdall.schema import Array, Leaf
-from holdall.storage import ALIGNMENT_BYTES
+from holdall.storage import ALIGNMENT_BYTES, address
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +32,10 @@ class DeviceStream:
 
     is_asynchronous = False
     """Whether the device works while the host continues."""
+    launches_here = False
+    """Whether the host does what a device's kernels do; for tests of what they are told."""
+    number = 0
+    """The stream, as the driver names it."""
 
     def __init__(self, torch: Any) -> None:
         self._torch = torch
@@ -46,10 +50,18 @@ class DeviceStream:
         tensor: torch.Tensor = self._torch.from_numpy(np.frombuffer(aligned_block(nbytes), np.uint8))
         return tensor
 
-    def view(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Return memory as bytes for a batch, and an object that lives as long as any tensor of them."""
-        array, user = view_array(memory.numpy().data)
-        return self._torch.from_numpy(array), user
+    def own(self, memory: torch.Tensor) -> Any:
+        """Return an object that lives as long as any tensor that `see` shows of memory."""
+        return view_array(memory.numpy().data)
+
+    def see(self, user: Any) -> torch.Tensor:
+        """Return the bytes of memory that somebody owns."""
+        tensor: torch.Tensor = self._torch.from_numpy(user)
+        return tensor
+
+    def start_of(self, user: Any) -> int:
+        """Return where memory that somebody owns begins."""
+        return address(user)
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """Let the calling thread's copies and kernels run on this stream."""
@@ -66,6 +78,17 @@ class DeviceStream:
             here: The function for where the device is the host.
         """
         return here, 0
+
+    def consumer(self) -> int:
+        """Return the calling thread's own stream, as the driver names it; it waits for the one of the call before."""
+        return 0
+
+    def record_there(self) -> Any:
+        """Return an event behind everything that the stream was given which `consumer` returned last."""
+        return None
+
+    def wait_for_device(self) -> None:
+        """Wait on the host for everything that any stream has been given."""
 
     def record(self) -> Any:
         """Return an event behind everything that this stream has been given."""
@@ -112,7 +135,9 @@ class CudaStream(DeviceStream):
         index: int | None = device.index
         self.device = torch.device("cuda", torch.cuda.current_device() if index is None else index)
         self._stream = torch.cuda.Stream(self.device)
-        self._driver = found_driver(self._stream.cuda_stream)
+        self._consumer: Any = None
+        self.number = self._stream.cuda_stream
+        self._driver = found_driver(self.number)
 
     def host_bytes(self, nbytes: int) -> torch.Tensor:
         """See `DeviceStream`."""
@@ -125,10 +150,19 @@ class CudaStream(DeviceStream):
         tensor.record_stream(self._stream)
         return tensor
 
-    def view(self, memory: torch.Tensor) -> tuple[torch.Tensor, Any]:
+    def own(self, memory: torch.Tensor) -> Any:
         """See `DeviceStream`."""
-        user = _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
-        return self._torch.as_tensor(user, device=self.device), user
+        return _DeviceMemory(memory.data_ptr(), memory.numel(), memory)
+
+    def see(self, user: Any) -> torch.Tensor:
+        """See `DeviceStream`."""
+        tensor: torch.Tensor = self._torch.as_tensor(user, device=self.device)
+        return tensor
+
+    def start_of(self, user: Any) -> int:
+        """See `DeviceStream`."""
+        start: int = user.start
+        return start
 
     def active(self) -> contextlib.AbstractContextManager[Any]:
         """See `DeviceStream`."""
@@ -147,6 +181,24 @@ class CudaStream(DeviceStream):
     def copy_function(self, here: int) -> tuple[int, int]:
         """See `DeviceStream`."""
         return (self._driver.copy_function, self._driver.stream) if self._driver else (0, 0)
+
+    def consumer(self) -> int:
+        """See `DeviceStream`."""
+        stream = self._torch.cuda.current_stream(self.device.index)
+        if stream != self._consumer:
+            if self._consumer is not None:
+                stream.wait_stream(self._consumer)
+            self._consumer = stream
+        number: int = stream.cuda_stream
+        return number
+
+    def record_there(self) -> Any:
+        """See `DeviceStream`."""
+        return self._consumer.record_event()
+
+    def wait_for_device(self) -> None:
+        """See `DeviceStream`."""
+        self._torch.cuda.synchronize(self.device)
 
     def record(self) -> Any:
         """See `DeviceStream`."""
@@ -210,7 +262,7 @@ class _DeviceMemory:
     """Memory as torch takes it over without copying it; torch refers to this until the last tensor of it is gone."""
 
     def __init__(self, start: int, nbytes: int, owner: torch.Tensor | None) -> None:
-        self._owner = owner
+        self._owner, self.start = owner, start
         self.__cuda_array_interface__ = {
             "shape": (nbytes,),
             "typestr": "|u1",
@@ -307,6 +359,11 @@ class StagingRing:
         slot = self._slots[self._turn]
         slot.make_room(nbytes)
         return slot
+
+    @property
+    def last_read(self) -> Any:
+        """The event behind the newest copy from here; None if there was none."""
+        return self._slots[self._turn].read if self._slots else None
 
     @property
     def nbytes(self) -> int:

@@ -40,12 +40,13 @@ from holdall.delivery.device import (
     StagingSlot,
     stream_to,
 )
-from holdall.delivery.device_assembly import DeviceAssembler
+from holdall.delivery.device_assembly import DeviceAssembler, DeviceBatch, MadeBatch
 from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
 from holdall.schema import Schema
 from holdall.storage import Kernels, Rows, Store
+from holdall.threads import fork_safe, left
 
 if TYPE_CHECKING:
     import torch
@@ -110,7 +111,7 @@ class DeviceBatches(Batches):
         self.schema = schema
         self.plain = plain
         self.stream = stream
-        self.blocks = BlockPool(stream.device_bytes, stream.view)
+        self.blocks = BlockPool(stream.device_bytes, stream.own, stream.see)
         self.torch = torch
         self._namer: SliceNamer | None = kernels.namer()
         named = self._namer is not None
@@ -122,36 +123,37 @@ class DeviceBatches(Batches):
         self._picked = DeviceScratch(stream)
         self._under_way: deque[tuple[Any, DrawnRows]] = deque()  # batches that the device reads from the host
         self._rows_on_host: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # by leaf: a span of arenas, and its rows
-        self._lock = threading.Lock()
+        self._lock = fork_safe(threading.RLock())
         self._layouts: dict[Any, BatchLayout] = {}
-        self._layouts_lock = threading.Lock()
+        self._layouts_lock = fork_safe(threading.RLock())
 
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
-        read = self.plain if self._assembler is None else self._assembler
-        return read.look_up(draw, store)._replace(
-            on_device=None if self._slices is None else self._slices.up_to_date(store),
-            pinned=None if self._arenas is None else self._arenas.up_to_date(store),
-        )
+        on_device = None if self._slices is None else self._slices.up_to_date(store)
+        pinned = None if self._arenas is None else self._arenas.up_to_date(store)
+        if self._assembler is not None:
+            if self._slices is not None and (sent := self._slices.newly_sent()) is not None:
+                self._assembler.behind = sent
+            made = self._assembler.assemble(draw, store, on_device or pinned, ahead=ahead)
+            if made is not None:
+                return DrawnRows(None, None, None, made=made)  # type: ignore[arg-type]  # nothing else is needed
+        return self.plain.look_up(draw, store)._replace(on_device=on_device, pinned=pinned)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`; the block is chosen here, behind everything that the consumer asked the device for."""
+        if drawn.made is not None:
+            return _MadeJob(self.stream, drawn.made)
         if self.plain.has_goals_among(draw, drawn.rows.large):
             return self.plain.start(draw, drawn)
         return _DeviceJob(self, draw, drawn)
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
-        if self._assembler is not None and (batch := self._assembler.make(draw, drawn)) is not None:
-            return batch
+        if drawn.made is not None:
+            return drawn.made.batch
         job = self.start(draw, drawn)
         job.work()
         return job.receive()
-
-    def give_back(self, drawn: DrawnRows) -> None:
-        """Let the pinned memory of rows be used again that were copied elsewhere."""
-        if self._assembler is not None and drawn.head is not None:
-            self._assembler.give_back(drawn.head)
 
     def keep(self, batches: int) -> None:
         """See `Batches`."""
@@ -161,13 +163,15 @@ class DeviceBatches(Batches):
     @property
     def pinned_bytes(self) -> int:
         """See `Batches`."""
-        with self._layouts_lock:
+        with left(self._layouts_lock):
             heads = [layout.ring.nbytes for layout in self._layouts.values()]
+        if self._assembler is not None:
+            heads.append(self._assembler.pinned_bytes)
         return sum(heads) + sum(ring.nbytes for ring in list(self._rings.values()))
 
     def close(self) -> None:
         """Wait until the device has read everything; then end the threads, and release what is pinned."""
-        with self._lock:
+        with left(self._lock):
             for event, _ in self._under_way:
                 self.stream.synchronize(event)
             self._under_way.clear()
@@ -181,7 +185,7 @@ class DeviceBatches(Batches):
     def layout(self, rows: tuple[int, ...], cuts: dict[int, Cut | None], small: list[PackedField]) -> BatchLayout:
         """Return the layout of batches like this one."""
         key = (rows, tuple(cuts.items()), tuple((shown.shape, shown.array.dtype) for shown in small))
-        with self._layouts_lock:
+        with left(self._layouts_lock):
             layout = self._layouts.pop(key, None)
             if layout is None:
                 leaves = self.schema.observation.leaves
@@ -196,11 +200,11 @@ class DeviceBatches(Batches):
         """Return how the large fields are cut into slices that can be named; None for one that is sent whole."""
         if self._namer is None or rows.places is None:
             return dict.fromkeys(rows.large)
-        return {leaf: self._namer.cut(rows.places, field) for field, leaf in enumerate(rows.large)}
+        return {leaf: self._namer.cut(rows.places.records[field], field) for field, leaf in enumerate(rows.large)}
 
     def fill(self, job: _DeviceJob) -> None:
         """Bring all fields of a batch to its block."""
-        with self._lock, self.stream.active():
+        with left(self._lock), self.stream.active():
             head = job.layout.next_head()
             used = [head.slot]
             self.stream.wait_for(job.free)
@@ -214,6 +218,8 @@ class DeviceBatches(Batches):
                 )  # copies that C started may still read what is about to go
                 raise
             job.ready = self.stream.record()
+            if self._assembler is not None:
+                self._assembler.behind = job.ready
             for slot in used:
                 slot.read = job.ready
             if job.drawn.pinned is not None:
@@ -365,7 +371,7 @@ class _DeviceJob:
         self._small_leaves = list(obs)
         shape = draw.ids.shape
         fields = [*obs.values(), *next_obs.values(), *rows.action, *rows.extras]
-        fields += [reward, last.terminated, last.truncated]
+        fields += [reward, last.terminated, last.truncated, last.ended]
         self.small = [PackedField(array, shape + array.shape[1:]) for array in fields]
         of_rows = (draw.weights, draw.discount, draw.mask)
         self.small += [PackedField(array, array.shape) for array in of_rows if array is not None]
@@ -386,7 +392,6 @@ class _DeviceJob:
         if self.drawn.on_device is None:
             self.drawn.fetch()
         self._batches.fill(self)
-        self._batches.give_back(self.drawn)
 
     def receive(self) -> Batch:
         """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
@@ -394,7 +399,7 @@ class _DeviceJob:
         self._batches.stream.let_consumer_wait(self.ready)
         small = iter([self._see(span) for span in self.layout.small])
         obs, next_obs = (self._observation(side, small) for side in (0, 1))
-        return Batch(
+        return DeviceBatch(
             obs=schema.observation.build(obs),
             action=schema.action.build([next(small) for _ in schema.action.leaves]),
             next_obs=schema.observation.build(next_obs),
@@ -402,6 +407,7 @@ class _DeviceJob:
             reward=next(small),
             terminated=next(small),
             truncated=next(small),
+            ended=next(small),
             ids=draw.ids,
             weights=next(small),
             discount=None if draw.discount is None else next(small),
@@ -417,15 +423,33 @@ class _DeviceJob:
         return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)
 
 
+class _MadeJob:
+    """A batch that the device was told to put together already."""
+
+    is_quick = True
+
+    def __init__(self, stream: DeviceStream, made: MadeBatch) -> None:
+        self._stream, self._made = stream, made
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+
+    def receive(self) -> Batch:
+        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
+        if self._made.ready is not None:
+            self._stream.let_consumer_wait(self._made.ready)
+        return self._made.batch
+
+
 class JaxBatches(Batches):
     """Makes batches as another does, and hands them to JAX."""
 
     def __init__(self, inner: Batches) -> None:
         self._inner = inner
 
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`."""
-        return self._inner.look_up(draw, store)
+        return self._inner.look_up(draw, store, ahead=ahead)
 
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`."""

@@ -7,6 +7,7 @@ device is at rest.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,11 @@ class ApartPool:
         return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
 
 
+def byte_rows(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as bytes, (rows, bytes of one): torch does not index all dtypes on all devices."""
+    return rows.reshape(len(rows), prod(rows.shape[1:])).view(module.uint8)
+
+
 class DeviceColumn:
     """A ring on the device, read and written like an array of the host along its first axis."""
 
@@ -102,11 +108,20 @@ class DeviceColumn:
         return array.view(self.dtype)
 
     def __setitem__(self, where: slice, rows: Array) -> None:
-        given = self._torch.from_numpy(np.array(rows)).to(self._ring.device)  # a copy: rows may be read-only
         part = self._ring[where]
-        if self._bit:
-            given = (part & (0xFF ^ self._bit)) | given.to(part.dtype) * self._bit
-        part.copy_(given)
+        given = self._torch.from_numpy(np.array(rows)).to(part.device)  # a copy: rows may be read-only
+        part.copy_(self._over(part, given) if self._bit else given)
+
+    def put(self, cells: torch.Tensor, rows: Any) -> None:
+        """Write rows, an array or the bytes of a tensor, at cells: places in the ring if its first axes were one."""
+        flat = self._ring.flatten(0, 1)
+        given = rows if isinstance(rows, self._torch.Tensor) else self._torch.from_numpy(rows)
+        given = self._over(flat[cells], given) if self._bit else given.to(flat.device)
+        byte_rows(self._torch, flat)[cells] = byte_rows(self._torch, given)
+
+    def _over(self, part: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+        """Return the bytes of a part with these flags: the flags of a transition share a byte."""
+        return (part & (0xFF ^ self._bit)) | given.to(part.device, part.dtype) * self._bit
 
 
 class DeviceRing:

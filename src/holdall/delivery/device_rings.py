@@ -231,12 +231,11 @@ class DeviceRings:
         array: Array = self._flags[self.to_device(ids) % len(self._flags)].cpu().numpy().reshape(ids.shape)
         return array
 
-    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Overwrite how transitions ended."""
-        cells = self.to_device(ids) % len(self._flags)
-        ends = terminated.astype(np.uint8) * TERMINATED + truncated.astype(np.uint8) * TRUNCATED
-        new = self.torch.from_numpy(ends.reshape(-1)).to(self.device)
-        self._flags[cells] = (self._flags[cells] & INVALID) | new
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        """Write new rows of some columns, under ids that are all different."""
+        cells, rings = self.to_device(ids) % len(self._flags), self.columns()
+        for name, rows in columns.items():
+            rings[name].put(cells, rows)
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
         """Count the lanes that made no transition in some ticks; waits for the device if there were any."""

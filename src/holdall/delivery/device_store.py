@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -54,6 +54,7 @@ class FieldOnDevice(NamedTuple):
 
     slices: torch.Tensor  # bytes
     bases: NDArray[np.int64]  # by segment: the slice of `slices` that its slice 0 is
+    starts: NDArray[np.int64]  # the same in bytes
 
 
 class DeviceSnapshot:
@@ -62,6 +63,11 @@ class DeviceSnapshot:
     def __init__(self, fields: dict[int, FieldOnDevice], held: tuple[_Region, ...]) -> None:
         self.fields = fields
         self.held = held
+
+    def source(self, field: int) -> tuple[int, NDArray[np.int64]] | None:
+        """Return where slices of a field are, and by segment at which byte from there they begin."""
+        found = self.fields.get(field)
+        return None if found is None else (found.slices.data_ptr(), found.starts)
 
 
 class _Region:
@@ -83,6 +89,7 @@ class DeviceSlices:
         self._snapshots = _Snapshots()
         self._version = -1
         self._snapshot: DeviceSnapshot | None = None
+        self._sent: Any = None
 
     def up_to_date(self, store: Store) -> DeviceSnapshot:
         """Send what is new, and return where everything is."""
@@ -96,6 +103,11 @@ class DeviceSlices:
                 self._fields[field].send_new()
         return self._snapshot
 
+    def newly_sent(self) -> Any:
+        """Return an event behind what was sent since the last call; None if that was nothing."""
+        before, self._sent = self._sent, self._ring.last_read
+        return None if self._sent is before else self._sent
+
     def _follow(self, parts_by_field: dict[int, Parts]) -> DeviceSnapshot:
         fields: dict[int, FieldOnDevice] = {}
         held: list[_Region] = []
@@ -105,7 +117,7 @@ class DeviceSlices:
             # Slices that lie in the log itself are written lane by lane, so what was sent may still grow in between.
             if not lies_direct(window) and all(part.window == window for part in parts):
                 there.follow(parts)
-                fields[field] = FieldOnDevice(there.slices, there.bases)
+                fields[field] = FieldOnDevice(there.slices, there.bases, there.bases * window.slice_bytes)
                 held += there.regions
         snapshot = DeviceSnapshot(fields, tuple(held))
         self._snapshots.add(snapshot)
@@ -214,6 +226,10 @@ class PinnedSnapshot:
         self.starts = starts
         self.held = held
         self.is_whole = all((of_field >= 0).all() for of_field in starts.values())  # no segment is left out
+
+    def source(self, field: int) -> tuple[int, NDArray[np.int64]] | None:
+        """Return where the span begins, and by segment at which byte of it the slices of a field do."""
+        return (self.span.data_ptr(), self.starts[field]) if self.is_whole else None
 
 
 class _PinnedArena:

@@ -17,7 +17,7 @@ import numpy as np
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
-from holdall.delivery.device_fields import rings_bytes
+from holdall.delivery.device_fields import byte_rows, rings_bytes
 from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
@@ -79,6 +79,11 @@ class TensorFit:
             valid=None if valid is None else self._fit(flag, valid, leading, "valid"),
         )
 
+    def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
+        """Return the bytes of rows of a leaf, one per id."""
+        tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
+        return byte_rows(self._torch, tensor.detach().contiguous())
+
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""
         return tree.flatten(value, (self._schema.num_envs,), argument, self._fit)
@@ -117,7 +122,9 @@ class TensorFit:
             )
         return cast("torch.Tensor", value)
 
-    def _fit(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Any:
+    def _fit(
+        self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str, axes: str = "the lanes"
+    ) -> Any:  # fmt: skip
         called = f"{argument}[{leaf.name!r}]" if leaf.name else argument
         tensor = self.tensor(value, called)
         kind = self._kinds.get(leaf.dtype)
@@ -129,7 +136,7 @@ class TensorFit:
             )
         if tensor.shape != leading + leaf.shape:
             raise ArgumentError(
-                f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: the lanes, then the "
+                f"{called} has shape {tuple(tensor.shape)}, expected {leading + leaf.shape}: {axes}, then the "
                 f"space's {leaf.shape}; pass a tensor of that shape"
             )
         return tensor
@@ -198,7 +205,7 @@ class ResidentBatches(Batches):
             self._sampler = (sampler, DeviceSampler(sampler, self._rings, self._capacity))
         return self._sampler[1]
 
-    def look_up(self, draw: Draw, store: Store) -> DrawnRows:
+    def look_up(self, draw: Draw, store: Store, *, ahead: bool = False) -> DrawnRows:
         """See `Batches`; the rows are copied here, in the order of the stream."""
         rings = self._rings
         last = None if draw.last_ids is None else rings.to_device(draw.last_ids)

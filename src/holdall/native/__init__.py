@@ -1,14 +1,24 @@
 """The compiled loops, their one loader, and the NumPy twins, which do the same work where nothing was compiled."""
 
 from holdall.native.kernels import NativeKernels, chosen_kernels, native_kernels
-from holdall.native.library import chosen_library, compiled_library, open_library, system_libraries
+from holdall.native.library import (
+    MOST_DEVICE_FIELDS,
+    BatchRequestStruct,
+    RowPlaceStruct,
+    chosen_library,
+    compiled_library,
+    open_library,
+    system_libraries,
+)
 from holdall.native.numpy_codec import PortableCoder
 from holdall.native.numpy_kernels import PortableKernels
-from holdall.native.reading import CopyPlan, Cut, Names, SliceNamer, ThreadPool, draw_slots
+from holdall.native.reading import CopyPlan, Cut, Names, Refusal, SliceNamer, ThreadPool, draw_slots
 from holdall.native.rollout import copy_in_order, estimate_advantages
 from holdall.native.writing import NativeCoder
 
 __all__ = [
+    "MOST_DEVICE_FIELDS",
+    "BatchRequestStruct",
     "CopyPlan",
     "Cut",
     "Names",
@@ -16,6 +26,8 @@ __all__ = [
     "NativeKernels",
     "PortableCoder",
     "PortableKernels",
+    "Refusal",
+    "RowPlaceStruct",
     "SliceNamer",
     "ThreadPool",
     "chosen_kernels",

@@ -4,19 +4,11 @@
  * number of the row that held it, and nothing outside the given blocks is read.
  */
 #include "codec.h"
+#include "reading.h"
 #include "threads.h"
 
 #include <stdatomic.h>
 #include <string.h>
-
-/* The slice number at `position` of a lane's log; -1 if the part has no such slice. */
-static inline int64_t number_at(const part *p, int64_t position, int64_t lane, int64_t lanes) {
-    const int64_t entry = position * lanes + lane;
-    int64_t number = entry;
-    if (p->log_width == 2) number = ((const uint16_t *)(intptr_t)p->log)[entry];
-    else if (p->log_width == 4) number = ((const uint32_t *)(intptr_t)p->log)[entry];
-    return number < p->slice_count ? number : -1;
-}
 
 /* Put slice `w` of an observation where it belongs. */
 static void place(const part *p, const uint8_t *slice, int64_t w, uint8_t *out) {
@@ -309,13 +301,7 @@ EXPORT void holdall_find(const int64_t *first_ticks, int64_t segments, const int
                          int32_t *segment, int32_t *lane) {
     for (int64_t i = 0; i < rows; i++) {
         const int64_t tick = lanes == 1 ? ids[i] : ids[i] / lanes;
-        int64_t low = 0, length = segments; /* the last segment that begins at `tick` or before */
-        while (length > 1) {
-            const int64_t half = length / 2;
-            if (first_ticks[low + half] <= tick) low += half;
-            length -= half;
-        }
-        segment[i] = (int32_t)(segments && first_ticks[low] <= tick ? low : -1);
+        segment[i] = segment_of(tick, first_ticks, segments);
         lane[i] = (int32_t)(ids[i] - tick * lanes);
     }
 }

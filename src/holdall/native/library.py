@@ -176,11 +176,69 @@ class NamesStruct(ctypes.Structure):
     _fields_ = [*_pointers("part number slots"), *_numbers("mask room count")]
 
 
+MOST_DEVICE_FIELDS, _MOST_COPIED = 16, 4
+
+
+class DeviceFieldStruct(ctypes.Structure):
+    """A field of a batch in slices, as device.cu declares it, too."""
+
+    _fields_ = [
+        *_pointers("places positions repeats base to"),
+        *_numbers("first end end_repeat window outer run_bytes"),
+    ]
+
+
+class AssemblyStruct(ctypes.Structure):
+    """What one launch does."""
+
+    _fields_ = [
+        *_pointers("head_from head_to"),
+        *_numbers("head_bytes fields"),
+        ("field", DeviceFieldStruct * MOST_DEVICE_FIELDS),
+    ]
+
+
+class SlicedSourceStruct(ctypes.Structure):
+    """Where a field of a batch lies on the host."""
+
+    _fields_ = [
+        *_pointers("parts"), *_numbers("part_count"), *_pointers("cursors starts"),
+        *_numbers("are_named places positions repeats to"),
+    ]  # fmt: skip
+
+
+class CopiedArrayStruct(ctypes.Structure):
+    """An array that is copied into pinned memory as it is."""
+
+    _fields_ = [*_pointers("from"), *_numbers("offset bytes")]
+
+
+class RowPlaceStruct(ctypes.Structure):
+    """Where a row's observation lies."""
+
+    _fields_ = [(name, ctypes.c_uint32) for name in ("segment", "lane", "cursor", "unused")]
+
+
+class BatchRequestStruct(ctypes.Structure):
+    """A batch that a device is to put together."""
+
+    _fields_ = [
+        *_pointers("ids last_ids"), *_numbers("rows first_id next_id ring_rows lanes"), *_pointers("columns"),
+        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
+        *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
+        *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
+        *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
+        *_pointers("launch bring finish stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+    ]  # fmt: skip
+
+
 _STRUCTS: dict[str, type[ctypes.Structure]] = {
     "transform": TransformStruct, "sealed_block": SealedBlockStruct, "decoded_slice": DecodedSliceStruct,
     "decoder": DecoderStruct, "encoder": EncoderStruct, "slice_block": SliceBlockStruct, "layout": LayoutStruct,
     "open_part": OpenPartStruct, "flat_field": FlatFieldStruct, "sliced_field": SlicedFieldStruct,
     "tick_writer": TickWriterStruct, "part": PartStruct, "row_column": RowColumnStruct, "names": NamesStruct,
+    "device_field": DeviceFieldStruct, "assembly": AssemblyStruct, "sliced_source": SlicedSourceStruct,
+    "copied_array": CopiedArrayStruct, "row_place": RowPlaceStruct, "batch_request": BatchRequestStruct,
 }  # fmt: skip
 """By the name of the struct in C."""
 
@@ -236,6 +294,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
             POINTER, _NATURAL, POINTER, POINTER,
         ],
     ),
+    "holdall_assemble": (NUMBER, [POINTER]),
+    "holdall_launch_here": (ctypes.c_int, [POINTER, *[ctypes.c_uint] * 7, *[POINTER] * 3]),
     "holdall_send_here": (ctypes.c_int, [_NATURAL, POINTER, ctypes.c_size_t, POINTER]),
     "holdall_advantages": (
         None,

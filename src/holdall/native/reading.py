@@ -8,6 +8,7 @@ places hold is read: C checks every index, and one that is wrong is a `DamageErr
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 import itertools
 import os
@@ -21,7 +22,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.errors import DamageError, HoldallError
-from holdall.native.library import CompressionLibraries, DecodedSliceStruct, DecoderStruct, NamesStruct, chosen_library
+from holdall.native.library import (
+    BatchRequestStruct,
+    CompressionLibraries,
+    DecodedSliceStruct,
+    DecoderStruct,
+    NamesStruct,
+    chosen_library,
+)
 from holdall.native.numpy_kernels import PortableKernels
 from holdall.schema import Bytes
 from holdall.storage import RECORD_FIELDS, Coder, Places, SealedSlices, Transform, address, bring_slices
@@ -355,6 +363,12 @@ class CopyPlan(NamedTuple):
     stream: int
 
 
+class Refusal(enum.IntEnum):
+    """Why a batch cannot be put together in one call, as assemble.c says it."""
+
+    NONE, NOT_HELD, DAMAGED, NOT_THERE, BY_DRIVER = range(5)
+
+
 class SliceNamer:
     """Names the slices of a batch, field after field, and copies each of them once; used by one thread at a time.
 
@@ -370,14 +384,17 @@ class SliceNamer:
         self._library = library
         self._decoder = decoder
         self.pool = ThreadPool(pool_threads(most_threads))
-        self.send_here = ctypes.cast(library.holdall_send_here, ctypes.c_void_p).value or 0
+        self.send_here, self.launch_here = (
+            ctypes.cast(function, ctypes.c_void_p).value or 0
+            for function in (library.holdall_send_here, library.holdall_launch_here)
+        )
         self._memory: tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint32]] | None = None
         self._struct = NamesStruct()
         self._cuts: dict[int, tuple[NDArray[np.int64], Cut | None, bool]] = {}
 
-    def cut(self, places: Places, field: int) -> Cut | None:
+    def cut(self, records: NDArray[np.int64], field: int) -> Cut | None:
         """Return how a field is cut, if all of its segments are cut alike and can be read here."""
-        return self._known(places.records[field], field)[0]
+        return self._known(records, field)[0]
 
     def _known(self, records: NDArray[np.int64], field: int) -> tuple[Cut | None, bool]:
         """Return how a field is cut, and whether slices of it are sealed; tables of records never change."""
@@ -424,6 +441,13 @@ class SliceNamer:
         if failed >= 0:
             raise _damaged(failed)
         return int(self._struct.count)
+
+    def assemble(self, request: BatchRequestStruct) -> Refusal:
+        """Have a device put a batch together; return why it cannot."""
+        refused = Refusal(self._library.holdall_assemble(ctypes.addressof(request)))
+        if refused is Refusal.DAMAGED:
+            raise _damaged(request.wrong)
+        return refused
 
     def where(self, starts: NDArray[np.int64], slice_bytes: int, unit: int, out: NDArray[np.int64]) -> bool:
         """Fill in where each slice named begins, in units of so many bytes; False if that of one is not known.

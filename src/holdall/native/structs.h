@@ -202,6 +202,86 @@ typedef struct {
     int64_t count;
 } names;
 
+/* ---- batches that a device puts together ------------------------------------------- */
+
+enum { MOST_DEVICE_FIELDS = 16, MOST_COPIED = 4 };
+
+/* A field of a batch in slices, as device.cu declares it, too. Observations of all rows, then all next ones, lie at
+ * `to`; a position counts slices there. */
+typedef struct {
+    const int64_t *places;    /* of slices that are brought: the byte after `base`, ... */
+    const int32_t *positions; /* ... and where each goes */
+    const int32_t *repeats;   /* pairs of positions: where a slice goes once more, and where it stands already */
+    const uint8_t *base;
+    uint8_t *to;
+    int64_t first, end; /* of the places of one launch */
+    int64_t end_repeat; /* number of the pairs */
+    int64_t window, outer, run_bytes;
+} device_field;
+
+/* What one launch does. It is passed by value, and read nowhere else. */
+typedef struct {
+    const uint8_t *head_from; /* pinned memory: short fields */
+    uint8_t *head_to;
+    int64_t head_bytes;
+    int64_t fields;
+    device_field field[MOST_DEVICE_FIELDS];
+} assembly;
+
+/* Where a field of a batch lies on the host, and where in the pinned memory its places are written. */
+typedef struct {
+    const part *parts;
+    int64_t part_count;
+    const uint32_t *cursors; /* ring */
+    const int64_t *starts;   /* by part: the byte after `base` where its slices begin, or -1 */
+    int64_t are_named;       /* every slice is brought once; 0: it is on the device, where it is read as often as needed */
+    int64_t places, positions, repeats; /* offsets in pinned memory */
+    int64_t to;                         /* offset in the block on the device */
+} sliced_source;
+
+typedef struct {
+    const void *from;
+    int64_t offset;
+    int64_t bytes;
+} copied_array;
+
+/* Where a row's observation lies. */
+typedef struct {
+    int32_t segment;
+    int32_t lane;
+    uint32_t cursor;
+    uint32_t unused;
+} row_place;
+
+/* A batch that a device is to put together, and all that is needed for it. */
+typedef struct {
+    const int64_t *ids;
+    const int64_t *last_ids; /* where next observations are read; NULL: under `ids` */
+    int64_t rows;
+    int64_t first_id, next_id; /* held */
+    int64_t ring_rows, lanes;
+    const row_column *columns;
+    int64_t column_count;
+    const int64_t *first_ticks;
+    int64_t segments;
+    uint8_t *head;  /* pinned memory, which begins with short fields */
+    uint8_t *block; /* of the device, which begins with the same */
+    int64_t observed, rest, last_observed, last_rest; /* offsets of blocks of short fields */
+    copied_array copied[MOST_COPIED];
+    int64_t copied_count;
+    sliced_source source[MOST_DEVICE_FIELDS];
+    uint32_t *slots;    /* scratch memory: open addressing, the number of a place + 1, or 0; a table a field */
+    int64_t slot_count; /* of a field: a power of two, at least twice the slices of both observations */
+    row_place *found;   /* scratch memory: one a row */
+    int64_t first_rows; /* rows whose slices are sent for before the rest is looked up */
+    void *launch;       /* the address of cuLaunchKernel */
+    void *bring, *finish; /* kernels */
+    void *stream;
+    int64_t most_blocks;
+    int64_t wrong; /* a row, or the driver's error */
+    assembly task;
+} batch_request;
+
 /* Set in a cursor whose next observation does not continue the window but follows it. */
 static const uint32_t NEXT_IS_WHOLE = UINT32_C(1) << 31;
 

@@ -10,11 +10,17 @@ from holdall.sampling.draw import (
     require_enough,
     required_sampler,
     resume,
-    sampler_state,
-    sampler_to_resume,
     set_priorities,
 )
-from holdall.sampling.episodic import Hindsight, NStep, RolloutSequences, Sequence, drawn_from
+from holdall.sampling.episodic import (
+    Hindsight,
+    NStep,
+    RolloutSequences,
+    Sequence,
+    drawn_from,
+    sampler_to_resume,
+    sampler_words,
+)
 from holdall.sampling.prioritized import Prioritized
 
 __all__ = [
@@ -33,7 +39,7 @@ __all__ = [
     "require_enough",
     "required_sampler",
     "resume",
-    "sampler_state",
     "sampler_to_resume",
+    "sampler_words",
     "set_priorities",
 ]

@@ -199,21 +199,6 @@ def set_priorities(sampler: Sampler, held: Held, ids: Any, priorities: Any) -> N
     update(held, wanted, as_array(values, "priorities"))
 
 
-def sampler_state(sampler: Sampler) -> dict[str, Any]:
-    """Return what a checkpoint holds of a sampler."""
-    return {"kind": type(sampler).__name__, "state": sampler.state()}
-
-
-def sampler_to_resume(sampler: Sampler | None, kind: str) -> Sampler:
-    """Return the sampler of a memory that was saved with one of a kind; None stands for Uniform."""
-    if sampler is None and kind != Uniform.__name__:
-        raise ArgumentError(
-            f"sampler was not given, and the checkpoint was saved with {kind}; pass sampler={kind}(...) with its "
-            "settings, or another one to begin without it"
-        )
-    return required_sampler(sampler)
-
-
 def resume(sampler: Sampler, saved: Mapping[str, Any], capacity: int, first_id: int) -> bool:
     """Let a sampler continue from `sampler_state`, if it is of the kind that was saved; return whether it is.
 

@@ -10,7 +10,7 @@ except ImportError as error:
 from holdall.sb3.callbacks import LintCallback, WatchCallback
 from holdall.sb3.checkpoint import CheckpointCallback, resume
 from holdall.sb3.her import HerReplayBuffer
-from holdall.sb3.prioritized import PrioritizedReplayBuffer
+from holdall.sb3.prioritized import PrioritizedDQN, PrioritizedReplay, PrioritizedReplayBuffer
 from holdall.sb3.replay import ReplayBuffer
 from holdall.sb3.rollout import RolloutBuffer
 
@@ -18,6 +18,8 @@ __all__ = [
     "CheckpointCallback",
     "HerReplayBuffer",
     "LintCallback",
+    "PrioritizedDQN",
+    "PrioritizedReplay",
     "PrioritizedReplayBuffer",
     "ReplayBuffer",
     "RolloutBuffer",

@@ -2,7 +2,8 @@
 
 Invariant: everything in a checkpoint is of one moment between two steps; a checkpoint is complete or absent.
 The model is stored as Stable-Baselines3's own file, which holds pickles: resume only from places that you trust. The
-rest is numbers and text. An algorithm's name is looked up in Stable-Baselines3 and sb3-contrib, nowhere else.
+rest is numbers and text. An algorithm's name is looked up in Stable-Baselines3, sb3-contrib and holdall.sb3, nowhere
+else.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _MODEL, _TRAINING, _NUMBERS, _ENV = "sb3/model.zip", "sb3/training.json", "sb3/n
 _AVERAGES = ("obs_rms", "ret_rms")
 
 _LOG = logging.getLogger("holdall")
-_PACKAGES = ("stable_baselines3", "sb3_contrib")
+_PACKAGES = ("stable_baselines3", "sb3_contrib", "holdall.sb3.prioritized", "holdall.sb3.contrib")
 
 
 class CheckpointCallback(BaseCallback):
@@ -139,7 +140,7 @@ def resume(
             from places that you trust.
         env: The environments, wrapped as they were: whatever the `load` of Stable-Baselines3 takes. With VecNormalize,
             its averages are set.
-        algorithm: The model's class, where it is none of Stable-Baselines3's or sb3-contrib's.
+        algorithm: The model's class, where it is none of Stable-Baselines3's, sb3-contrib's or holdall's.
         env_state: As in `CheckpointCallback`; without it, the environments are reset when training goes on.
         budget: See `holdall.ReplayMemory`; if not given, the one that the saved run had.
         prefer: The same.
@@ -366,22 +367,21 @@ def _rng_of_json(saved: Any) -> np.random.Generator:
 
 def algorithm_name(kind: type[BaseAlgorithm]) -> str:
     """Name an algorithm; one of a user's own by its class alone."""
-    package = kind.__module__.partition(".")[0]
-    return f"{package}.{kind.__name__}" if package in _PACKAGES else kind.__name__
+    package = next((name for name in _PACKAGES if f"{kind.__module__}.".startswith(f"{name}.")), None)
+    return kind.__name__ if package is None else f"{package}.{kind.__name__}"
 
 
 def algorithm_named(full_name: Any) -> type[BaseAlgorithm]:
     """Return the algorithm of a name, if it is one that everybody has."""
-    package, _, name = str(full_name).partition(".")
+    package, _, name = str(full_name).rpartition(".")
     found = None
     if package in _PACKAGES:
         try:
-            module = importlib.import_module(package)
+            found = getattr(importlib.import_module(package), name, None)
         except ImportError as error:
             raise ArgumentError(
-                f"algorithm: the checkpoint is of a {full_name}; run 'pip install {package}'"
+                f"algorithm: the checkpoint is of a {full_name}; run 'pip install sb3-contrib'"
             ) from error
-        found = getattr(module, name, None) if name in getattr(module, "__all__", ()) else None
     if not (isinstance(found, type) and issubclass(found, BaseAlgorithm)):
         raise ArgumentError(
             f"algorithm was not given, and the checkpoint is of a {full_name}; pass algorithm={full_name}"

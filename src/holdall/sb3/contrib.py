@@ -1,4 +1,4 @@
-"""Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, each frame stored once.
+"""Drop-ins for sb3-contrib: rollouts with action masks or recurrent states, each frame stored once; prioritized QR-DQN.
 
 In:  what MaskablePPO and RecurrentPPO add.  Out: the minibatches that their own buffers would return.
 Invariant: masks, recurrent states, padding and draws are sb3-contrib's own code; only observations and
@@ -10,10 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 from holdall.errors import ArgumentError, MissingPackageError
+from holdall.sb3.prioritized import PrioritizedReplay
 from holdall.sb3.rollout import RolloutBuffer
 
 try:
-    from sb3_contrib import RecurrentPPO
+    from sb3_contrib import QRDQN, RecurrentPPO
     from sb3_contrib.common.maskable import buffers as maskable
     from sb3_contrib.common.recurrent import buffers as recurrent
 except ImportError as error:
@@ -48,6 +49,10 @@ class RecurrentRolloutBuffer(_Compressing, recurrent.RecurrentRolloutBuffer, Rol
 
 class RecurrentDictRolloutBuffer(_Compressing, recurrent.RecurrentDictRolloutBuffer, RolloutBuffer):  # type: ignore[misc]  # takes more than SB3
     """The same with Dict observations."""
+
+
+class PrioritizedQRDQN(PrioritizedReplay, QRDQN):
+    """QR-DQN with prioritized experience replay; priorities are the errors of the mean over quantiles."""
 
 
 def equip(model: RecurrentPPO, compress: str | None = None) -> RecurrentPPO:

@@ -1,20 +1,27 @@
-"""PrioritizedReplayBuffer: a replay buffer for Stable-Baselines3 that draws by priority.
+"""Prioritized experience replay for Stable-Baselines3: a buffer that draws by priority, and a DQN that learns from it.
 
-In:  what its algorithms add, and priorities.  Out: its samples, with ids and weights beside them.
+In:  what its algorithms add, and TD errors.  Out: its samples, with ids and weights beside them; weighted updates.
+Invariant: with alpha 0, buffer and algorithm draw and learn what Stable-Baselines3's own do, bit for bit.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch as th
 from numpy.typing import NDArray
+from stable_baselines3 import DQN
+from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.batch import Batch, Draw
+from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
-from holdall.sb3.replay import ReplayBuffer
+from holdall.sb3.replay import ReplayBuffer, made_with
 
 
 class PrioritizedSamples(NamedTuple):
@@ -38,15 +45,18 @@ class PrioritizedSamples(NamedTuple):
 class PrioritizedReplayBuffer(ReplayBuffer):
     """A `ReplayBuffer` that draws transitions in proportion to their priorities.
 
-    Stable-Baselines3's algorithms do not use priorities: multiply the loss by `weights`, and pass the TD errors to
-    `update_priorities(samples.ids, errors)`, in a `train` of your own; docs/samplers.md has one for DQN.
+    `PrioritizedDQN` learns from it. In a `train` of your own, multiply the loss by `weights`, and pass the TD errors to
+    `update_priorities(samples.ids, errors)`.
 
     Args:
         args: As in `ReplayBuffer`: buffer_size, observation_space, action_space, device, n_envs, ...
-        alpha: See `holdall.Prioritized`.
+        alpha: See `holdall.Prioritized`. With 0, draws are those of `ReplayBuffer`, and weights are 1.
         beta: The same; it can be changed later, as `buffer.sampler.beta`.
-        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir.
+        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir, prefetch.
     """
+
+    on_sample: Callable[[PrioritizedSamples], object] | None = None
+    """Called with every batch that `sample` returns."""
 
     def __init__(self, *args: Any, alpha: float = 0.6, beta: float = 0.4, **settings: Any) -> None:
         self._alpha, self._beta = alpha, beta
@@ -60,10 +70,28 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
+        if self._is_delivered(env):
+            samples: PrioritizedSamples = self._delivered(batch_size)
+        else:
+            ids, weights = self._drawn_with_weights(batch_size)
+            found: ReplayBufferSamples | DictReplayBufferSamples = self._samples(ids, env)
+            samples = PrioritizedSamples.of(found, self._tensor(weights.reshape(-1, 1)), ids)
+        if self.on_sample is not None:
+            self.on_sample(samples)
+        return samples
+
+    def _drawn_with_weights(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        if self.sampler.alpha == 0:
+            return self._drawn(batch_size), np.ones(batch_size, np.float32)
         draw = self.memory.draw(batch_size)
-        samples: ReplayBufferSamples | DictReplayBufferSamples = self._samples(draw.ids, env)
-        weights = self._tensor(draw.weights.reshape(-1, 1))
-        return PrioritizedSamples.of(samples, weights, draw.ids)
+        return draw.ids, draw.weights
+
+    def _next_recipe(self, batch_size: int) -> Draw:
+        ids, weights = self._drawn_with_weights(batch_size)
+        return replace(self._recipe(ids), weights=weights)
+
+    def _samples_on_device(self, batch: Batch) -> Any:
+        return PrioritizedSamples.of(super()._samples_on_device(batch), batch.weights.reshape(-1, 1), batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""
@@ -72,5 +100,100 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def _own_draws(self) -> dict[str, Any]:
         # Stable-Baselines3 seeds NumPy's global generator before it makes the buffer.
-        seed = int(np.random.randint(2**31))  # noqa: NPY002  as everything else here
+        before = np.random.get_state()  # noqa: NPY002  as everything else here
+        seed = int(np.random.randint(2**31))  # noqa: NPY002  likewise
+        if self._alpha == 0:  # draws come from that generator, and begin where they do without priorities
+            np.random.set_state(before)  # noqa: NPY002  likewise
         return {"sampler": Prioritized(self._alpha, self._beta), "seed": seed}
+
+
+class PrioritizedReplay(OffPolicyAlgorithm):
+    """Mix-in: an algorithm of the DQN family that learns from prioritized draws.
+
+    `class PrioritizedQRDQN(PrioritizedReplay, QRDQN): ...`
+
+    `train` is the algorithm's own. While it runs, the gradient that reaches the network is multiplied by the weight of
+    its row, which is what a weighted loss gives, and the TD errors of every batch become its priorities. The logged
+    loss is the one before weights.
+
+    Args:
+        args: As in the algorithm.
+        alpha: How uneven draws are, see `holdall.Prioritized`; 0 gives the algorithm without priorities, bit for bit.
+        beta: How much of it the weights correct: from this number up to 1 at the end of training; or a function of the
+            progress that remains, from 1 to 0, as Stable-Baselines3's schedules are.
+        settings: As in the algorithm. `replay_buffer_kwargs` may have what `PrioritizedReplayBuffer` takes; `n_steps`
+            becomes the buffer's.
+    """
+
+    def __init__(
+        self, *args: Any, alpha: float = 0.6, beta: float | Callable[[float], float] = 0.4, **settings: Any
+    ) -> None:
+        self.alpha, self.beta = alpha, beta
+        super().__init__(*args, **settings)
+
+    def train(self, gradient_steps: int, batch_size: int = 100) -> None:
+        """Do the algorithm's own updates, weighted; keep the TD errors as priorities."""
+        buffer: Any = self.replay_buffer  # somebody may have loaded another one
+        _require_priorities("replay_buffer", type(buffer))
+        remaining = self._current_progress_remaining
+        buffer.sampler.beta = self.beta(remaining) if callable(self.beta) else 1 - (1 - self.beta) * remaining
+        drawn: list[PrioritizedSamples] = []
+        following: list[th.Tensor] = []
+
+        def keep(network: Any, inputs: Any, values: th.Tensor) -> None:
+            following[:] = [values]
+
+        def weigh(network: Any, inputs: Any, values: th.Tensor) -> None:
+            if not values.requires_grad:  # such as a double DQN that asks which action is best
+                return
+            samples = drawn.pop()
+            weights = samples.weights.reshape(-1, *[1] * (values.ndim - 1))
+            values.register_hook(lambda gradient: gradient * weights)  # type: ignore[no-untyped-call]  # torch's
+            buffer.update_priorities(samples.ids, self.td_errors(samples, values.detach(), following.pop()).abs())
+
+        network, target = self._networks()
+        hooks = [target.register_forward_hook(keep), network.register_forward_hook(weigh)]
+        buffer.on_sample = drawn.append
+        try:
+            super().train(gradient_steps, batch_size)
+        finally:
+            buffer.on_sample = None
+            for hook in hooks:
+                hook.remove()
+        self.logger.record("train/beta", buffer.sampler.beta)
+
+    def td_errors(self, samples: PrioritizedSamples, values: th.Tensor, following: th.Tensor) -> th.Tensor:
+        """Return the TD error of every row, (batch, 1).
+
+        Args:
+            values: What the network returned for `samples.observations`: (batch, actions), or (batch, quantiles,
+                actions), of which the mean counts.
+            following: What the target network returned for `samples.next_observations`.
+        """
+        now, then = (each if each.ndim == 2 else each.mean(dim=1) for each in (values, following))
+        discounts = self.gamma if samples.discounts is None else samples.discounts
+        target = samples.rewards + (1 - samples.dones) * discounts * then.max(dim=1, keepdim=True).values
+        return target - now.gather(1, samples.actions.long())
+
+    def _networks(self) -> tuple[th.nn.Module, th.nn.Module]:
+        """Return the network that learns, and its target."""
+        name = "q_net" if hasattr(self, "q_net") else "quantile_net"
+        return getattr(self, name), getattr(self, f"{name}_target")
+
+    def _setup_model(self) -> None:
+        kind = self.replay_buffer_class or PrioritizedReplayBuffer
+        _require_priorities("replay_buffer_class", kind)
+        with made_with(self, kind, alpha=self.alpha):
+            super()._setup_model()
+
+
+class PrioritizedDQN(PrioritizedReplay, DQN):
+    """DQN with prioritized experience replay: `PrioritizedDQN("CnnPolicy", env, alpha=0.6, beta=0.4)`."""
+
+
+def _require_priorities(name: str, kind: type) -> None:
+    if not issubclass(kind, PrioritizedReplayBuffer):
+        raise ArgumentError(
+            f"{name} ({kind.__module__}.{kind.__name__}) knows no priorities; leave replay_buffer_class out, or, for a "
+            "loaded buffer, write model.replay_buffer = PrioritizedReplayBuffer.copy_of(model.replay_buffer)"
+        )

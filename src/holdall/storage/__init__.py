@@ -31,7 +31,16 @@ from holdall.storage.codec import (
     candidates,
     choose,
 )
-from holdall.storage.layout import ALIGNMENT_BYTES, COLUMN_FIELDS, Window, WindowSearches, as_bytes, fresh_bytes
+from holdall.storage.layout import (
+    ALIGNMENT_BYTES,
+    COLUMN_FIELDS,
+    RowSources,
+    RowTable,
+    Window,
+    WindowSearches,
+    as_bytes,
+    fresh_bytes,
+)
 from holdall.storage.records import (
     DICTIONARY,
     PIECE_BYTES,
@@ -94,6 +103,7 @@ from holdall.storage.snapshot import (
     StoreContent,
     UnchangedStore,
     is_settled,
+    last_rows,
     put_rows,
     rows_of,
 )
@@ -107,6 +117,7 @@ from holdall.storage.ticks import (
     FlatField,
     Repair,
     SlicedTick,
+    StepsLeft,
     Tick,
     TickWriter,
     steps_in,
@@ -165,6 +176,8 @@ __all__ = [
     "Repair",
     "RolloutFields",
     "RowChunk",
+    "RowSources",
+    "RowTable",
     "Rows",
     "SealedSegment",
     "SealedSlices",
@@ -174,6 +187,7 @@ __all__ = [
     "SliceBlock",
     "SlicedTick",
     "SpillFolder",
+    "StepsLeft",
     "Store",
     "StoreContent",
     "Tick",
@@ -196,6 +210,7 @@ __all__ = [
     "gather_padded",
     "gather_rows",
     "is_settled",
+    "last_rows",
     "lies_direct",
     "new_ring",
     "numbers",

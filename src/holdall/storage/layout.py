@@ -323,23 +323,27 @@ class RowTable:
         take: Callable[[int], Bytes],
     ) -> list[Array] | None:
         """Copy all columns into memory that `take` returns; None if one id is not held."""
-        for i, ring in enumerate(self._small):
-            following = ring.following
-            if self._following[i] is not following:
-                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
-                self._following[i] = following
-        _, observed_bytes, other_bytes, columns = self._spans_of(len(ids))
+        _, observed_bytes, other_bytes, columns = self.spans(len(ids))
         if observed_bytes + other_bytes <= _ONE_BLOCK_BYTES:
             observed = take(observed_bytes + other_bytes)
             others = observed[observed_bytes:]
         else:
             observed, others = take(observed_bytes), take(other_bytes)
-        if not kernels.read_rows(self._table, ids, held, ring_rows, (observed, others)):
+        if not kernels.read_rows(self.columns(), ids, held, ring_rows, (observed, others)):
             return None
         blocks = (observed, others, None)
         return [np.ndarray(shape, dtype, blocks[block], first) for shape, dtype, block, first in columns]
 
-    def _spans_of(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
+    def columns(self) -> NDArray[np.int64]:
+        """Describe all columns as they are now, see `COLUMN_FIELDS`; cursors come last."""
+        for i, ring in enumerate(self._small):
+            following = ring.following
+            if self._following[i] is not following:
+                self._table[2 * i : 2 * i + 2] = ring.describe_columns()
+                self._following[i] = following
+        return self._table
+
+    def spans(self, rows: int) -> tuple[int, int, int, list[ColumnSpan]]:
         """Return, for so many rows, that number, the bytes of both blocks, and where every column stands."""
         spans = self._spans
         if spans[0] != rows:
@@ -350,6 +354,19 @@ class RowTable:
                 sizes[block] += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
             spans = self._spans = (rows, sizes[0], sizes[1], columns)
         return spans
+
+
+class RowSources(NamedTuple):
+    """What batches are read from, as it is at one moment."""
+
+    table: RowTable
+    held: tuple[int, int]  # the first id, and the one behind the last
+    ring_rows: int
+    large: tuple[int, ...]  # observation leaves that lie in segments
+    cursors: list[NDArray[np.uint32]]  # rings, one a large field
+    first_ticks: NDArray[np.int64]  # of the segments
+    records: list[NDArray[np.int64]]  # by large field and segment, see `RECORD_FIELDS`
+    kept: object  # what the records point into
 
 
 # ---------------------------------------------------------------- which fields lie where

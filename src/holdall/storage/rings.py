@@ -301,16 +301,20 @@ class Rings:
             held: The first id held, and the one behind the last; others are refused.
             take: Returns memory, from an aligned address on.
         """
+        columns = self.table(cursors).copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
+        if columns is None:
+            require_in_range(ids, *held)
+            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
+        return columns
+
+    def table(self, cursors: list[Cursors]) -> RowTable:
+        """Return how rows are copied from here."""
         table = self._table
         if table is None or not table.fits(len(self.small), self._rest_count, cursors):
             table = self._table = RowTable(
                 self.small.values(), self._rest(), (self.terminated, self.truncated), cursors
             )
-        columns = table.copy(kernels, ids, held, self.ring_ticks * self.lanes, take)
-        if columns is None:
-            require_in_range(ids, *held)
-            raise DamageError(f"rings of {self.ring_ticks} ticks are too short for the ids held, {held}; report this")
-        return columns
+        return table
 
     def rows(self, columns: list[Array], large: tuple[int, ...], places: Places | None) -> Rows:
         """Name the columns that `read` returned; the fields that are not here lie at `places`."""
@@ -357,11 +361,12 @@ class Rings:
             return np.ones(ids.shape, np.bool_)
         return np.asarray(~_take(self.invalid, self.slots(ids)))
 
-    def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
-        """Overwrite how transitions ended."""
-        slot = self.slots(ids)
-        self.terminated.reshape(-1)[slot] = terminated
-        self.truncated.reshape(-1)[slot] = truncated
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Array]) -> None:
+        """Write new rows of some columns, under ids that are all different."""
+        slot, rings = self.slots(ids), self.columns()
+        for name, rows in columns.items():
+            ring = rings[name]
+            ring.reshape(ring.shape[0] * ring.shape[1], *ring.shape[2:])[slot] = rows
 
     def count_invalid(self, first_tick: int, next_tick: int) -> int:
         """Count the lanes that made no transition in the ticks from one on; those up to `next_tick` were written."""

@@ -79,7 +79,7 @@ class Segments:
         self._ring_ticks = capacity_ticks + 1
         self._most_bytes = most_bytes
         self.frozen: list[FrozenBlock] = []  # blocks that are full, and were not asked for yet
-        self._index = SegmentIndex()
+        self._index = self.index = SegmentIndex()
         self._blocks_on_disk = 0
         self._awaited: list[SegmentFile] = []
         self.overhead_bytes = 0  # closed logs, slices that lie in logs, and the indexes of blocks on disk

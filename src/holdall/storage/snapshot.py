@@ -24,7 +24,7 @@ _CHUNK_BYTES = 2**19
 _MOST_CHUNK_TICKS = 2**16
 SETTLED_TICKS = 65
 """A window found late rewrites the cursors of at most 64 past ticks, and a tick is only complete when the next one
-stands: rows older than this are written over by new flags alone."""
+stands: rows older than this change only where flags or extras are written again."""
 
 
 def chunk_ticks_of(tick_bytes: int) -> int:
@@ -160,6 +160,7 @@ class FrozenRows:
         self.wanted = [number for number in numbers if number not in known]
         self._pending = set(self.wanted)
         self._copies: dict[int, RowChunk] = {}
+        self._before: dict[int, dict[str, Array]] = {}  # of chunks to come: columns that were written again since
         for number in self.wanted:
             if not is_settled(number, chunk_ticks, next_tick):
                 self._rescue(number)
@@ -175,10 +176,11 @@ class FrozenRows:
         for number in range((first + 1 - ring_ticks) // self.chunk_ticks, (end - ring_ticks) // self.chunk_ticks + 1):
             self._rescue(number)
 
-    def before_flags(self, ticks: NDArray[np.int64]) -> None:
-        """Copy what new flags are about to be written over."""
-        for number in np.unique(ticks // self.chunk_ticks).tolist():
-            self._rescue(number)
+    def before_rewrite(self, numbers: Iterable[int], names: Iterable[str]) -> None:
+        """Copy columns of chunks that are about to be written again."""
+        for number in self._pending.intersection(numbers):
+            kept = self._before.setdefault(number, {})
+            kept.update((name, self._rows(number, name)) for name in names if name not in kept)
 
     def take(self, number: int) -> RowChunk:
         """Return a chunk that is wanted; once only."""
@@ -201,22 +203,30 @@ class FrozenRows:
         """Give up all that was not taken."""
         self._pending.clear()
         self._copies.clear()
+        self._before.clear()
 
     def _rescue(self, number: int) -> None:
         if number not in self._pending:
             return
         self._copies[number] = self._copied(number)
         self._pending.discard(number)
+        self._before.pop(number, None)
 
     def _copied(self, number: int) -> RowChunk:
-        first = max(number * self.chunk_ticks, self.first_tick)
-        end = min((number + 1) * self.chunk_ticks, self.next_tick)
+        (first, end), kept = self._ticks(number), self._before.get(number, {})
         return RowChunk(
             first,
             end - first,
-            {name: rows_of(ring, first, end) for name, ring in self._columns.items()},
+            {name: kept[name] if name in kept else self._rows(number, name) for name in self._columns},
             {name: apart.between(first * self._lanes, end * self._lanes) for name, apart in self._apart.items()},
         )
+
+    def _rows(self, number: int, name: str) -> Array:
+        return rows_of(self._columns[name], *self._ticks(number))
+
+    def _ticks(self, number: int) -> tuple[int, int]:
+        """The first tick of a chunk that was held, and the one behind its last."""
+        return max(number * self.chunk_ticks, self.first_tick), min((number + 1) * self.chunk_ticks, self.next_tick)
 
 
 class RowSnapshots:
@@ -225,7 +235,7 @@ class RowSnapshots:
     def __init__(self, lanes: int) -> None:
         self._lanes = lanes
         self._pending: list[weakref.ref[FrozenRows]] = []  # nobody wants one that its save was interrupted before
-        self._versions: dict[int, int] = {}  # how often flags of a chunk of rows were overwritten
+        self._versions: dict[int, int] = {}  # how often rows of a chunk were written again
 
     @property
     def pending(self) -> list[FrozenRows]:
@@ -236,10 +246,10 @@ class RowSnapshots:
         self._pending = [ref for ref, _ in found]
         return [rows for _, rows in found]
 
-    def before_flags(self, ids: NDArray[np.int64], chunk_ticks: int) -> None:
-        """Copy what new flags are about to be written over, and count their chunks as changed."""
+    def before_rewrite(self, ids: NDArray[np.int64], names: tuple[str, ...], chunk_ticks: int) -> None:
+        """Copy columns that are about to be written again, and count their chunks as changed."""
         for frozen in self.pending:
-            frozen.before_flags(ids // self._lanes)
+            frozen.before_rewrite(np.unique(ids // (self._lanes * frozen.chunk_ticks)).tolist(), names)
         for number in np.unique(ids // (self._lanes * chunk_ticks)).tolist():
             self._versions[number] = self._versions.get(number, 0) + 1
 
@@ -278,7 +288,7 @@ class RowSnapshots:
 
 
 def is_settled(number: int, chunk_ticks: int, next_tick: int) -> bool:
-    """Whether nothing but new flags can still change a chunk."""
+    """Whether nothing but flags or extras that are written again can still change a chunk."""
     return (number + 1) * chunk_ticks + SETTLED_TICKS <= next_tick
 
 
@@ -306,6 +316,13 @@ def rows_of(ring: Array, first: int, end: int) -> Array:
     if end == first or start < stop:
         return np.array(ring[start : start + end - first])
     return np.concatenate([ring[start:], ring[:stop]])
+
+
+def last_rows(ids: NDArray[np.int64], columns: Mapping[str, Any]) -> tuple[NDArray[np.int64], dict[str, Any]]:
+    """Return every id once, and copies of the last rows that each has."""
+    unique, from_the_end = np.unique(ids[::-1], return_index=True)
+    last = len(ids) - 1 - from_the_end
+    return unique, {name: rows[last] for name, rows in columns.items()}
 
 
 def put_rows(ring: Array, first: int, rows: Array) -> None:
@@ -361,7 +378,7 @@ class FrozenStore:
     next_tick: int
     first_tick: int
     rows: FrozenRows
-    versions: dict[int, int]  # of chunks of rows whose flags were changed
+    versions: dict[int, int]  # of chunks of rows that were written again
     large: list[int]  # observation leaves in segments, in the order of their fields
     segments: FrozenSegments | None
     newest: dict[int, Array]  # by small leaf: the next observations of the newest tick, where they have no row yet
@@ -390,16 +407,18 @@ class StoreContent:
 
 
 class UnchangedStore:
-    """Refuses to be pickled once its store was added to: what was written before is not of one moment then."""
+    """Refuses to be pickled once its store was written to: what was written before is not of one moment then."""
 
     def __init__(self, store: Any) -> None:
         self._store = store
-        self._next_tick = store.next_tick
+        self._next_tick, self._rewrites = store.next_tick, store.rewrites
 
     def __reduce__(self) -> tuple[type[bool], tuple[()]]:
-        if self._store.next_tick != self._next_tick:
+        store = self._store
+        if (store.next_tick, store.rewrites) != (self._next_tick, self._rewrites):
             raise HoldallError(
-                f"the memory was added to while it was pickled ({self._store.next_tick - self._next_tick} ticks), so "
-                "what was written is not one moment; throw it away, hold the adding threads, and save again"
+                f"the memory was added to while it was pickled ({store.next_tick - self._next_tick} ticks, and "
+                f"{store.rewrites - self._rewrites} updates), so what was written is not one moment; throw it away, "
+                "hold the threads that write, and save again"
             )
         return bool, ()

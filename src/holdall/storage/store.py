@@ -10,11 +10,11 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from holdall.errors import DamageError
 from holdall.report import FieldReport
 from holdall.schema import Array, Bytes, Schema
 from holdall.storage.blocks import SliceBlock
-from holdall.storage.layout import TINY_BYTES, Window, WindowScout, field_layouts, fresh_bytes
+from holdall.storage.layout import TINY_BYTES, RowSources, Window, WindowScout, field_layouts, fresh_bytes
 from holdall.storage.rings import Rings, Rows, field_name
 from holdall.storage.sealer import Sealer
 from holdall.storage.segment import Segments
@@ -38,13 +38,22 @@ from holdall.storage.snapshot import (
     StoreContent,
     chunk_ticks_of,
     chunks_of,
+    last_rows,
     put_rows,
 )
 from holdall.storage.spill import SpillFolder
-from holdall.storage.ticks import NO_ROOM, NOT_CONTINUED, FastTick, Repair, SlicedTick, Tick, TickWriter, restoring
-from holdall.storage.tiers import Budget, Tiers
-
-_LOG = logging.getLogger("holdall")
+from holdall.storage.ticks import (
+    NO_ROOM,
+    NOT_CONTINUED,
+    FastTick,
+    Repair,
+    SlicedTick,
+    StepRuns,
+    Tick,
+    TickWriter,
+    restoring,
+)
+from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
 
 
 class Store:
@@ -63,13 +72,11 @@ class Store:
         rings: Rings | None = None,
     ) -> None:  # fmt: skip
         self._begun_at = self._not_before = first_tick
-        self.flags_changed = 0
+        self.flags_changed, self.rewrites = 0, 0  # how often flags, or any rows, were written again
         self.fast_tick: FastTick | None = None
         self.repair = Repair()
-        self._schema = schema
-        self._lanes = schema.num_envs
-        self._capacity_ticks = capacity_ticks
-        self._ring_ticks = capacity_ticks + 1
+        self._schema, self._lanes = schema, schema.num_envs
+        self._capacity_ticks, self._ring_ticks = capacity_ticks, capacity_ticks + 1
         self._kernels, self._lock, self._folder = kernels, lock, folder
         self._budget = budget
         leaves = schema.observation.leaves
@@ -148,21 +155,15 @@ class Store:
             self.after_write(sliced)
         return ticks
 
-    def write_steps(self, steps: Tick, first: int) -> int:
-        """Write steps from `first` on until blocks pile up; return the first that is left."""
-        runs, segments = steps.runs(), self.large_segments
-        while first < len(steps.reward):
-            written, sliced, writer, rings = 0, None, self._writer, self._rings
-            if writer.has_runs and not (steps.valid is not None or self._snapshots.pending or segments.is_searching):
-                written, sliced = runs.write(first, writer, rings, segments, self._large)
-            if not written:
-                self.write(steps.cut(first))
-            elif sliced is not None:
-                self.after_write(sliced)
-            first += written or 1
-            if self.sealer.is_crowded:
-                break
-        return first
+    def write_steps(self, runs: StepRuns, first: int) -> None:
+        """Write the step `first`, and those behind it that need nothing done in between."""
+        (written, sliced), segments, writer = (0, None), self.large_segments, self._writer
+        if writer.has_runs and not (runs.steps.valid is not None or self._snapshots.pending or segments.is_searching):
+            written, sliced = runs.write(first, writer, self._rings, segments, self._large)
+        if not written:
+            self.write(runs.steps.cut(first))
+        elif sliced is not None:
+            self.after_write(sliced)
 
     def after_write(self, sliced: SlicedTick) -> None:
         """Look for windows in large fields, have full blocks sealed, and drop the segments whose ticks left."""
@@ -253,11 +254,7 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            capacity = self._capacity_ticks * self._lanes
-            _LOG.warning(
-                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-                "raise budget, name a spill_dir, or lower capacity", fits, capacity,
-            )  # fmt: skip
+            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -301,7 +298,7 @@ class Store:
     @property
     def all_valid(self) -> bool:
         """Whether every lane made a transition in every tick held."""
-        return self._rings.count_invalid(self.first_tick, self.next_tick) == 0
+        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
@@ -319,6 +316,13 @@ class Store:
         columns = self._rings.read(self._kernels, wanted, held, segments.cursors, take)
         places = segments.places(wanted, columns[-len(large) :]) if large else None
         return self._rings.rows(columns, large, places)
+
+    def sources(self) -> RowSources:
+        """Return what batches are read from, as it is now."""
+        held, segments = (self.first_tick * self._lanes, self.next_tick * self._lanes), self.large_segments
+        cursors, index, table = segments.cursors, segments.index, self._rings.table(segments.cursors)
+        rows, large, kept = self._ring_ticks * self._lanes, tuple(self._large), tuple(index.held)
+        return RowSources(table, held, rows, large, cursors, index.first_ticks, index.records, kept)
 
     def are_valid(self, ids: NDArray[np.int64]) -> NDArray[np.bool_]:
         """Tell real transitions from lanes that made none."""
@@ -342,17 +346,17 @@ class Store:
 
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
-        self.repair.do(partial(self._set_flags, ids, terminated, truncated))
-
-    def _set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         self.flags_changed += 1
-        self._snapshots.before_flags(ids, self.chunk_ticks)
-        self._rings.set_flags(ids, terminated, truncated)
+        self.rewrite(*last_rows(ids, {"terminated.0": terminated, "truncated.0": truncated}))
 
-    def forget_before(self, tick: int) -> None:
-        """Drop the ticks before one."""
-        self._not_before = max(self._not_before, min(tick, self.next_tick))
-        self._evict_before(self._not_before)
+    def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        """Write rows of some columns again; they are copies, see `last_rows`, since the next call may have to do so."""
+        self.rewrites += 1
+        self.repair.do(partial(self._rewrite, ids, columns))
+
+    def _rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
+        self._snapshots.before_rewrite(ids, tuple(columns), self.chunk_ticks)
+        self._rings.rewrite(ids, columns)
 
     def content(self) -> StoreContent:
         """Return all but the rows, sharing memory with the store; what is added later does not change it."""
@@ -364,15 +368,12 @@ class Store:
         """All that is neither rows nor segments."""
         shared = {i: ring for i, ring in self._rings.small.items() if ring.is_shared}
         return {
-            "first_tick": self.first_tick,
-            "next_tick": self.next_tick,
-            "large": list(self._large),
+            "first_tick": self.first_tick, "next_tick": self.next_tick, "large": list(self._large),
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
             "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
-            "reward_dtype": self.reward_dtype,
-            "has_invalid": self._rings.invalid is not None,
-        }
+            "reward_dtype": self.reward_dtype, "has_invalid": self._rings.invalid is not None,
+        }  # fmt: skip
 
     def rows(self) -> list[RowChunk]:
         """Return the rows of all ticks held, in order, sharing memory with the rings."""
@@ -389,13 +390,9 @@ class Store:
         )
         if rows.is_pending:
             self.fast_tick = None
-        return FrozenStore(
-            **self._described(),
-            rows=rows,
-            versions=versions,
-            segments=self.large_segments.freeze(self.next_tick) if self._large else None,
-            transitions=self.transitions,
-        )
+        segments = self.large_segments.freeze(self.next_tick) if self._large else None
+        held = self._described() | {"transitions": self.transitions}
+        return FrozenStore(**held, rows=rows, versions=versions, segments=segments)
 
     def take_again(self, rows: FrozenRows, number: int, version: int) -> RowChunk | None:
         """Return a chunk of a snapshot's rows that was thought to be saved; None if it was written over since."""
@@ -413,8 +410,8 @@ class Store:
     def thaw(self, content: StoreContent, rows: Iterable[RowChunk] = ()) -> None:
         """Take over what was frozen, in a store as it was made; more rows may follow with `take_rows`, oldest first."""
         leaves = self._schema.observation.leaves
-        self._not_before, self._large = content.first_tick, list(content.large)
-        self._begun_at = content.first_tick
+        self._not_before = self._begun_at = content.first_tick
+        self._large = list(content.large)
         self._writer = self._new_writer(content.first_tick, content.next_tick)
         rings = self._rings
         rings.keep(i for i in range(len(leaves)) if i not in self._large)
@@ -440,12 +437,7 @@ class Store:
     @property
     def chunk_ticks(self) -> int:
         """Ticks whose rows are written to a checkpoint as one chunk."""
-        return chunk_ticks_of(sum(ring[0].nbytes for ring in self._columns().values()))
-
-    @property
-    def row_layout(self) -> tuple[int, tuple[str, ...]]:
-        """Ticks in a chunk of rows, and its columns."""
-        return self.chunk_ticks, tuple(self._columns())
+        return chunk_ticks_of(sum(prod(ring.shape[1:]) * ring.dtype.itemsize for ring in self._columns().values()))
 
     def columns_like(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shape and dtype of one tick of every column."""
@@ -468,10 +460,9 @@ class Store:
 
     def report(self) -> list[FieldReport]:
         """Account for every field."""
-        held = (self.next_tick - self.first_tick) * self._lanes
+        held, observed = (self.next_tick - self.first_tick) * self._lanes, []
         touched = min(self.next_tick - self._begun_at, self._ring_ticks) * self._lanes
         kept = min(self.next_tick, self._capacity_ticks) * self._lanes  # also of ticks that left early
-        observed = []
         for i, leaf in enumerate(self._schema.observation.leaves):
             name, plain, ring = field_name("obs", leaf), 2 * held * leaf.nbytes, self._rings.small.get(i)
             if ring is None:

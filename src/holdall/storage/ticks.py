@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from holdall.storage.rings import Rings
     from holdall.storage.segment import Segments
     from holdall.storage.slices import Cursors, OpenPart
+    from holdall.storage.store import Store
 
 
 class Tick(NamedTuple):
@@ -54,10 +55,6 @@ class Tick(NamedTuple):
             valid=None if valid is None else fit_flags(valid, leading, "valid"),
         )
 
-    def runs(self) -> StepRuns:
-        """Return what writes several ticks in one call."""
-        return StepRuns(self)
-
     def cut(self, where: int | slice) -> Tick:
         """Return one tick of several, or some of them; nothing is copied."""
         return Tick(
@@ -76,10 +73,8 @@ class StepRuns:
     """Steps of an `extend`, written several in one call; the fields in rings are packed once for all calls."""
 
     def __init__(self, steps: Tick) -> None:
-        self._steps = steps
-        self._packed: Bytes = np.empty((0, 0), np.uint8)
-        self._first = 0
-        self._writer: TickWriter | None = None
+        self.steps = steps
+        self._packed: tuple[TickWriter | None, int, Bytes] = None, 0, np.empty((0, 0), np.uint8)
 
     def write(
         self, first: int, writer: TickWriter, rings: Rings, segments: Segments, large: list[int]
@@ -92,17 +87,19 @@ class StepRuns:
             return writer.write_run(packed, None), None
         now = writer.next_tick
         some = slice(first, first + min(len(packed), segments.sure_ticks(now)))
-        obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self._steps.obs, self._steps.next_obs))
+        obs, next_obs = ([arrays[i][some] for i in large] for arrays in (self.steps.obs, self.steps.next_obs))
         sliced = segments.sliced(now, obs, next_obs)
         return writer.write_run(packed[: some.stop - first], sliced), sliced
 
     def _packed_from(self, first: int, writer: TickWriter, rings: Rings) -> Bytes:
         """Return the fields in rings of some steps from `first` on, one tick after another."""
-        if self._writer is not writer or first >= self._first + len(self._packed):
-            rows = rings.rows_of_steps(self._steps.cut(slice(first, first + _MOST_PACKED)))
+        packed_for, packed_first, packed = self._packed
+        if packed_for is not writer or first >= packed_first + len(packed):
+            rows = rings.rows_of_steps(self.steps.cut(slice(first, first + _MOST_PACKED)))
             parts = [np.ascontiguousarray(row).reshape(len(row), -1).view(np.uint8) for row in rows]
-            self._packed, self._first, self._writer = np.concatenate(parts, axis=1), first, writer
-        return self._packed[first - self._first :]
+            packed_first, packed = first, np.concatenate(parts, axis=1)
+            self._packed = writer, packed_first, packed
+        return packed[first - packed_first :]
 
 
 _MOST_PACKED = 4096
@@ -115,6 +112,35 @@ def steps_in(reward: Any) -> int:
     if not shape:
         raise ArgumentError("reward is a scalar; extend takes arrays with a leading time axis")
     return int(shape[0])
+
+
+class StepsLeft:
+    """The steps that an `extend` was given, and how many of them are written."""
+
+    def __init__(self, steps: Tick) -> None:
+        self._runs, self._count = StepRuns(steps), len(steps.reward)
+        self._written = 0
+
+    def __bool__(self) -> bool:
+        return self._written < self._count
+
+    def write(self, store: Store) -> None:
+        """Write steps until none is left or blocks pile up; called under the lock. An interrupt waits for that."""
+        before = store.next_tick - self._written
+        try:
+            self._write_until_crowded(store, before)
+        except BaseException:
+            store.repair.run()
+            self._write_until_crowded(store, before)
+            raise
+
+    def _write_until_crowded(self, store: Store, before: int) -> None:
+        """Go on behind the last tick that the store counts: all since `before` are these steps."""
+        while (done := store.next_tick - before) < self._count:
+            store.write_steps(self._runs, done)
+            if store.sealer.is_crowded:
+                break
+        self._written = store.next_tick - before
 
 
 # ---------------------------------------------------------------- interrupts

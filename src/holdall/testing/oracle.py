@@ -85,6 +85,13 @@ class OracleMemory:
             tick, lane = self._place(int(number))
             tick.terminated[lane], tick.truncated[lane] = ended, cut
 
+    def update(self, ids: Any, /, **columns: Any) -> None:
+        """Rewrite extras, row by row: of an id that comes twice, the last row stays."""
+        for k, number in enumerate(ids):
+            tick, lane = self._place(int(number))
+            for name, rows in columns.items():
+                _put_row(tick.extras[name], rows, lane, k)
+
     def held(self) -> Held:
         """Return what a sampler sees of this memory; asking it for an id that is not held is an error."""
         whole_ticks = (self._ticks.maxlen or 0) * self.num_envs
@@ -215,6 +222,15 @@ def as_array(value: Any) -> NDArray[Any]:
 
 def _rows_at(value: Any, index: int) -> Any:
     return map_leaves(lambda array: None if array is None else np.asarray(array)[index], value)
+
+
+def _put_row(into: Any, rows: Any, lane: int, k: int) -> None:
+    """Write the k-th of `rows` over what a lane has."""
+    if isinstance(into, np.ndarray):
+        into[lane] = as_array(rows)[k]
+        return
+    for key in into if isinstance(into, dict) else range(len(into)):
+        _put_row(into[key], rows[key], lane, k)
 
 
 def stack_rows(values: Sequence[Any]) -> Any:

@@ -18,7 +18,8 @@ from stable_baselines3.common.base_class import BaseAlgorithm
 from stable_baselines3.common.noise import OrnsteinUhlenbeckActionNoise
 from stable_baselines3.common.vec_env import DummyVecEnv, VecEnv, VecNormalize
 
-from holdall.sb3 import CheckpointCallback, HerReplayBuffer, ReplayBuffer
+from holdall.sb3 import CheckpointCallback, HerReplayBuffer, PrioritizedDQN, ReplayBuffer
+from holdall.sb3.contrib import PrioritizedQRDQN
 
 from .test_same_her import Reach
 
@@ -50,7 +51,7 @@ class DriftEnv(gym.Env[Any, Any]):
 
 def environments(kind: str, lanes: int = 2) -> VecEnv:
     """Return the environments of a training, the same for every process."""
-    space: spaces.Space[Any] = spaces.Discrete(3) if kind == "DQN" else ARM
+    space: spaces.Space[Any] = spaces.Discrete(3) if kind.endswith("DQN") else ARM
     if kind == "HER":
         env: VecEnv = DummyVecEnv([lambda: Reach(informed=True)] * lanes)
     else:
@@ -77,6 +78,10 @@ def new_model(kind: str, lanes: int = 2, **settings: Any) -> BaseAlgorithm:
     } | settings
     if kind == "DQN":
         return DQN("MlpPolicy", target_update_interval=50, **common)
+    if kind.endswith("DQN"):
+        prioritized: Any = {"PrioritizedDQN": PrioritizedDQN, "PrioritizedQRDQN": PrioritizedQRDQN}[kind]
+        del common["replay_buffer_class"]
+        return prioritized("MlpPolicy", target_update_interval=50, alpha=0.7, **common)  # type: ignore[no-any-return]
     if kind == "DDPG":
         noise = OrnsteinUhlenbeckActionNoise(np.zeros(2), 0.1 * np.ones(2))
         return DDPG("MlpPolicy", action_noise=noise, **common)

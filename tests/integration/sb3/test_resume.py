@@ -20,7 +20,7 @@ from holdall.sb3 import CheckpointCallback, PrioritizedReplayBuffer, resume
 
 from .resumed import ENV_STATE, SEED, DriftEnv, environments, new_model
 
-KINDS = ["SAC", "SAC normalized", "DQN", "DDPG", "HER"]
+KINDS = ["SAC", "SAC normalized", "DQN", "PrioritizedDQN", "PrioritizedQRDQN", "DDPG", "HER"]
 OTHERS = [("SAC", "reset"), ("HER", "state")]
 STEPS = 120
 SECOND_SEED = 77

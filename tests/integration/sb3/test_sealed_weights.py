@@ -69,7 +69,7 @@ def test_dqn_learns_the_same_from_sealed_frame_stacks() -> None:
     assert report.total_bytes < report.plain_bytes / 8
 
 
-@pytest.mark.parametrize("lanes", [1, 2])
+@pytest.mark.parametrize("lanes", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_sac_learns_the_same_from_sealed_cameras(lanes: int) -> None:
     """An image large enough for segments, a vector and a discrete key, in Dict observations."""
     environment = partial(Wander, dict_space((40, 40, 3)), ARM)

@@ -275,7 +275,7 @@ def test_batches_belong_to_the_caller() -> None:
 def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
     """A view of a view is enough to keep one."""
     stream = DeviceStream(torch)
-    blocks = BlockPool(stream.device_bytes, stream.view)
+    blocks = BlockPool(stream.device_bytes, stream.own, stream.see)
     first = blocks.take(1000)
     place, view = first.data_ptr(), first[10:].view(-1, 2)[3]
     del first

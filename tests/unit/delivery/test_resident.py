@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import sys
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -44,7 +45,7 @@ class World:
             {"image": spaces.Box(low, high, shape, dtype), "state": spaces.Box(-9, 9, (3,), np.float32)}
         )
         self.action = spaces.Box(-1, 1, (2,), np.float32)
-        self.extras = {"goal": spaces.Discrete(7)}
+        self.extras: dict[str, Any] = {"goal": spaces.Discrete(7)}
         self.rows: list[dict[str, Any]] = []
         self._obs = self._observation()
 
@@ -362,6 +363,52 @@ def test_a_budget_that_is_too_small_names_the_capacity_that_fits(device: str) ->
     smaller = world.memory(fitting // 4, budget="1MiB")
     world.add(smaller)
     world.check_all(smaller)
+
+
+def test_extras_can_be_written_again(device: str, tmp_path: Path) -> None:
+    """With tensors of the device or arrays of the host; what is saved is what was written last."""
+    world = World(device, 3)
+    memory = world.memory(100)
+    for _ in range(90):
+        world.add(memory)
+    for turn, ids in enumerate(([1, 5, 1], [200, 0, 200])):
+        rows = np.array([4, 5, 6 - turn])
+        memory.update(memory.gather(ids).ids, goal=world.there(rows) if turn else rows)
+        for i, row in zip(ids, rows, strict=True):
+            world.rows[i // 3]["extras"]["goal"][i % 3] = row
+        world.check_all(memory)
+        memory.save(tmp_path).result(60)
+    before = memory.gather([1])
+    with pytest.raises(holdall.ArgumentError, match=r"^goal has dtype torch.int32, expected torch.int64"):
+        memory.update([1], goal=world.there(np.array([4], np.int32)))
+    with pytest.raises(holdall.ArgumentError, match=r"^goal has shape \(2,\), expected \(1,\): one row per id, then"):
+        memory.update([1], goal=world.there(np.array([4, 4])))
+    with pytest.raises(holdall.TransitionIdError, match="ids holds 270"):
+        memory.update([1, 270], goal=world.there(np.array([4, 4])))
+    same(before.extras["goal"], np.array([6]))
+    world.check_all(memory)
+    memory.close()
+    with holdall.ReplayMemory.load(tmp_path, store_device=device) as loaded:
+        world.check_all(loaded)
+
+
+@pytest.mark.parametrize("shape", [(), (2, 2)])
+@pytest.mark.parametrize("dtype", ["?", "u1", "u2", "u4", "u8", "i2", "f2", "f8"])
+def test_extras_of_any_dtype_and_shape_can_be_written_again(device: str, dtype: str, shape: tuple[int, ...]) -> None:
+    world = World(device, 2)
+    world.extras = {"goal": spaces.Box(0, 1, shape, np.dtype(dtype).type)}
+    memory = world.memory(6)
+    for t in range(4):
+        step = world.step()
+        step["extras"]["goal"] = np.full((2, *shape), t % 2, dtype)
+        memory.add(**world.there(step))
+    rows = np.arange(2 * int(np.prod(shape))).reshape(2, *shape) % 2
+    rows = np.asfortranarray(rows.astype(dtype))
+    memory.update([3, 6], goal=world.there(rows))
+    memory.update([], goal=world.there(rows[:0]))
+    for i, row in zip((3, 6), rows, strict=True):
+        world.rows[i // 2]["extras"]["goal"][i % 2] = row
+    world.check_all(memory)
 
 
 def test_flags_can_be_set_again(device: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 
 from holdall.tools.lint.finding import Severity
@@ -55,12 +56,16 @@ def samples_per_rollout(run: ConfiguredRun) -> int | None:
     return steps * count if run.algorithm.on_policy and steps and count else None
 
 
+_MOST_TRIES = 100_000
+"""Numbers that are tried on either side: n_steps may say anything."""
+
+
 def _divisors_near(number: int, near: int) -> list[int]:
-    """Return the divisors of a number that lie next to another number."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    every = sorted({*small, *(number // d for d in small)} - {1})
-    below, above = [d for d in every if d <= near], [d for d in every if d > near]
-    return [*below[-2:], *above[:2]]
+    """Return the divisors of a number that lie next to another number, as far as they are found quickly."""
+    tried, quotients = range(min(near, number), 1, -1), range((number - 1) // near, 0, -1)
+    below = (d for d in tried[:_MOST_TRIES] if number % d == 0)
+    above = (number // q for q in quotients[:_MOST_TRIES] if number % q == 0)
+    return [*sorted(itertools.islice(below, 2)), *itertools.islice(above, 2)]
 
 
 @run_rule("L05", "batch-does-not-divide-rollout", Severity.WARNING)
@@ -88,7 +93,7 @@ def batch_does_not_divide_rollout(run: ConfiguredRun, machine: Machine) -> Itera
     collected, batch = samples_per_rollout(run), run.count("batch_size")
     if collected is None or not batch or collected % batch == 0:
         return
-    better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch))
+    better = ", ".join(f"{divisor:,}" for divisor in _divisors_near(collected, batch)) or "none found"
     text = (
         f"batch_size={batch:,} is larger than the {collected:,} samples (n_steps x n_envs) of a rollout"
         if batch > collected

@@ -1,0 +1,286 @@
+"""CleanRL's published scripts with their own replay buffer and with holdall's: weights, memory and times of both.
+
+    python benchmarks/cleanrl_scripts.py --cleanrl DIR [--script dqn] [--rounds 3] [--json FILE] [--guide FILE]
+
+DIR is a checkout of CleanRL (it has the folders `cleanrl` and `cleanrl_utils`). The interpreter needs what the scripts
+need: gymnasium 0.29, torch, tyro and tensorboard; ale-py 0.10 and opencv for Atari; mujoco; jax, flax and optax.
+Every run is a fresh process that reads a script, exchanges the one line that imports the buffer, and runs it for a few
+steps in a temporary folder. Sides take turns. Weights are all parameters that are left when a script ends, as a digest.
+Times of `add` and `sample` are medians over the calls of a run, those of a run its CPU time, and shown are medians over
+rounds. Exit status 1 if weights differ that must be the same. On a busy machine set OMP_NUM_THREADS=1.
+
+`dqn_atari_cut` is dqn_atari.py in Breakout with a time limit of 60 steps. CleanRL's buffer with `optimize_memory_usage`
+returns first observations of the next episode there; so holdall's weights must be those of CleanRL's buffer without it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from process import commit, emit, machine, versions
+
+IMPORT = "from cleanrl_utils.buffers import ReplayBuffer\n"
+SIDES = {
+    "cleanrl": IMPORT,
+    "cleanrl plain": (
+        "import cleanrl_utils.buffers\n"
+        "def ReplayBuffer(*given, optimize_memory_usage, **settings):\n"
+        "    return cleanrl_utils.buffers.ReplayBuffer(*given, **settings)\n"
+    ),
+    "holdall": "from holdall.cleanrl import ReplayBuffer\n",
+    "holdall compressed": (
+        "import functools, holdall.cleanrl\n"
+        "ReplayBuffer = functools.partial(holdall.cleanrl.ReplayBuffer, budget=None)\n"
+    ),
+}
+"""What stands in the place of the line that imports the buffer."""
+BOTH = ("cleanrl", "holdall")
+ACTS = ("add", "sample")
+BEGIN, END = "<!-- cleanrl: python benchmarks/cleanrl_scripts.py --cleanrl DIR -->", "<!-- end of cleanrl -->"
+
+
+class Run(NamedTuple):
+    """One script, what it is started with, and whose weights holdall's must be."""
+
+    script: str
+    options: str
+    sides: tuple[str, ...] = BOTH
+    reference: str = "cleanrl"
+
+
+_CART = "--total-timesteps 8000 --learning-starts 1000 --buffer-size 4000"
+_CONTROL = "--total-timesteps 1500 --learning-starts 300 --buffer-size 1000"
+_ATARI = "--total-timesteps 2500 --learning-starts 1000 --buffer-size 1500"
+RUNS = {
+    "dqn": Run("dqn", _CART),
+    "c51": Run("c51", _CART),
+    "dqn_jax": Run("dqn_jax", _CART),
+    "ddpg": Run("ddpg_continuous_action", f"--env-id Pendulum-v1 {_CONTROL}"),
+    "td3": Run("td3_continuous_action", _CONTROL),
+    "sac": Run("sac_continuous_action", _CONTROL),
+    "td3_jax": Run("td3_continuous_action_jax", f"--env-id Pendulum-v1 {_CONTROL}"),
+    "dqn_atari": Run("dqn_atari", _ATARI, (*BOTH, "holdall compressed")),
+    "dqn_atari_cut": Run(
+        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 901",
+        (*BOTH, "cleanrl plain"), "cleanrl plain",
+    ),
+}  # fmt: skip
+
+
+# ---------------------------------------------------------------- one side in one process
+
+
+def run(name: str, side: str, folder: Path) -> dict[str, Any]:
+    """Run a script with one side's buffer; return its weights' digest, its memory and its times."""
+    wanted = RUNS[name]
+    path = folder / "cleanrl" / f"{wanted.script}.py"
+    source = path.read_text(encoding="utf-8")
+    if source.count(IMPORT) != 1:
+        raise SystemExit(f"{path} has {source.count(IMPORT)} lines {IMPORT.strip()!r}, expected 1: another version?")
+    sys.path.insert(0, str(folder))
+    if "atari" in wanted.script:
+        register_breakout()
+    times = timed_calls("holdall.cleanrl" if side.startswith("holdall") else "cleanrl_utils.buffers")
+    sys.argv = [str(path), *wanted.options.split()]
+    script = types.ModuleType("__main__")
+    script.__file__ = str(path)
+    sys.modules["__main__"] = script  # dataclasses and tyro look names up there
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start, cpu = time.perf_counter(), time.process_time()
+    exec(compile(source.replace(IMPORT, SIDES[side]), str(path), "exec"), vars(script))
+    seconds, cpu_seconds = time.perf_counter() - start, time.process_time() - cpu
+    buffer = vars(script)["rb"]
+    return {
+        "weights": digest(vars(script)),
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "peak_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
+        "peak_before_bytes": 1024 * before,
+        "bytes_per_transition": buffer_bytes(buffer) / (buffer.size() * buffer.n_envs),
+        "calls": {act: len(times[act]) for act in ACTS},
+        "us": {act: 1e6 * statistics.median(times[act]) for act in ACTS},
+    }
+
+
+def register_breakout() -> None:
+    """Make Atari known to gymnasium 0.29, whose plug-ins ale-py no longer is, and a game with a time limit."""
+    import ale_py  # noqa: F401, PLC0415  importing it registers the games
+    import gymnasium  # noqa: PLC0415  children alone need it
+
+    game = gymnasium.spec("BreakoutNoFrameskip-v4")
+    gymnasium.register("CutBreakout-v4", game.entry_point, kwargs=game.kwargs, max_episode_steps=240)
+
+
+def timed_calls(module: str) -> dict[str, list[float]]:
+    """Time every `add` and `sample` of a module's buffer from outside; seconds are appended to what is returned."""
+    kind = __import__(module, fromlist=["ReplayBuffer"]).ReplayBuffer
+    seconds: dict[str, list[float]] = {act: [] for act in ACTS}
+
+    def timed(act: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        note = seconds[act].append
+
+        def timing(*arguments: Any, **options: Any) -> Any:
+            start = time.perf_counter()
+            result = call(*arguments, **options)
+            note(time.perf_counter() - start)
+            return result
+
+        return timing
+
+    for act in ACTS:
+        setattr(kind, act, timed(act, getattr(kind, act)))
+    return seconds
+
+
+def digest(names: dict[str, Any]) -> str:
+    """Hash all parameters of networks of torch and train states of flax, by the name of the variable."""
+    hashed = hashlib.sha256()
+    for name in sorted(names):
+        value = names[name]
+        if isinstance(value, type):
+            continue
+        if hasattr(value, "state_dict") and hasattr(value, "parameters"):
+            arrays = [array.detach().cpu().numpy() for array in value.state_dict().values()]
+        elif hasattr(value, "params") and hasattr(value, "target_params"):
+            import jax  # noqa: PLC0415  only where a script has imported it
+
+            arrays = [jax.device_get(array) for array in jax.tree.leaves((value.params, value.target_params))]
+        else:
+            continue
+        hashed.update(name.encode())
+        for array in arrays:
+            hashed.update(array.tobytes())
+    return hashed.hexdigest()
+
+
+def buffer_bytes(buffer: Any) -> int:
+    """Count the bytes of a buffer: holdall's report, or all arrays of CleanRL's."""
+    if hasattr(buffer, "memory"):
+        buffer.memory.drain()
+        return int(buffer.report().total_bytes)
+    return sum(int(array.nbytes) for array in vars(buffer).values() if hasattr(array, "nbytes"))
+
+
+# ---------------------------------------------------------------- all of them
+
+
+def measure(names: list[str], folder: Path, rounds: int) -> dict[str, Any]:
+    """Run all sides in turn, each in a fresh process, and return medians over rounds."""
+    found: dict[str, dict[str, list[Any]]] = {}
+    for turn in range(rounds):
+        for name in names:
+            sides = RUNS[name].sides
+            for side in sides if turn % 2 == 0 else sides[::-1]:
+                result = _in_a_process(name, side, folder)
+                found.setdefault(name, {}).setdefault(side, []).append(result)
+                print(f"round {turn + 1} of {rounds}: {name}, {side}: {result['seconds']:.1f} s", file=sys.stderr)
+    return {name: {side: _median(results) for side, results in sides.items()} for name, sides in found.items()}
+
+
+def _in_a_process(name: str, side: str, folder: Path) -> Any:
+    chosen = ["--cleanrl", str(folder), "--script", name, "--side", side]
+    command = [sys.executable, str(Path(__file__).resolve()), *chosen]
+    with tempfile.TemporaryDirectory() as there:  # the scripts write their logs below the working directory
+        path = os.pathsep.join(part for part in sys.path if part)
+        done = subprocess.run(
+            command, cwd=there, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False
+        )
+    if done.returncode:
+        raise SystemExit(f"{name} with {side} failed with exit status {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])["result"]
+
+
+def _median(results: list[Any]) -> Any:
+    """Return medians of numbers, and whatever else is the same in all results."""
+    first = results[0]
+    if isinstance(first, dict):
+        return {key: _median([result[key] for result in results]) for key in first}
+    if isinstance(first, str):
+        return first if len(set(results)) == 1 else "not the same in all rounds"
+    return statistics.median(results)
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return the results as a table of Markdown."""
+    lines = [
+        "| script | buffer | weights | a transition takes | `add` | `sample` | CPU time of the run |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name in (name for name in RUNS if name in found):
+        sides, reference = found[name], RUNS[name].reference
+        for side in sorted(sides, key=lambda side: side != reference):
+            cells = (name, side, *_cells(sides[side], None if side == reference else sides[reference]))
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _cells(row: dict[str, Any], reference: dict[str, Any] | None) -> list[str]:
+    """Return what is said about one side, beside the one whose weights are right."""
+    size, us = row["bytes_per_transition"], row["us"]
+    if reference is None:
+        return ["", f"{size:,.0f} B", *[f"{us[act]:.1f} us" for act in ACTS], f"{row['cpu_seconds']:.1f} s"]
+    return [
+        "the same" if row["weights"] == reference["weights"] else "others",
+        f"{size:,.0f} B ({reference['bytes_per_transition'] / size:.1f} x less)",
+        *[f"{us[act]:.1f} us ({us[act] / reference['us'][act]:.2f} x)" for act in ACTS],
+        f"{row['cpu_seconds']:.1f} s ({row['cpu_seconds'] / reference['cpu_seconds']:.2f} x)",
+    ]
+
+
+def rewritten(text: str, found: dict[str, Any]) -> str:
+    """Return a guide with the table of these results in its place."""
+    head, rest = text.split(BEGIN, 1)
+    tail = rest.split(END, 1)[1]
+    return f"{head}{BEGIN}\n{table(found)}\n{END}{tail}"
+
+
+def main() -> int:
+    """Read the command line; run one side here, or all of them in processes of their own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cleanrl", type=Path, required=True, metavar="DIR", help="a checkout of CleanRL")
+    parser.add_argument("--script", choices=RUNS, help="one of them; all by default")
+    parser.add_argument("--side", choices=SIDES, help=argparse.SUPPRESS)  # a child's
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--guide", type=Path, help="put the table there, in its place")
+    wanted = parser.parse_args()
+    folder = wanted.cleanrl.resolve()
+    if not (folder / "cleanrl_utils" / "buffers.py").is_file():
+        parser.error(f"--cleanrl ({folder}) has no cleanrl_utils/buffers.py; name a checkout of CleanRL")
+    if wanted.side:
+        emit({"result": run(wanted.script, wanted.side, folder)})
+        return 0
+    found = measure([wanted.script] if wanted.script else list(RUNS), folder, wanted.rounds)
+    are_same = all(
+        results[side]["weights"] == results[RUNS[name].reference]["weights"]
+        for name, results in found.items()
+        for side in results
+        if side.startswith("holdall")
+    )
+    if wanted.json:
+        if wanted.script and wanted.json.is_file():  # one script is measured again
+            merged = json.loads(wanted.json.read_text(encoding="utf-8"))["found"] | found
+            found = {name: merged[name] for name in RUNS if name in merged}
+        about = {"commit": commit(), "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
+        wanted.json.write_text(json.dumps(about | {"rounds": wanted.rounds, "found": found}, indent=1) + "\n")
+    print(table(found))
+    if wanted.guide:
+        wanted.guide.write_text(rewritten(wanted.guide.read_text(encoding="utf-8"), found), encoding="utf-8")
+    return 0 if are_same else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

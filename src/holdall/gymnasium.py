@@ -1,0 +1,217 @@
+"""How environments step, reset and report final observations, in one form.
+
+In:  a Gymnasium vector environment, one environment, or a VecEnv of Stable-Baselines3.
+Out: what each of their steps made, with a leading lane axis; their autoreset mode; a lane's true final observation.
+`holdall.Recorder` puts transitions together from these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import gymnasium
+import numpy as np
+from gymnasium import spaces
+
+from holdall.errors import ArgumentError
+from holdall.schema import Array, Leaf, Tree, as_array, fit_flags
+
+NEXT_STEP, SAME_STEP, DISABLED = "next_step", "same_step", "disabled"
+_MODES = (NEXT_STEP, SAME_STEP, DISABLED)
+_FINAL = ("final_obs", "final_observation", "terminal_observation")
+"""Where environments put the true final observation: Gymnasium, Gymnasium before 1.0, Stable-Baselines3."""
+
+
+class Made(NamedTuple):
+    """What one step made, with a leading lane axis."""
+
+    obs: Any
+    shown: Any  # observations as the environment gave them
+    reward: Array
+    terminated: Any
+    truncated: Any
+    info: Any
+
+
+class _VectorSource:
+    """A Gymnasium vector environment."""
+
+    def __init__(self, envs: Any) -> None:
+        self.envs, self.lanes = envs, int(envs.num_envs)
+        self.observation_space: spaces.Space[Any] = envs.single_observation_space
+        self.action_space: spaces.Space[Any] = envs.single_action_space
+        said = (getattr(envs, "metadata", None) or {}).get("autoreset_mode")
+        self.mode = None if said is None else mode_named(said, "envs.metadata['autoreset_mode']")
+
+    def step(self, actions: Any) -> tuple[Any, Made]:
+        """Step all lanes; return what the environment returned, and what it made."""
+        returned = self.envs.step(actions)
+        obs, reward, terminated, truncated, info = returned
+        return returned, Made(obs, obs, as_array(reward, "reward"), terminated, truncated, info)
+
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+        """Reset; return what the environment returned, and its observations as given and with a lane axis."""
+        returned = self.envs.reset(seed=seed, options=options)
+        return returned, returned[0], returned[0]
+
+    def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
+        """Return one checked array a leaf, with a leading lane axis."""
+        return tree.flatten(value, (self.lanes,), argument)
+
+    def batched_floats(self, value: Any) -> Any:
+        """Return a network's output with a leading lane axis."""
+        return value
+
+
+class _SB3Source(_VectorSource):
+    """A VecEnv of Stable-Baselines3: resets in the same step, one flag for both kinds of ends, a list of infos."""
+
+    def __init__(self, envs: Any) -> None:
+        self.envs, self.lanes, self.mode = envs, int(envs.num_envs), SAME_STEP
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+
+    def step(self, actions: Any) -> tuple[Any, Made]:
+        returned = self.envs.step(actions)
+        obs, reward, dones, infos = returned
+        done = fit_flags(dones, (self.lanes,), "dones")
+        cut = np.array([bool(info.get("TimeLimit.truncated", False)) for info in infos], np.bool_)
+        rewards = as_array(reward, "reward")
+        if rewards.dtype.kind in "bi":  # SubprocVecEnv stacks what came: integers in one step, floats in another
+            rewards = rewards.astype(np.float64)
+        return returned, Made(obs, obs, rewards, done & ~cut, done & cut, infos)
+
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+        if seed is not None:
+            self.envs.seed(seed)
+        if options is not None:
+            self.envs.set_options(options)
+        obs = self.envs.reset()
+        return obs, obs, obs
+
+
+class _SingleSource(_VectorSource):
+    """One environment: nothing has a lane axis, and the caller resets it."""
+
+    def __init__(self, envs: gymnasium.Env[Any, Any]) -> None:
+        self.envs, self.lanes = envs, 1
+        self.observation_space, self.action_space = envs.observation_space, envs.action_space
+        wrapped: Any = envs
+        while isinstance(wrapped, gymnasium.Wrapper) and not isinstance(wrapped, gymnasium.wrappers.Autoreset):
+            wrapped = wrapped.env
+        self.mode = NEXT_STEP if isinstance(wrapped, gymnasium.wrappers.Autoreset) else DISABLED
+        self._reward_dtype: np.dtype[Any] | None = None
+
+    def step(self, actions: Any) -> tuple[Any, Made]:
+        returned = self.envs.step(actions)
+        obs, reward, terminated, truncated, info = returned
+        ends = np.array([bool(terminated)]), np.array([bool(truncated)])
+        return returned, Made(obs, obs, self._batched_reward(as_array(reward, "reward")), *ends, [info])
+
+    def _batched_reward(self, reward: Array) -> Array:
+        """Give a reward a lane axis and the dtype of the first: an integer in one step may be a float in another."""
+        if self._reward_dtype is None:
+            self._reward_dtype = reward.dtype if reward.dtype.kind == "f" or reward.ndim else np.dtype(np.float64)
+        if reward.dtype != self._reward_dtype:
+            cast = reward.astype(self._reward_dtype)
+            reward = cast if np.array_equal(cast, reward, equal_nan=True) else reward
+        return reward[None]
+
+    def reset(self, seed: Any, options: dict[str, Any] | None) -> tuple[Any, Any, Any]:
+        options = {name: value for name, value in (options or {}).items() if name != "reset_mask"}
+        returned = self.envs.reset(seed=seed, options=options or None)
+        return returned, returned[0], returned[0]
+
+    def flatten(self, tree: Tree, value: Any, argument: str) -> list[Array]:
+        return tree.flatten(value, (1,), argument, _fit_one)
+
+    def batched_floats(self, value: Any) -> Any:
+        if isinstance(value, float) and float(np.float32(value)) == value:
+            return np.array([value], np.float32)
+        return value.reshape(1) if getattr(value, "ndim", 1) == 0 else value
+
+
+def _fit_one(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    """Return the value of a single environment with a lane axis of one; Python numbers take the leaf's dtype."""
+    array = as_array(value, argument)
+    if isinstance(value, int | float) and array.dtype != leaf.dtype and leaf.dtype.type(value) == value:
+        array = np.asarray(value, leaf.dtype)
+    return leaf.fit(array[None] if array.shape == leaf.shape else array, leading, argument)
+
+
+def source_of(envs: Any) -> _VectorSource:
+    """Return the source that speaks to an environment, by what it offers."""
+    if all(hasattr(envs, name) for name in ("single_observation_space", "single_action_space", "num_envs")):
+        return _VectorSource(envs)
+    if isinstance(envs, gymnasium.Env):
+        return _SingleSource(envs)
+    if all(hasattr(envs, name) for name in ("num_envs", "observation_space", "step_wait", "env_method")):
+        return _SB3Source(envs)
+    raise ArgumentError(
+        f"envs ({type(envs).__name__}) is no environment that can be recorded; pass a gymnasium.vector.VectorEnv, a "
+        "gymnasium.Env, or a VecEnv of Stable-Baselines3"
+    )
+
+
+def mode_named(value: Any, argument: str) -> str:
+    """Return one of the three modes, given as Gymnasium's `AutoresetMode`, its name or its value."""
+    name = str(getattr(value, "value", value)).lower().replace("_", "")
+    for mode in _MODES:
+        if mode.replace("_", "") == name:
+            return mode
+    raise ArgumentError(f"{argument} is {value!r}; pass one of {', '.join(map(repr, _MODES))}")
+
+
+# ---------------------------------------------------------------- final observations
+
+
+class FinalInfo(NamedTuple):
+    """The true final observations of a step, as an environment gives them.
+
+    A sequence of one lane's observations each, or batched as the observations themselves; None, a mask or a missing key
+    say that a lane has none.
+    """
+
+    values: Any
+    mask: Any
+
+    @classmethod
+    def of(cls, info: Any) -> FinalInfo | None:
+        """Find them in a dict of all lanes, or in a list of one dict a lane."""
+        for key in _FINAL:
+            if isinstance(info, Mapping):
+                if info.get(key) is not None:
+                    return cls(info[key], info.get(f"_{key}"))
+            elif any(key in each for each in info):
+                return cls([each.get(key) for each in info], None)
+        return None
+
+    def leaves_of(self, tree: Tree, lane: int) -> list[Array] | None:
+        """Return a lane's final observation by leaf; None if there is none."""
+        if self.mask is not None and not self.mask[lane]:
+            return None
+        value = _of_lane(tree.structure, self.values, lane)
+        return None if value is None else tree.flatten(value, (), f"info['final_obs'][{lane}]", _fit_final)
+
+
+def _of_lane(structure: Any, values: Any, lane: int) -> Any:
+    """Return one lane's value, out of a sequence of lanes or of batched leaves; None if there is none."""
+    if isinstance(structure, dict) and isinstance(values, Mapping):
+        parts = {}
+        for key, child in structure.items():
+            mask = values.get(f"_{key}") if f"_{key}" not in structure else None
+            is_there = key in values and (mask is None or mask[lane])
+            parts[key] = _of_lane(child, values[key], lane) if is_there else None
+        return None if any(part is None for part in parts.values()) else parts
+    if isinstance(structure, tuple) and isinstance(values, tuple):
+        batched = tuple(_of_lane(child, part, lane) for child, part in zip(structure, values, strict=True))
+        return None if any(part is None for part in batched) else batched
+    return values[lane]
+
+
+def _fit_final(leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> Array:
+    """Check a final observation; its dtype may differ as far as vector environments cast their observations."""
+    array = as_array(value, argument)
+    if array.dtype != leaf.dtype and (np.can_cast(array.dtype, leaf.dtype, "same_kind") or array.ndim == 0):
+        array = array.astype(leaf.dtype)
+    return leaf.fit(array, leading, argument)

@@ -1,0 +1,147 @@
+"""`holdall.zoo` with the real rl_zoo3: its command line trains, goes on and shows, with holdall's buffers."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+rl_zoo3 = pytest.importorskip("rl_zoo3", reason="needs rl_zoo3, an extra of its own")
+
+ROOT = Path(__file__).parents[2]
+GUIDE = (ROOT / "docs" / "guides" / "rl_zoo.md").read_text(encoding="utf-8")
+COMMON = ["--env", "CartPole-v1", "--seed", "3", "--eval-freq", "-1", "--device", "cpu", "--num-threads", "1"]
+SHORT = ["-n", "256", "-params", "learning_starts:100", "buffer_size:1000", "train_freq:64", "gradient_steps:32"]
+HOLDALL = ["--gym-packages", "holdall.zoo"]
+
+SEVERAL = """
+import json, runpy, sys
+from stable_baselines3.common.base_class import BaseAlgorithm
+kept, begin = [], BaseAlgorithm.__init__
+def init(self, *args, **settings):
+    kept.append(self)
+    begin(self, *args, **settings)
+BaseAlgorithm.__init__ = init
+for script, *arguments in json.loads(sys.argv[1]):
+    sys.argv = [script, *arguments]
+    runpy.run_module(f"rl_zoo3.{script}", run_name="__main__", alter_sys=True)
+    model = kept[-1]
+    buffer = getattr(model, "replay_buffer", None) or getattr(model, "rollout_buffer", None)
+    size = buffer.size() if buffer else 0
+    print("BUFFER", type(buffer).__module__, type(buffer).__name__, size, getattr(model, "_n_updates", 0))
+"""
+"""Run scripts of the zoo one after another in one process, which imports torch once, and say what they trained with."""
+
+
+def run(folder: Path, *scripts: list[str]) -> list[list[str]]:
+    """Return what every script trained with: module and name of the buffer, its size, and the updates."""
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", SEVERAL, json.dumps(scripts)]
+    done = subprocess.run(command, cwd=folder, env=surroundings, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("BUFFER ")]
+
+
+def weights(folder: Path, algorithm: str, number: int = 1, env: str = "CartPole-v1") -> bytes:
+    with zipfile.ZipFile(folder / algorithm / f"{env}_{number}" / f"{env}.zip") as model:
+        return model.read("policy.pth")
+
+
+def test_one_word_on_the_command_line_gives_the_buffers_and_the_same_weights(tmp_path: Path) -> None:
+    """Trained with either buffer, saved with the buffer, trained on with `-i`, and shown by `enjoy`."""
+    dqn, ppo = ["train", "--algo", "dqn", *COMMON], ["train", "--algo", "ppo", *COMMON, "-n", "256"]
+    saved = "plain/dqn/CartPole-v1_1/CartPole-v1.zip"
+    plain, plain_ppo, ours, ours_ppo, on, on_from_plain, shown = run(
+        tmp_path,
+        [*dqn, "-f", "plain", "--save-replay-buffer", *SHORT],
+        [*ppo, "-f", "plain"],
+        [*dqn, "-f", "ours", "--save-replay-buffer", *HOLDALL, *SHORT],
+        [*ppo, "-f", "ours", *HOLDALL],
+        [*dqn, "-f", "ours", *HOLDALL, "-i", saved.replace("plain", "ours"), *SHORT],
+        [*dqn, "-f", "plain", *HOLDALL, "-i", saved, *SHORT],
+        ["enjoy", "--algo", "dqn", "--env", "CartPole-v1", "-f", "ours", "-n", "20", "--no-render", "--device", "cpu"],
+    )
+    assert plain[:2] == ["stable_baselines3.common.buffers", "ReplayBuffer"]
+    assert ours[:2] == on[:2] == on_from_plain[:2] == ["holdall.sb3.replay", "ReplayBuffer"]
+    assert weights(tmp_path / "plain", "dqn") == weights(tmp_path / "ours", "dqn")
+    assert (int(ours[2]), int(on[2])) == (256, 512), "the saved buffer is filled further"
+    assert int(ours[3]) > 50
+    assert weights(tmp_path / "plain", "dqn", 2) == weights(tmp_path / "ours", "dqn", 2), "a plain buffer is taken over"
+    assert shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"], "what was saved names it"
+    assert plain_ppo[:2] == ["stable_baselines3.common.buffers", "RolloutBuffer"]
+    assert ours_ppo[:2] == ["holdall.sb3.rollout", "RolloutBuffer"]
+    assert weights(tmp_path / "plain", "ppo") == weights(tmp_path / "ours", "ppo")
+
+
+OTHERS: dict[str, Any] = {
+    "qrdqn": ("CartPole-v1", "holdall.sb3.replay ReplayBuffer", SHORT),
+    "sac": ("Pendulum-v1", "holdall.sb3.replay ReplayBuffer", ["-n", "300", "-params", "learning_starts:250"]),
+    "tqc": ("Pendulum-v1", "holdall.sb3.replay ReplayBuffer", ["-n", "300", "-params", "learning_starts:250"]),
+    "a2c": ("CartPole-v1", "holdall.sb3.rollout RolloutBuffer", ["-n", "600"]),
+    "trpo": ("CartPole-v1", "holdall.sb3.rollout RolloutBuffer", ["-n", "600"]),
+    "ppo_lstm": ("CartPoleNoVel-v1", "holdall.sb3.contrib RecurrentRolloutBuffer", ["-n", "600"]),
+    "ars": ("CartPole-v1", "builtins NoneType", ["-n", "300"]),
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("algorithm", OTHERS)
+def test_every_algorithm_of_the_zoo_learns_the_same_weights(algorithm: str, tmp_path: Path) -> None:
+    """With the hyperparameters that the zoo publishes."""
+    env, buffer, length = OTHERS[algorithm]
+    train = ["train", "--algo", algorithm, *COMMON, "--env", env]
+    done = run(tmp_path, [*train, "-f", "plain", *length], [*train, "-f", "ours", *HOLDALL, *length])
+    assert "holdall" not in " ".join(done[0])
+    assert " ".join(done[1][:2]) == buffer
+    assert weights(tmp_path / "plain", algorithm, env=env) == weights(tmp_path / "ours", algorithm, env=env)
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_the_class_may_be_named_in_hyperparameters(tmp_path: Path) -> None:
+    """In a file and on the command line, as the guide says, without `holdall.zoo`."""
+    published = Path(rl_zoo3.__file__).parent / "hyperparams" / "dqn.yml"
+    settings = yaml.safe_load(published.read_text())["CartPole-v1"]
+    (line,) = (row for row in GUIDE.splitlines() if row.startswith("  replay_buffer_class: "))
+    (tmp_path / "with_holdall.yml").write_text(yaml.safe_dump({"CartPole-v1": settings | yaml.safe_load(line)}))
+    (command,) = (row for row in GUIDE.splitlines() if "__import__" in row and row.startswith("python"))
+    train = ["train", "--algo", "dqn", *COMMON]
+    plain, file, on_line, shown = run(
+        tmp_path,
+        [*train, "-f", "plain", *SHORT],
+        [*train, "-f", "file", "--conf-file", "with_holdall.yml", *SHORT],
+        [*train, "-f", "line", *SHORT, shlex.split(command)[-1]],
+        ["enjoy", "--algo", "dqn", "--env", "CartPole-v1", "-f", "file", "-n", "20", "--no-render", "--device", "cpu"],
+    )
+    assert plain[:2] == ["stable_baselines3.common.buffers", "ReplayBuffer"]
+    assert file[:2] == on_line[:2] == shown[:2] == ["holdall.sb3.replay", "ReplayBuffer"]
+    plain_weights = weights(tmp_path / "plain", "dqn")
+    assert plain_weights == weights(tmp_path / "file", "dqn") == weights(tmp_path / "line", "dqn")
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(1800)
+def test_the_commands_of_the_guide_run_as_they_stand(tmp_path: Path) -> None:
+    """One after another in one folder, with the file that the guide has for one of them."""
+    (program,) = re.findall(r"```python\n(.*?)```", GUIDE, re.DOTALL)
+    (tmp_path / "prioritized.py").write_text(program)
+    commands = "".join(re.findall(r"```sh\n(.*?)```", GUIDE, re.DOTALL)).splitlines()
+    assert len(commands) == 6
+    surroundings = os.environ | {"PYTHONPATH": str(ROOT / "src"), "MPLBACKEND": "agg", "OMP_NUM_THREADS": "1"}
+    for command in commands:
+        python, *arguments = shlex.split(command)
+        assert python == "python"
+        done = subprocess.run(
+            [sys.executable, *arguments], cwd=tmp_path, env=surroundings, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, command + done.stdout[-3000:] + done.stderr[-3000:]

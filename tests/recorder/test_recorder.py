@@ -1,0 +1,441 @@
+"""What a recorder does with every kind of environment, and what it refuses."""
+
+from __future__ import annotations
+
+import functools
+import io
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+import pytest
+from gymnasium import spaces
+from gymnasium.vector import AutoresetMode
+from stable_baselines3.common.vec_env import DummyVecEnv, SubprocVecEnv, VecFrameStack
+
+import holdall
+
+from .watched_environments import InPlaceVectorEnv, Seen, WatchedEnv, assert_holds
+
+MODES = list(AutoresetMode)
+
+
+def makers(lanes: int, space: str = "dict", ends: float = 0.3) -> list[Callable[[], Any]]:
+    return [functools.partial(WatchedEnv, space, ends, lane) for lane in range(lanes)]
+
+
+def memory_of(env: WatchedEnv, lanes: int = 1, **settings: Any) -> holdall.ReplayMemory:
+    return holdall.ReplayMemory(env.observation_space, env.action_space, 1000, lanes, seed=0, **settings)
+
+
+def custom(mode: AutoresetMode, lanes: int = 2, ends: float = 0.3, **how: Any) -> InPlaceVectorEnv:
+    return InPlaceVectorEnv([make() for make in makers(lanes, "vector", ends)], mode, **how)
+
+
+def random_actions(lanes: int) -> Callable[[Any], Any]:
+    generator = np.random.default_rng(0)
+    return lambda _: generator.integers(0, 5, lanes)
+
+
+# ---------------------------------------------------------------- kinds of environments
+
+
+@pytest.mark.parametrize(("mode", "shared_memory"), [*((mode, True) for mode in MODES), (MODES[1], False)])
+def test_workers_in_processes(mode: AutoresetMode, shared_memory: bool) -> None:
+    envs = gym.vector.AsyncVectorEnv(makers(2), shared_memory=shared_memory, copy=False, autoreset_mode=mode)
+    memory = memory_of(WatchedEnv("dict", 0, 0), 2)
+    recorder = holdall.Recorder(envs, memory)
+    recorder.reset(seed=1)
+    for _ in range(25):
+        returned = recorder.step(np.random.default_rng(0).integers(0, 5, 2))
+        assert len(returned) == 5
+    assert_holds(memory, list(envs.get_attr("log")))
+    envs.close()
+
+
+@pytest.mark.parametrize("kind", [DummyVecEnv, functools.partial(SubprocVecEnv, start_method="fork")])
+def test_a_vecenv_of_stable_baselines3(kind: Callable[[Any], DummyVecEnv | SubprocVecEnv]) -> None:
+    envs = kind(makers(3))
+    memory = memory_of(WatchedEnv("dict", 0, 0), 3)
+    recorder = holdall.Recorder(envs, memory)
+    first = recorder.reset(seed=1)
+    assert first.keys() == {"image", "number"}
+    for _ in range(25):
+        obs, reward, dones, infos = recorder.step(np.array([1, 2, 3]))
+        assert len(infos) == len(dones) == len(reward) == 3
+        assert recorder.obs is obs
+    logs = [[seen._replace(truncated=seen.truncated and not seen.terminated) for seen in log]
+            for log in envs.get_attr("log")]  # fmt: skip
+    assert any(seen.terminated or seen.truncated for log in logs for seen in log)
+    assert_holds(memory, logs)
+    envs.close()
+
+
+def test_wrappers_of_stable_baselines3_say_what_the_final_stack_was() -> None:
+    envs = VecFrameStack(DummyVecEnv(makers(2, "image", ends=0.5)), 2, "first")
+    memory = holdall.ReplayMemory(envs.observation_space, envs.action_space, 1000, 2)
+    holdall.Recorder(envs, memory).collect(random_actions(2), 20)
+    assert len(memory) == 40
+    logs = envs.get_attr("log")
+    batch = memory.gather(np.arange(0, 40, 2))
+    np.testing.assert_array_equal(batch.next_obs[:, 4:], [seen.next_obs for seen in logs[0]])
+    np.testing.assert_array_equal(batch.obs[:, 4:], [seen.obs for seen in logs[0]])
+
+
+def test_one_environment_is_reset_by_the_caller_or_by_the_recorder() -> None:
+    for resets in (True, False):
+        env = WatchedEnv("nested", 0.4, seed=3)
+        memory = memory_of(env)
+        recorder = holdall.Recorder(env, memory)
+        obs, info = recorder.reset(seed=0)
+        assert obs.keys() == {"inner", "bits"}
+        ends = 0
+        for action in range(30):
+            _, _, terminated, truncated, info = recorder.step(action % 5)
+            assert info["steps"] == action + 1
+            ends += terminated or truncated
+            if resets and (terminated or truncated):
+                recorder.reset()
+        assert env.resets == 1 + ends - (not resets and (terminated or truncated))
+        assert_holds(memory, [env.log])
+
+
+def mixed(reward: Any) -> Any:
+    return int(reward) if reward > 4 else np.float32(reward)
+
+
+@pytest.mark.parametrize("space", ["number", "vector", "tuple"])
+def test_one_environment_of_any_space_whose_rewards_change_their_type(space: str) -> None:
+    env = WatchedEnv(space, 0.3, seed=4)
+    wrapped = gym.wrappers.TransformReward(env, mixed)
+    memory = memory_of(env)
+    assert holdall.Recorder(wrapped, memory).collect(lambda _: 2, 20) == 20
+    assert_holds(memory, [env.log])
+
+
+def test_one_environment_that_resets_itself() -> None:
+    env = WatchedEnv("vector", 0.5, seed=0)
+    memory = memory_of(env)
+    made = holdall.Recorder(gym.wrappers.OrderEnforcing(gym.wrappers.Autoreset(env)), memory).collect(lambda _: 1, 30)
+    assert made == len(env.log) < 30
+    assert_holds(memory, [env.log])
+
+
+def test_actions_of_several_numbers_in_one_environment() -> None:
+    action = spaces.Box(-1, 1, (2,), np.float32)
+    env = WatchedEnv("vector", 0.2, 0, action)
+    memory = memory_of(env)
+    holdall.Recorder(env, memory).collect(lambda _: action.sample(), 10)
+    assert_holds(memory, [env.log])
+
+
+# ---------------------------------------------------------------- resets
+
+
+def test_the_policy_sees_the_observation_that_the_step_begins_with() -> None:
+    for mode in MODES:
+        envs = custom(mode, lanes=3, ends=0.5)
+        memory = memory_of(envs.lanes[0], 3)
+        recorder = holdall.Recorder(envs, memory)
+        acted_on = []
+        for _ in range(20):
+            acted_on.append(np.array(recorder.obs))
+            recorder.step(np.zeros(3, np.int64))
+        for number in range(memory.next_id):
+            if memory.are_valid([number])[0]:
+                tick, lane = divmod(number, 3)
+                np.testing.assert_array_equal(memory.gather([number]).obs[0], acted_on[tick][lane])
+
+
+def test_lanes_that_the_caller_has_reset_are_not_reset_again() -> None:
+    envs = custom(AutoresetMode.DISABLED, ends=0.6)
+    memory = memory_of(envs.lanes[0], 2)
+    recorder = holdall.Recorder(envs, memory)
+    recorder.reset()
+    ends = np.ones(2, np.int64)
+    for _ in range(20):
+        _, _, terminated, truncated, _ = recorder.step(np.zeros(2, np.int64))
+        ended = terminated | truncated
+        ends += ended
+        if ended.any():
+            recorder.reset(options={"reset_mask": ended})
+    assert [lane.resets for lane in envs.lanes] == ends.tolist()
+    assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+def test_an_episode_that_a_reset_cuts_does_not_go_on_in_the_next_one() -> None:
+    env = WatchedEnv("vector", 0.0, seed=0)
+    memory = memory_of(env, sampler=holdall.NStep(n=3, gamma=1.0))
+    recorder = holdall.Recorder(env, memory)
+    for _ in range(6):
+        recorder.reset()
+        recorder.collect(lambda _: 1, 2)
+    assert_holds(memory, [env.log])
+    reward = [seen.reward for seen in env.log]
+    allowed = {reward[i] + reward[i + 1] for i in range(0, 12, 2)} | {reward[i] for i in range(1, 12, 2)}
+    drawn = [memory.sample(10).reward.tolist() for _ in range(20)]
+    assert {number for numbers in drawn for number in numbers} <= allowed
+
+
+def test_episodes_that_a_loaded_memory_ends_with_do_not_go_on() -> None:
+    env = WatchedEnv("vector", 0.0, seed=0)
+    memory = memory_of(env, sampler=holdall.NStep(n=2, gamma=1.0))
+    for _ in range(3):  # three recorders, one after another, as after a restart
+        holdall.Recorder(env, memory).collect(lambda _: 1, 1)
+    assert_holds(memory, [env.log])
+    drawn = [memory.sample(2).reward.tolist() for _ in range(20)]
+    assert {number for numbers in drawn for number in numbers} == {seen.reward for seen in env.log}
+
+
+# ---------------------------------------------------------------- environments that say nothing
+
+
+def test_an_environment_that_says_nothing_shows_how_it_resets() -> None:
+    envs = custom(AutoresetMode.SAME_STEP, says=False)
+    memory = memory_of(envs.lanes[0], 2)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        holdall.Recorder(envs, memory).collect(random_actions(2), 20)
+    assert not caught
+    assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+def test_one_warning_if_nothing_shows_it_and_none_if_it_was_passed() -> None:
+    for mode, expected in ((None, 1), ("next_step", 0), (AutoresetMode.NEXT_STEP, 0), ("NextStep", 0)):
+        envs = custom(AutoresetMode.NEXT_STEP, says=False)
+        memory = memory_of(envs.lanes[0], 2)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            holdall.Recorder(envs, memory, autoreset_mode=mode).collect(random_actions(2), 30)
+        assert len(caught) == expected
+        assert all("autoreset_mode='next_step'" in str(each.message) for each in caught)
+        assert_holds(memory, [lane.log for lane in envs.lanes])
+
+
+class Forgetful(InPlaceVectorEnv):
+    """Resets in the same step, and loses the final observations."""
+
+    def _final_info(self, final: list[Any]) -> dict[str, Any]:
+        return {}
+
+
+@pytest.mark.filterwarnings("ignore:envs.metadata has no 'autoreset_mode'")
+def test_a_silent_environment_that_loses_final_observations_is_found_out() -> None:
+    envs = Forgetful([WatchedEnv("vector", 1.0, seed=0)], AutoresetMode.SAME_STEP, says=False)
+    memory = memory_of(envs.lanes[0])
+    recorder = holdall.Recorder(envs, memory)
+    recorder.step(np.zeros(1, np.int64))
+    with pytest.raises(holdall.ArgumentError, match=r"lanes \[0\] have a reward or an end.*autoreset_mode='same_step'"):
+        recorder.step(np.zeros(1, np.int64))
+    assert memory.next_id == 1
+
+
+# ---------------------------------------------------------------- wrong use
+
+
+def test_same_step_without_final_observations_is_refused_and_recording_goes_on() -> None:
+    envs = Forgetful([WatchedEnv("vector", 0.3, seed) for seed in range(2)], AutoresetMode.SAME_STEP)
+    memory = memory_of(envs.lanes[0], 2)
+    recorder = holdall.Recorder(envs, memory)
+    refused, lost = 0, [set[int](), set[int]()]
+    for _ in range(30):
+        before, counts = len(memory), [len(lane.log) for lane in envs.lanes]
+        try:
+            recorder.step(np.zeros(2, np.int64))
+        except holdall.ArgumentError as error:
+            told = str(error)
+        else:
+            continue
+        assert "info has no 'final_obs' for lane" in told
+        assert "AutoresetMode.NEXT_STEP" in told
+        assert len(memory) == before
+        refused += 1
+        for lane, count in enumerate(counts):
+            lost[lane].add(count)
+    assert refused > 3
+    kept = [[seen for i, seen in enumerate(env.log) if i not in lost[lane]] for lane, env in enumerate(envs.lanes)]
+    assert_holds(memory, kept)
+
+
+def test_final_observations_that_miss_a_key_are_refused() -> None:
+    class Partial(InPlaceVectorEnv):
+        def _final_info(self, final: list[Any]) -> dict[str, Any]:
+            info = super()._final_info(final)
+            if info:
+                del info["final_obs"]["number"]
+            return info
+
+    envs = Partial([WatchedEnv("dict", 1.0, 0)], AutoresetMode.SAME_STEP, form="batched")
+    memory = memory_of(envs.lanes[0])
+    with pytest.raises(holdall.ArgumentError, match="no 'final_obs' for lane 0"):
+        holdall.Recorder(envs, memory).step(np.zeros(1, np.int64))
+    assert memory.next_id == 0
+
+
+Box, Discrete = spaces.Box(-1, 1, (3,), np.float32), spaces.Discrete(5)
+
+
+@pytest.mark.parametrize(
+    ("of", "told"),
+    [
+        ((Box, Discrete, 3), "num_envs=3, envs has 2 environments; make the memory with"),
+        ((Discrete, Discrete, 2), r"observation_space of envs is float32\(3,\), that of memory is int64\(\); make"),
+        ((Box, Box, 2), r"action_space of envs is int64\(\), that of memory is float32\(3,\)"),
+    ],
+)
+def test_a_memory_that_does_not_fit_is_refused(of: tuple[Any, Any, int], told: str) -> None:
+    memory = holdall.ReplayMemory(of[0], of[1], 100, of[2])
+    with pytest.raises(holdall.ArgumentError, match=told):
+        holdall.Recorder(custom(AutoresetMode.NEXT_STEP), memory)
+
+
+def test_what_is_no_environment_or_no_mode_is_refused() -> None:
+    envs = custom(AutoresetMode.NEXT_STEP)
+    memory = memory_of(envs.lanes[0], 2)
+    with pytest.raises(holdall.ArgumentError, match=r"envs \(int\) is no environment"):
+        holdall.Recorder(3, memory)
+    with pytest.raises(holdall.ArgumentError, match=r"memory \(list\) cannot be recorded to"):
+        holdall.Recorder(envs, [])
+    with pytest.raises(holdall.ArgumentError, match="autoreset_mode is 'never'; pass one of 'next_step'"):
+        holdall.Recorder(envs, memory, autoreset_mode="never")
+
+
+def test_wrong_actions_and_extras_step_nothing() -> None:
+    envs = custom(AutoresetMode.NEXT_STEP)
+    extras = {"log_prob": spaces.Box(-np.inf, np.inf, (), np.float32)}
+    recorder = holdall.Recorder(envs, memory := memory_of(envs.lanes[0], 2, extras=extras))
+    good: dict[str, Any] = {"log_prob": np.zeros(2, np.float32)}
+    for actions, fields, told in (
+        (np.zeros(3, np.int64), good, "actions has shape"),
+        (np.zeros(2, np.float32), good, "actions has dtype"),
+        (np.zeros(2, np.int64), {}, "extras has the keys"),
+        (np.zeros(2, np.int64), {**good, "value": good["log_prob"]}, "unknown"),
+    ):
+        with pytest.raises(holdall.ArgumentError, match=told):
+            recorder.step(actions, **fields)
+    assert memory.next_id == 0
+    assert all(lane.resets == 0 for lane in envs.lanes)
+    recorder.step(np.zeros(2, np.int64), good)
+    assert len(memory) == 2
+
+
+def test_a_mask_that_leaves_out_lanes_that_were_never_reset_is_refused() -> None:
+    envs = custom(AutoresetMode.DISABLED)
+    recorder = holdall.Recorder(envs, memory_of(envs.lanes[0], 2))
+    with pytest.raises(holdall.ArgumentError, match=r"leaves out lanes \[1\]"):
+        recorder.reset(options={"reset_mask": np.array([True, False])})
+
+
+def test_an_environment_that_fails_is_reset_and_nothing_of_the_step_is_added() -> None:
+    class Failing(InPlaceVectorEnv):
+        fails = False
+
+        def step(self, actions: Any) -> Any:
+            if self.fails:
+                raise ConnectionError("lost")
+            return super().step(actions)
+
+    envs = Failing([WatchedEnv("vector", 0.0, 0)], AutoresetMode.NEXT_STEP)
+    memory = memory_of(envs.lanes[0])
+    recorder = holdall.Recorder(envs, memory)
+    recorder.step(np.zeros(1, np.int64))
+    envs.fails = True
+    with pytest.raises(ConnectionError):
+        recorder.step(np.zeros(1, np.int64))
+    envs.fails = False
+    recorder.step(np.zeros(1, np.int64))
+    assert envs.lanes[0].resets == 2
+    assert_holds(memory, [envs.lanes[0].log])
+
+
+# ---------------------------------------------------------------- rollouts and collecting
+
+
+def rollout_of(env: WatchedEnv, steps: int, lanes: int) -> holdall.RolloutMemory:
+    return holdall.RolloutMemory(env.observation_space, env.action_space, steps, lanes, seed=0)
+
+
+def test_a_rollout_refuses_what_would_make_its_advantages_wrong() -> None:
+    envs = custom(AutoresetMode.DISABLED, lanes=1, ends=1.0)
+    rollout = rollout_of(envs.lanes[0], 3, 1)
+    recorder = holdall.Recorder(envs, rollout)
+    estimates: dict[str, Any] = {"value": np.zeros(1, np.float32), "log_prob": np.zeros(1, np.float32)}
+    action = np.zeros(1, np.int64)
+    with pytest.raises(holdall.ArgumentError, match="value is missing"):
+        recorder.step(action, log_prob=estimates["log_prob"])
+    recorder.reset()
+    recorder.step(action, **estimates)
+    with pytest.raises(holdall.ArgumentError, match=r"lanes \[0\] were not reset.*recorder.obs"):
+        recorder.step(action, **estimates)
+    for _ in range(2):
+        assert recorder.obs is not None
+        recorder.step(action, **estimates)
+    assert recorder.obs is not None
+    with pytest.raises(holdall.ArgumentError, match="has all its num_steps"):
+        recorder.step(action, **estimates)
+    assert len(rollout) == 3
+
+
+def test_a_reset_within_a_rollout_is_refused() -> None:
+    envs = custom(AutoresetMode.NEXT_STEP, ends=0.0)
+    rollout = rollout_of(envs.lanes[0], 4, 2)
+    recorder = holdall.Recorder(envs, rollout)
+    estimates: dict[str, Any] = {"value": np.zeros(2, np.float32), "log_prob": np.zeros(2, np.float32)}
+    recorder.reset()
+    recorder.step(np.zeros(2, np.int64), **estimates)
+    with pytest.raises(holdall.ArgumentError, match=r"episodes of lanes \[0, 1\].*memory.reset\(\) before"):
+        recorder.reset()
+    assert all(lane.resets == 1 for lane in envs.lanes)
+    rollout.reset()
+    recorder.reset()
+    assert all(lane.resets == 2 for lane in envs.lanes)
+
+
+def test_one_environment_fills_a_rollout_with_numbers_of_a_network() -> None:
+    torch = pytest.importorskip("torch")
+    env = WatchedEnv("vector", 0.3, 0)
+    rollout = rollout_of(env, 8, 1)
+    recorder = holdall.Recorder(env, rollout)
+    made = recorder.collect(lambda _: (1, {"value": torch.tensor(0.5), "log_prob": -0.25}))
+    assert made == len(rollout) == 8
+    with pytest.raises(holdall.ArgumentError, match=r"steps \(1\) is more than the 0"):
+        recorder.collect(lambda _: 1, 1)
+
+
+def test_collecting_shows_a_bar_on_a_terminal_and_nothing_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    for stream, progress, is_shown in (
+        (Terminal(), True, True),
+        (Terminal(), False, False),
+        (io.StringIO(), True, False),
+    ):
+        monkeypatch.setattr(sys, "stderr", stream)
+        env = WatchedEnv("vector", 0.1, 0)
+        assert holdall.Recorder(env, memory_of(env)).collect(lambda _: 1, 5, progress=progress) == 5
+        assert ("recording" in stream.getvalue()) == is_shown
+
+
+def test_extras_of_a_policy_ride_along() -> None:
+    envs = custom(AutoresetMode.NEXT_STEP, lanes=3)
+    extras = {"log_prob": spaces.Box(-np.inf, np.inf, (), np.float32)}
+    memory = memory_of(envs.lanes[0], 3, extras=extras)
+    holdall.Recorder(envs, memory).collect(lambda obs: (np.zeros(3, np.int64), {"log_prob": np.array(obs[:, 0])}), 20)
+    ids = np.arange(memory.next_id)
+    batch = memory.gather(ids[memory.are_valid(ids)])
+    np.testing.assert_array_equal(batch.extras["log_prob"], batch.obs[:, 0])
+
+
+def test_a_log_is_what_an_environment_saw() -> None:
+    """The oracle itself: it sees every step once, with the final observation."""
+    env = WatchedEnv("number", 1.0, 0)
+    first, _ = env.reset()
+    last, reward, *_ = env.step(3)
+    seen = env.log[0]
+    assert isinstance(seen, Seen)
+    assert (int(seen.obs), int(seen.action), seen.reward, int(seen.next_obs)) == (int(first), 3, reward, int(last))

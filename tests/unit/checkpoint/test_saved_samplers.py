@@ -1,0 +1,98 @@
+"""A sampler is part of a checkpoint: its state, and the settings of holdall's own."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from holdall import ArgumentError, DamageError, Hindsight, NStep, Prioritized, ReplayMemory, Sequence, Uniform
+from holdall.json_state import malformed_refused
+from holdall.sampling import sampler_to_resume
+from holdall.testing import assert_same_bits
+
+LANES = 2
+
+
+def add(memory: ReplayMemory) -> None:
+    tick = memory.next_id // LANES
+    rows, numbers = np.full((LANES, 3), tick, np.float32), np.full(LANES, tick, np.float32)
+    ends, flags = np.full(LANES, tick % 9 == 8), np.zeros(LANES, np.bool_)
+    memory.add(rows, np.zeros(LANES, np.int64), numbers, rows + 1, ends, flags)
+
+
+def filled(sampler: Any, ticks: int) -> ReplayMemory:
+    memory = ReplayMemory(spaces.Box(-9, 9, (3,), np.float32), spaces.Discrete(2), 300, LANES, seed=3, sampler=sampler)
+    for _ in range(ticks):
+        add(memory)
+    return memory
+
+
+class Own(Prioritized):
+    """A user's sampler: no settings of it are in a checkpoint."""
+
+
+OWN_SETTINGS: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "Uniform": (Uniform, []),
+    "Prioritized": (lambda: Prioritized(0.7, 0.3, 1e-3), ["alpha", "beta", "floor"]),
+    "NStep": (lambda: NStep(4, 0.93), ["n", "gamma"]),
+    "NStep by Prioritized": (lambda: NStep(2, 0.9, by=Prioritized(0.5)), ["n", "gamma", "by.alpha", "by.beta"]),
+    "Sequence": (lambda: Sequence(5, 2, 3, crossing=True), ["length", "burn_in", "stride", "crossing"]),
+}
+
+
+@pytest.mark.parametrize("name", OWN_SETTINGS)
+def test_a_sampler_comes_back_with_its_settings(name: str, tmp_path: Path) -> None:
+    """Without being passed: the next batches, and those after more steps, are those of the saved memory."""
+    make, settings = OWN_SETTINGS[name]
+    with filled(make(), 120) as memory:
+        if "alpha" in str(settings):
+            ids = memory.sample(40).ids
+            memory.update_priorities(ids, np.linspace(0, 3, 40))
+            prioritized: Any = getattr(memory.sampler, "by", memory.sampler)
+            prioritized.beta = 0.9  # as agents that anneal it do
+        memory.save(tmp_path).result()
+        with ReplayMemory.load(tmp_path) as loaded:
+            assert type(loaded.sampler) is type(memory.sampler)
+            for name_of in settings:
+                value_of = operator.attrgetter(name_of)
+                assert value_of(loaded.sampler) == value_of(memory.sampler)
+            for _ in range(5):
+                assert_same_bits(loaded.sample(32), memory.sample(32))
+                for each in (loaded, memory):
+                    add(each)
+
+
+@pytest.mark.parametrize("sampler", [Own(), Hindsight("final", 4, lambda *_: np.zeros(1)), NStep(2, 0.9, by=Own())])
+def test_a_sampler_whose_settings_are_not_saved_has_to_be_passed(sampler: Any, tmp_path: Path) -> None:
+    """A class of the user's, and a function, are code, and a checkpoint holds none."""
+    with filled(sampler, 20) as memory:
+        memory.save(tmp_path).result()
+    kind = type(sampler).__name__
+    with pytest.raises(ArgumentError, match=rf"sampler was not given, .* {kind}.* pass sampler={kind}\(\.\.\.\)"):
+        ReplayMemory.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"kind": "Prioritized", "settings": {"alpha": -1.0}},
+        {"kind": "Prioritized", "settings": {"alpha": "much"}},
+        {"kind": "Prioritized", "settings": {"beta": 0.5, "gamma": 1}},
+        {"kind": "Prioritized", "settings": 5},
+        {"kind": "NStep", "settings": {"n": 2**40, "gamma": 0.9}, "by": {"kind": "Uniform", "settings": {}}},
+        {"kind": "NStep", "settings": {"n": 2, "gamma": 0.9}, "by": {"kind": "NStep", "settings": {}}},
+        {"kind": "Hindsight", "settings": {"strategy": "final", "k": 1, "reward_fn": "print"}},
+        {"kind": "system", "settings": {}},
+    ],
+    ids=str,
+)
+def test_settings_that_make_no_sense_are_damage(wrong: dict[str, Any]) -> None:
+    """Whoever wrote them; and no class but holdall's own is ever made of a name."""
+    with pytest.raises(DamageError), malformed_refused("a checkpoint"):
+        sampler_to_resume(None, wrong, goes_on=True)

@@ -1,0 +1,218 @@
+"""Batches in one call of C, where the host does what the kernels of a device would: the bits of those in arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+from numpy.typing import NDArray
+
+from holdall import NStep, Prioritized, ReplayMemory, Sequence, TransitionIdError
+from holdall.delivery import device, device_assembly
+from holdall.delivery.batches import Delivery
+from holdall.delivery.cuda_program import CudaProgramError
+from holdall.delivery.device import DeviceStream
+from holdall.delivery.device_assembly import DeviceAssembler
+from holdall.delivery.device_batch import DeviceBatches
+from holdall.errors import DamageError
+from holdall.native import Refusal, SliceNamer, native_kernels
+from holdall.storage import segment
+from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
+from holdall.testing.strategies import box
+
+SPACES: dict[str, tuple[spaces.Space[Any], list[LeafPlan]]] = {
+    "frames first": (box((4, 36, 36), "u1"), [LeafPlan(axis=0)]),
+    "frames last": (box((36, 36, 4), "u1"), [LeafPlan(axis=2)]),
+    "colour frames last": (box((24, 20, 12), "u1"), [LeafPlan(axis=2, step=3)]),
+    "camera": (spaces.Dict(image=box((43, 41, 3), "u1"), state=box((7,), "f4")), []),
+    "several large": (
+        spaces.Dict(far=box((4, 36, 36), "u1"), near=box((50, 50), "u2"), nothing=box((0,), "f4"), z=box((), "?")),
+        [LeafPlan(axis=0)],
+    ),
+    "vector": (box((5,), "f8"), []),
+}
+
+pytestmark = pytest.mark.skipif(native_kernels() is None, reason="the compiled loops put batches together")
+
+
+class Launching(DeviceStream):
+    """A device that is the host, and whose kernels are loops of C."""
+
+    launches_here = True
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let device="cpu" go the way of a GPU with a compiler; the way that others go is closed."""
+    monkeypatch.setattr(Delivery, "is_remote", property(lambda self: self.torch_device is not None))
+    monkeypatch.setattr(device, "DeviceStream", Launching)
+    monkeypatch.setattr(DeviceBatches, "fill", None)
+
+
+def on(where: str, device: str | None = "cpu") -> dict[str, Any]:
+    return {where: device}
+
+
+def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **options: Any) -> ReplayMemory:
+    space, plans = SPACES[name]
+    stream = Stream(
+        space, spaces.Discrete(3), lanes, plans=plans, extras={"log_prob": box((2,), "f4")},
+        mishaps=Mishaps(ends=0.05, skipped_steps=0.02, foreign_next=0.02),
+    )  # fmt: skip
+    memory = ReplayMemory(
+        space, spaces.Discrete(3), 200, lanes, seed=3, extras=stream.extras, sampler=sampler, **options
+    )
+    for _ in range(ticks):
+        memory.add(**stream.tick().arguments())
+    return memory
+
+
+@pytest.mark.parametrize("name", SPACES)
+@pytest.mark.parametrize("where", ["device", "store_device"])
+@pytest.mark.parametrize("fewest_rows", [7, 1_000])
+def test_every_batch_has_the_bits_of_one_in_arrays(
+    name: str, where: str, fewest_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sent or already there, in one piece or in two, in lanes whose episodes end together or apart."""
+    monkeypatch.setattr(device_assembly, "_FEWEST_ROWS", fewest_rows)
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
+    arrays, there = fed(name), fed(name, **on(where))
+    for count in (1, 50, 7, 120, 50):
+        batch = there.sample(count)
+        assert isinstance(batch.reward, torch.Tensor)
+        assert_same_bits(batch, arrays.sample(count))
+
+
+@pytest.mark.parametrize("name", ["camera", "frames first"])
+@pytest.mark.parametrize("where", ["device", "store_device"])
+@pytest.mark.parametrize(
+    "sampler",
+    [lambda: NStep(3, 0.9), lambda: Sequence(6, 3), Prioritized, lambda: Sequence(5, by=Prioritized())],
+    ids=["n-step", "sequence", "prioritized", "prioritized sequence"],
+)
+def test_every_sampler_goes_the_same_way(name: str, sampler: Any, where: str) -> None:
+    """Two ids a row, two axes, weights and masks."""
+    arrays, there = fed(name, sampler=sampler()), fed(name, sampler=sampler(), **on(where))
+    for _ in range(3):
+        assert_same_bits(there.sample(40), arrays.sample(40))
+
+
+@pytest.mark.parametrize("where", ["device", "store_device"])
+def test_batches_follow_a_memory_that_grows_and_evicts(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Segments open, close and go; logs and arenas lie elsewhere; what was drawn before stays right."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
+    space, plans = SPACES["several large"]
+    streams = [Stream(space, spaces.Discrete(3), 2, plans=plans) for _ in range(2)]
+    arrays, there = (
+        ReplayMemory(space, spaces.Discrete(3), 150, 2, seed=0, **how) for how in (on("device", None), on(where))
+    )  # fmt: skip
+    kept = []
+    for tick in range(300):
+        for memory, stream in zip((arrays, there), streams, strict=True):
+            memory.add(**stream.tick().arguments())
+        if tick % 5 == 4:
+            kept.append((there.sample(10), arrays.sample(10)))
+            assert_same_bits(*kept[-1])
+            del kept[:-8]
+    for batch, expected in kept:
+        assert_same_bits(batch, expected)
+
+
+def test_a_loader_has_the_same_batches() -> None:
+    """Each is put together when it is drawn."""
+    arrays, there = fed("frames first"), fed("frames first", device="cpu")
+    with there.loader(30, prefetch=2) as loader:
+        for _ in range(5):
+            assert_same_bits(next(loader), arrays.sample(30))
+
+
+def test_every_slice_is_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stack of four and the next one are five frames, not eight; frames that rows share are brought once."""
+    brought: list[tuple[int, int]] = []
+    assemble = SliceNamer.assemble
+
+    def noted(self: SliceNamer, request: Any) -> Any:
+        refused = assemble(self, request)
+        brought.append((request.task.field[0].end, request.task.field[0].end_repeat))
+        return refused
+
+    monkeypatch.setattr(SliceNamer, "assemble", noted)
+    memory = fed("frames first", device="cpu", lanes=1)
+    frames = memory.report().fields[0].slice_bytes // (36 * 36)
+    ids = np.repeat(np.arange(memory.first_id, memory.next_id), 3)
+    memory.gather(ids)
+    assert 0 < brought[0][0] <= frames
+    assert sum(brought[0]) == 8 * len(ids)
+
+
+def test_a_steady_state_allocates_nothing() -> None:
+    """The same blocks and the same pinned memory, batch after batch."""
+    memory = fed("several large", device="cpu")
+    for _ in range(5):
+        memory.sample(64)
+    pinned = memory.report().staging_bytes
+    places = {memory.sample(64).obs["far"].data_ptr() for _ in range(50)}
+    assert len(places) <= 2
+    assert memory.report().staging_bytes == pinned
+
+
+def test_ids_that_are_not_held_are_refused() -> None:
+    """As everywhere, and the next batch is right."""
+    arrays, there = fed("camera"), fed("camera", device="cpu")
+    for ids in ([there.next_id], [there.first_id - 1], [-1]):
+        with pytest.raises(TransitionIdError, match=str(ids[0])):
+            there.gather(ids)
+    assert_same_bits(there.sample(10), arrays.sample(10))
+
+
+def _cursors(memory: ReplayMemory) -> NDArray[np.uint32]:
+    return memory._open().large_segments.cursors[0]
+
+
+def test_a_place_outside_its_segment_is_damage() -> None:
+    """C checks every index; nothing of the batch is returned, and the next one is right."""
+    arrays, there = fed("camera"), fed("camera", device="cpu")
+    sound = _cursors(there).copy()
+    _cursors(there)[:] = 1 << 30
+    with pytest.raises(DamageError, match="points outside its segment"):
+        there.gather([there.first_id])
+    _cursors(there)[:] = sound
+    assert_same_bits(there.sample(10), arrays.sample(10))
+
+
+def test_a_driver_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lost device, say; the memory is as before."""
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    there.sample(10), arrays.sample(10)
+
+    def refuse(self: SliceNamer, request: Any) -> Any:
+        request.wrong = 719
+        return Refusal.BY_DRIVER
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SliceNamer, "assemble", refuse)
+        with pytest.raises(CudaProgramError, match="error 719"):
+            there.gather([there.first_id])
+    assert_same_bits(there.sample(10), arrays.sample(10))
+
+
+def test_an_interrupt_leaves_no_lock_held_and_no_memory_that_is_still_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pinned memory of a batch that was cut off is used again only after everything was waited for."""
+    there, arrays = fed("camera", device="cpu"), fed("camera")
+    waited: list[bool] = []
+    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True))
+
+    def interrupted(self: Any) -> Any:
+        raise KeyboardInterrupt
+
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(Launching, "record_there", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                there.gather([there.first_id])
+    assert waited
+    assert_same_bits(there.sample(10), arrays.sample(10))
+    assert isinstance(there._batches._assembler, DeviceAssembler)  # type: ignore[attr-defined]

@@ -1,0 +1,322 @@
+"""Extras that are written again: `update` changes what it names, and nothing else, everywhere and at one moment."""
+
+from __future__ import annotations
+
+import io
+import pickle
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium import spaces
+
+import holdall
+from holdall.checkpoint import save as saver
+from holdall.storage import snapshot
+from holdall.storage.snapshot import is_settled
+from holdall.testing import OracleMemory, assert_same_bits
+
+LANES = 2
+STATE = spaces.Box(-np.inf, np.inf, (4,), np.float32)
+LATENT = spaces.Dict({"h": STATE, "z": spaces.Tuple((spaces.Discrete(9), spaces.MultiBinary(3)))})
+EXTRAS = {"hidden": STATE, "latent": LATENT, "value": spaces.Box(-9, 9, (), np.float64)}
+
+
+class Both:
+    """A memory, and the oracle beside it."""
+
+    def __init__(self, ticks: int = 30, capacity_ticks: int = 40, **settings: Any) -> None:
+        shape = (settings.pop("obs_bytes", 3),)
+        self.space = spaces.Box(0, 255, shape, np.uint8)
+        self.generator = np.random.default_rng(0)
+        self.memory = holdall.ReplayMemory(
+            self.space, spaces.Discrete(3), capacity_ticks * LANES, LANES, seed=0,
+            extras=settings.pop("extras", EXTRAS), **settings,
+        )  # fmt: skip
+        self.oracle = OracleMemory(capacity_ticks * LANES, LANES)
+        self.obs = self.generator.integers(0, 255, (LANES, *shape), np.uint8)
+        self.add(ticks)
+
+    def add(self, ticks: int, **more: Any) -> None:
+        for _ in range(ticks):
+            following = self.generator.integers(0, 255, self.obs.shape, np.uint8)
+            ended = self.generator.random(LANES) < 0.2
+            given = {
+                "obs": self.obs, "action": np.zeros(LANES, np.int64), "reward": np.zeros(LANES, np.float32),
+                "next_obs": following, "terminated": ended, "truncated": ~ended, "extras": self.rows(LANES), **more,
+            }  # fmt: skip
+            self.memory.add(**given)
+            self.oracle.add(**given)
+            self.obs = following
+
+    def rows(self, count: int) -> dict[str, Any]:
+        """Return rows of all extras."""
+        draw = self.generator
+        return {
+            "hidden": draw.standard_normal((count, 4)).astype(np.float32),
+            "latent": {
+                "h": draw.standard_normal((count, 4)).astype(np.float32),
+                "z": (draw.integers(0, 9, count), draw.integers(0, 2, (count, 3)).astype(np.int8)),
+            },
+            "value": draw.standard_normal(count),
+        }
+
+    def update(self, ids: Any, **rows: Any) -> None:
+        self.oracle.update(ids, **rows)
+        self.memory.update(ids, **rows)
+
+    def check(self, memory: holdall.ReplayMemory | None = None) -> None:
+        ids = self.oracle.ids
+        assert_same_bits((memory or self.memory).gather(ids), self.oracle.gather(ids))
+
+
+@pytest.fixture
+def both() -> Both:
+    return Both()
+
+
+@pytest.mark.parametrize("names", [["hidden"], ["value"], ["latent"], ["hidden", "value", "latent"]], ids="+".join)
+def test_what_is_named_changes_and_nothing_else(names: list[str], both: Both) -> None:
+    ids = np.array([7, 0, 59, 33])
+    rows = both.rows(4)
+    both.update(ids, **{name: rows[name] for name in names})
+    both.check()
+    both.add(25)  # the first ticks leave
+    both.check()
+    both.update(both.oracle.ids[-3:], **both.rows(3))
+    both.check()
+
+
+def test_an_id_that_comes_twice_has_its_last_row(both: Both) -> None:
+    ids = np.array([5, 9, 5, 5, 9, 11])
+    both.memory.update(ids, value=np.arange(6.0))
+    assert both.memory.gather([5, 9, 11]).extras["value"].tolist() == [3.0, 4.0, 5.0]
+
+
+def test_no_ids_are_no_change(both: Both) -> None:
+    both.memory.update([], **both.rows(0))
+    both.check()
+
+
+def test_tensors_are_taken_as_a_network_returns_them(both: Both) -> None:
+    rows = torch.ones((2, 4), requires_grad=True) * 3
+    both.memory.update(torch.tensor([4, 6]), hidden=rows)
+    assert both.memory.gather([4, 6]).extras["hidden"].tolist() == [[3.0] * 4] * 2
+
+
+def test_an_extra_may_have_any_name() -> None:
+    extras = {"ids": STATE, "self": STATE, "columns": STATE}
+    memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 8, extras=extras)
+    row, flag = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_)
+    memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras=dict.fromkeys(extras, row))
+    memory.update([0], ids=row + 1, self=row + 2, columns=row + 3)
+    assert {name: rows[0, 0] for name, rows in memory.gather([0]).extras.items()} == {"ids": 1, "self": 2, "columns": 3}
+
+
+ROW = np.zeros((1, 4), np.float32)
+REFUSED: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "evicted": (r"ids holds 3, .*first_id \(20\)", [30, 3], {"value": np.zeros(2)}),
+    "to come": (r"ids holds 100, .*next_id \(100\)", [100], {"value": np.zeros(1)}),
+    "made none": ("ids holds 97, .*valid=False", [97], {"value": np.zeros(1)}),
+    "sequences": (r"ids has shape \(2, 2\).*ids\[mask\]", [[20, 21], [22, 23]], {"value": np.zeros((2, 2))}),
+    "unknown": (
+        r"state is no extra .*\['hidden', 'latent', 'value'\].*extras={'state': Box", [30], {"state": np.zeros(1)}
+    ),
+    "reward": ("reward is no extra of this memory", [30], {"reward": np.zeros(1)}),
+    "nothing": ("update was given no rows", [30], {}),
+    "dtype": ("value has dtype float32, the space says float64", [30], {"hidden": ROW, "value": ROW[:, 0]}),
+    "shape": (r"hidden has shape \(4,\), expected \(1, 4\): one row per id then", [30], {"hidden": ROW[0]}),
+    "too few": (r"hidden has shape \(1, 4\), expected \(2, 4\)", [30, 31], {"hidden": ROW}),
+    "nest": ("latent has the keys", [30], {"latent": {"h": ROW}}),
+    "deep": (
+        r"latent\['z\.1'\] has dtype int64", [30],
+        {"latent": {"h": ROW, "z": (np.zeros(1, np.int64), np.zeros((1, 3), np.int64))}},
+    ),
+    "masked": ("value is a masked array", [30], {"value": np.ma.array([1.0], mask=[True])}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_updated_is_refused_and_nothing_is_written(case: str) -> None:
+    says, ids, rows = REFUSED[case]
+    both = Both(ticks=48)
+    both.add(2, valid=np.array([True, False]))
+    kind = holdall.TransitionIdError if says.startswith("ids holds") else holdall.ArgumentError
+    with pytest.raises(kind, match=f"^{says}"):
+        both.memory.update(ids, **rows)
+    both.check()
+
+
+def test_a_memory_without_extras_says_how_to_declare_one() -> None:
+    with (
+        holdall.ReplayMemory(STATE, spaces.Discrete(2), 8) as memory,
+        pytest.raises(holdall.ArgumentError, match=r"^hidden is no extra of this memory, which has \[\]; .*extras="),
+    ):
+        memory.update([], hidden=np.zeros((0, 4), np.float32))
+
+
+def test_a_closed_memory_says_so(both: Both) -> None:
+    both.memory.close()
+    with pytest.raises(holdall.ClosedError, match=r"^the memory was closed; make a new ReplayMemory$"):
+        both.memory.update([2], value=np.zeros(1))
+
+
+def test_updates_reach_compressed_and_spilled_transitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Observations are sealed and on disk; extras are where they were."""
+    monkeypatch.setattr("holdall.storage.segment.SEGMENT_BYTES", 60_000)
+    both = Both(ticks=120, capacity_ticks=200, obs_bytes=6000, budget=None, spill_dir=tmp_path)
+    both.memory.drain()
+    assert both.memory.disk_bytes
+    both.update(np.arange(0, 240, 3), **both.rows(80))
+    both.check()
+    both.memory.close()
+
+
+# ---------------------------------------------------------------- snapshots and checkpoints
+
+
+def test_a_save_holds_the_moment_of_its_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is written to the file before all of it was written again in memory."""
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 500)
+    gate, written = threading.Event(), saver.Saver._written
+    monkeypatch.setattr(saver.Saver, "_written", lambda own, job: (gate.wait(60), written(own, job))[1])
+    both = Both(ticks=150, capacity_ticks=200)
+    handle = both.memory.save(tmp_path / "run")
+    then = pickle.loads(pickle.dumps(both.oracle))
+    for _ in range(3):
+        both.update(both.oracle.ids[::3], **both.rows(100))
+    both.add(70)
+    gate.set()
+    handle.result(60)
+    both.check()
+    with holdall.ReplayMemory.load(tmp_path / "run") as loaded:
+        assert_same_bits(loaded.gather(then.ids), then.gather(then.ids))
+    both.memory.save(tmp_path / "run").result(60)
+    with holdall.ReplayMemory.load(tmp_path / "run") as loaded:
+        both.check(loaded)
+    both.memory.close()
+
+
+def test_a_loaded_memory_saves_what_was_written_again_since(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the place that it came from, where all other chunks are already."""
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 500)
+    both = Both(ticks=250, capacity_ticks=300)
+    both.memory.save(tmp_path / "run").result(60)
+    both.memory.close()
+    for _ in range(2):
+        both.memory = holdall.ReplayMemory.load(tmp_path / "run")
+        both.check()
+        both.update([0, 7, 200], **both.rows(3))
+        both.memory.save(tmp_path / "run").result(60)
+        both.memory.close()
+    both.memory = holdall.ReplayMemory.load(tmp_path / "run")
+    both.check()
+    both.memory.close()
+
+
+def test_the_next_checkpoint_writes_the_chunks_that_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 800)
+    both = Both(ticks=300, capacity_ticks=300)
+    store = both.memory._open()
+    first = store.freeze({})
+    names = tuple(first.rows.take(first.rows.wanted[0]).columns)
+    store.release(first.rows)
+    both.update([0, 1, 250], **both.rows(3))
+    again = store.freeze(dict.fromkeys(first.rows.wanted, (0, names)))
+    ticks = again.rows.chunk_ticks
+    assert {n for n in again.rows.wanted if is_settled(n, ticks, 300)} == {0, 250 // LANES // ticks}
+    store.release(again.rows)
+
+
+def test_a_snapshot_keeps_the_rewritten_columns_of_touched_chunks_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not whole chunks: a save beside a learner that rewrites values must not copy states."""
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 8000)
+    both = Both(ticks=300, capacity_ticks=300)
+    store = both.memory._open()
+    frozen = store.freeze({})
+    before = both.memory.gather(both.oracle.ids).extras["value"]
+    for _ in range(3):
+        both.update([4, 5, 6], value=np.zeros(3))
+    kept = frozen.rows._before
+    assert [list(columns) for columns in kept.values()] == [["extras.4"]]
+    chunks = [frozen.rows.take(number) for number in frozen.rows.wanted]
+    assert np.concatenate([chunk.columns["extras.4"] for chunk in chunks]).tobytes() == before.tobytes()
+    assert not kept
+    store.release(frozen.rows)
+
+
+def test_a_memory_that_is_updated_while_it_is_pickled_is_refused() -> None:
+    extras = {"hidden": spaces.Box(-9, 9, (100_000,), np.float32)}
+    memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 2, extras=extras)
+    row, flag, state = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_), np.zeros((1, 100_000), np.float32)
+    memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras={"hidden": state})
+
+    class UpdatingFile(io.BytesIO):
+        def write(self, data: Any) -> int:
+            if memoryview(data).nbytes > 100_000:
+                memory.update([0], hidden=state + 1)
+            return super().write(data)
+
+    with pytest.raises(holdall.HoldallError, match="0 ticks, and 1 updates"):
+        pickle.dump(memory, UpdatingFile(), protocol=5)
+
+
+# ---------------------------------------------------------------- batches
+
+
+def test_batches_show_what_was_there_when_they_were_drawn(both: Both) -> None:
+    """Those that were handed out, and those that a loader has drawn ahead."""
+    ids = both.oracle.ids
+    kept = both.memory.gather(ids)
+    old = kept.extras["value"].copy()
+    with both.memory.loader(50, prefetch=2) as batches:
+        first = next(batches)
+        both.memory.update(ids, value=np.arange(60.0))
+        assert kept.extras["value"].tobytes() == old.tobytes()
+        for batch in (first, next(batches), next(batches)):
+            assert batch.extras["value"].tobytes() == old[batch.ids].tobytes()
+        assert next(batches).extras["value"].max() > 30
+
+
+@pytest.mark.parametrize("by", [holdall.Uniform, holdall.Prioritized])
+def test_a_sequence_begins_with_the_stored_state_of_its_first_step(by: Any) -> None:
+    """Where the burn-in is cut off by the episode's beginning, that is the first step that there is."""
+    both = Both(ticks=60, capacity_ticks=80, sampler=holdall.Sequence(4, burn_in=3, by=by()))
+    for _ in range(2):
+        batch = both.memory.sample(64)
+        assert not batch.mask[:, 0].all()
+        first = batch.ids[np.arange(64), batch.mask.argmax(axis=1)]
+        assert_same_bits(batch.extras["hidden"][:, 0], both.oracle.gather(first).extras["hidden"])
+        real = batch.mask
+        both.update(batch.ids[real], hidden=both.rows(int(real.sum()))["hidden"])
+
+
+def test_both_columns_change_together_beside_readers() -> None:
+    """No reader sees a row with one old and one new column, nor a batch with rows of two updates."""
+    extras = {"a": STATE, "b": STATE}
+    memory = holdall.ReplayMemory(STATE, spaces.Discrete(2), 64, extras=extras, seed=0)
+    row, flag = np.zeros((1, 4), np.float32), np.zeros(1, np.bool_)
+    for _ in range(64):
+        memory.add(row, np.zeros(1, np.int64), np.zeros(1), row, flag, flag, extras={"a": row, "b": row})
+    done, wrong = threading.Event(), []
+
+    def look() -> None:
+        while not done.is_set():
+            seen = memory.sample(64).extras
+            if len(np.unique(np.concatenate([seen["a"], seen["b"]]))) != 1:
+                wrong.append(seen)
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    for turn in range(300):
+        rows = np.full((64, 4), turn, np.float32)
+        memory.update(np.arange(64), a=rows, b=rows)
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert not wrong
+    memory.close()
