@@ -25,7 +25,18 @@ def _agent_ends_with_its_test() -> Iterator[None]:
         module._one.stop()
 
 
+SERVERS = ("cluster", "weed")
+"""Fixtures of a session that take seconds to start: Ray, an S3 server."""
+
+
+def _server_of(item: pytest.Item) -> int:
+    return next((i for i, name in enumerate(SERVERS) if name in getattr(item, "fixturenames", ())), len(SERVERS))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # xdist gives every process a run of the list, and others take from its end. So one process has all tests of a
+    # server, and it is started once.
+    items.sort(key=_server_of)
     wanting = [item for item in items if item.get_closest_marker("gpu")]
     if wanting and not _has_cuda():
         for item in wanting:

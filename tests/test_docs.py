@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +22,22 @@ def test_dqn_with_priorities_in_samplers_md_learns_and_tells_its_errors() -> Non
     assert model._n_updates >= 40  # type: ignore[attr-defined]  # made by the program
     scaled = model.replay_buffer.sampler.state()["scaled"]  # type: ignore[attr-defined]  # likewise
     assert len({float(number) for number in scaled[:300]}) > 100, "no errors were told"
+
+
+def test_the_program_in_recurrent_md_rewrites_states_and_values() -> None:
+    """All blocks, one after another: states of the last batch and values of everything are the network's own."""
+    import torch
+
+    names: dict[str, Any] = {}
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / "guides" / "recurrent.md").read_text(), re.DOTALL):
+        exec(compile(program, "docs/guides/recurrent.md", "exec"), names)
+    memory, some = names["memory"], names["some"]
+    assert len(memory) == 500
+    stored = memory.gather(some.ids).extras
+    assert torch.equal(stored["value"], names["value"])
+    assert not torch.equal(stored["value"], some.extras["value"])
+    last = dict(zip(names["batch"].ids[names["real"]].tolist(), names["states"][names["batch"].mask], strict=True))
+    assert torch.equal(memory.gather(list(last)).extras["hidden"], torch.stack(list(last.values())))
 
 
 def test_the_loop_in_rollouts_md_collects_and_reads_three_rollouts() -> None:

@@ -49,6 +49,14 @@ def test_every_public_name_exists() -> None:
         assert hasattr(holdall, name), name
 
 
+def test_the_names_for_stable_baselines3_are_these_and_no_others() -> None:
+    sb3 = pytest.importorskip("holdall.sb3")
+    assert sorted(sb3.__all__) == [
+        "CheckpointCallback", "HerReplayBuffer", "LintCallback", "PrioritizedDQN", "PrioritizedReplay",
+        "PrioritizedReplayBuffer", "ReplayBuffer", "RolloutBuffer", "WatchCallback", "resume",
+    ]  # fmt: skip
+
+
 def test_import_holdall_imports_nothing_heavy() -> None:
     program = f"import holdall, sys; print(*[name for name in {HEAVY} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)

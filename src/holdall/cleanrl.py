@@ -31,6 +31,7 @@ except ImportError as error:
     raise MissingPackageError("holdall.cleanrl needs torch; run \"pip install 'holdall[torch]'\"") from error
 
 _CUT = "TimeLimit.truncated"
+_FLOAT32 = np.dtype(np.float32)
 
 
 class ReplayBufferSamples(NamedTuple):
@@ -80,8 +81,8 @@ class ReplayBuffer:
         self.device = _device_of(device)
         self._obs = _form_of(observation_space, self.n_envs, "observation_space")
         acted, dtype = _form_of(action_space, self.n_envs, "action_space")
-        self._action = acted, np.dtype(np.float32) if dtype == np.float64 else dtype
-        self._reward, self._flag = ((self.n_envs,), np.dtype(np.float32)), ((self.n_envs,), np.dtype(np.bool_))
+        self._action = acted, _FLOAT32 if dtype == np.float64 else dtype
+        self._reward, self._flag = ((self.n_envs,), _FLOAT32), ((self.n_envs,), np.dtype(np.bool_))
         self.obs_shape, self.action_dim = self._obs[0][1:] or (1,), prod(acted[1:])
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._nothing_cut = np.zeros(self.n_envs, np.bool_)
@@ -108,8 +109,8 @@ class ReplayBuffer:
         if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
             ended = ended > cut
         self.memory.add(
-            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"),
-            _fit(self._reward, reward, "reward"), _fit(self._obs, next_obs, "next_obs"), ended, cut,
+            _fit(self._obs, obs, "obs"), _fit(self._action, action, "action"), _fit(self._reward, reward, "reward"),
+            _fit(self._obs, next_obs, "next_obs"), ended, cut,
         )  # fmt: skip
 
     def extend(self, *steps: Iterable[Any]) -> None:
@@ -149,11 +150,16 @@ class ReplayBuffer:
 
     def adopt(self, memory: ReplayMemory) -> None:
         """Continue with a memory that was loaded; the one before is closed."""
-        capacity = self.buffer_size * self.n_envs
-        if (memory.capacity, memory.num_envs) != (capacity, self.n_envs):
+        if memory.capacity != self.memory.capacity or memory.num_envs != self.n_envs:
             raise ArgumentError(
                 f"a memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+                f"{self.memory.capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+            )
+        if memory.schema != self.memory.schema:
+            fields = [[(leaf.shape, leaf.dtype.name) for leaf in each.schema.leaves] for each in (memory, self.memory)]
+            raise ArgumentError(
+                f"a memory of {fields[0]} does not fit a buffer of {fields[1]}: observation and action must be the "
+                "same; make the buffer with the spaces that it was saved with"
             )
         self.memory.close()
         self.memory = memory

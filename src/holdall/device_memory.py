@@ -26,7 +26,7 @@ from holdall.delivery import (
 from holdall.errors import ArgumentError
 from holdall.sampling import Sampler
 from holdall.schema import Array, Leaf, as_ids, ids_of_any_shape, require_held
-from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick
+from holdall.storage import Budget, Kernels, StepsLeft, Store, StoreContent, Tick, last_rows
 
 
 class MemoryOnDevice(SavedMemory):
@@ -123,11 +123,11 @@ class MemoryOnDevice(SavedMemory):
         if not columns:
             raise ArgumentError("update was given no rows; name an extra: update(ids, hidden=...)")
         rows = self.schema.extras.flatten_some(columns, wanted.shape, _fit_rows if fit is None else fit.rows)
+        wanted, copies = last_rows(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
         with self._locked():
-            store = self._whole()
-            lanes = self.num_envs
+            store, lanes = self._whole(), self.num_envs
             require_held(wanted, store.first_tick * lanes, store.next_tick * lanes, store)
-            store.rewrite(wanted, {f"extras.{leaf}": new for leaf, new in rows.items()})
+            store.rewrite(wanted, copies)
 
     def extra(self, name: str, ids: Any) -> Array:
         """Return one extra of `ids`, of any shape; nothing else is read. For adapters."""

@@ -18,14 +18,7 @@ from gymnasium import spaces
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
-from holdall.delivery import (
-    Delivery,
-    DrawnRows,
-    Loader,
-    Prefetched,
-    SavedDraws,
-    of_ids,
-)
+from holdall.delivery import BatchJob, Delivery, DrawnRows, Loader, Prefetched, SavedDraws, of_ids
 from holdall.device_memory import MemoryOnDevice
 from holdall.errors import ArgumentError, ClosedError
 from holdall.json_state import generator_of
@@ -202,13 +195,18 @@ class ReplayMemory(MemoryOnDevice):
 
     def follow(self, draw: Draw, device: str | None = None) -> Batch:
         """Return the batch that a recipe describes, on the memory's device or another; for adapters."""
+        return self.begin(draw, device, ahead=False).receive()
+
+    def begin(self, draw: Draw, device: str | None = None, *, ahead: bool = True) -> BatchJob:
+        """Begin such a batch, before it is wanted if `ahead`; for adapters."""
         with self._locked():
             store = self._whole()
             if type(draw) is not Draw or not store.all_valid:
                 self._held(store).require_drawn(draw)
             batches = self._batches if device is None else self._batches_on(device)
-            drawn = batches.look_up(draw, store)
-        return batches.make(draw, drawn)
+            drawn = batches.look_up(draw, store, ahead=ahead)
+        (job := batches.start(draw, drawn)).work()
+        return job
 
     def rows(self, ids: NDArray[np.int64]) -> Rows:
         """Return copies of all fields of held and valid `ids`, as arrays; for adapters."""

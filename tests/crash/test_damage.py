@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -133,6 +133,51 @@ def test_all_but_one_block_is_recovered(saved: Path) -> None:
     with ReplayMemory.load(saved, recover=True) as memory:
         assert len(memory) == TICKS * LANES
         require_right(memory)
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+LOSSES: dict[str, Callable[[Path], object]] = {
+    "missing": Path.unlink,
+    "empty": lambda path: path.write_bytes(b""),
+    "cut": lambda path: path.write_bytes(path.read_bytes()[: path.stat().st_size // 2]),
+    "a folder": _folder,
+}
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_what_a_lost_file_did_not_hold_is_recovered(
+    loss: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """All checkpoints name it, so none is whole; what the newest holds elsewhere is loaded, and is right."""
+    monkeypatch.setattr(segment, "SEGMENT_BYTES", 60_000)
+    with ReplayMemory(SPACE, spaces.Discrete(5), TICKS * LANES, LANES, budget=None, seed=1) as memory:
+        for ticks in (TICKS // 2, TICKS):
+            for tick in range(memory.next_id // LANES, ticks):
+                add(memory, tick)
+            memory.drain()
+            memory.save(tmp_path / "run").result()
+    reader = DirectoryReader(tmp_path / "run")
+    kept = []
+    for name in sorted(set(reader.manifest(1).files) & set(reader.manifest(2).files)):
+        run = shutil.copytree(tmp_path / "run", tmp_path / name)
+        LOSSES[loss](run / "segments" / name)
+        with pytest.raises(HoldallError, match=name):
+            ReplayMemory.load(run)
+        caplog.clear()
+        with ReplayMemory.load(run, recover=True) as memory:
+            every = np.arange(memory.first_id, memory.next_id)
+            left = every[memory.are_valid(every)]
+            assert len(every) == TICKS * LANES
+            assert len(memory) == len(left) < len(every)
+            require_right(memory, left)
+        assert "are lost" in caplog.text
+        assert name in caplog.text
+        kept.append(len(left))
+    assert max(kept) > TICKS * LANES / 4
 
 
 def test_every_cut_is_noticed(saved: Path, tmp_path: Path) -> None:

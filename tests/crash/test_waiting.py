@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import inspect
 import logging
 import os
 import signal
@@ -17,12 +20,13 @@ import pytest
 from gymnasium import spaces
 
 from holdall import CheckpointError, ReplayMemory
-from holdall.checkpoint import waiting
+from holdall.checkpoint import open_reader, waiting
 from holdall.checkpoint.object_store import ObjectStoreWriter
 from holdall.checkpoint.objects import Objects
 
 from .nursery import LANES, SPACE, add, require_right
 from .servers import Weed, free_ports
+from .test_interrupts import interrupted
 
 NO_CREDENTIALS = {
     "AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1", "AWS_ALLOW_HTTP": "true",
@@ -84,6 +88,49 @@ def test_close_gives_a_store_up_that_was_never_there(nobody: str) -> None:
     with pytest.raises(CheckpointError, match=nobody):
         handle.result(SOON_S)
     memory.close()
+
+
+def read_with_load(timeout: float) -> None:
+    ReplayMemory.load("s3://runs/nowhere", timeout=timeout)
+
+
+def read_with_recover(timeout: float) -> None:
+    ReplayMemory.load("s3://runs/nowhere", timeout=timeout, recover=True)
+
+
+def read_with_ls(timeout: float) -> None:
+    open_reader("s3://runs/nowhere", timeout=timeout).require()
+
+
+READING = {"load": read_with_load, "recover": read_with_recover, "ls": read_with_ls}
+
+
+@pytest.mark.parametrize("how", READING)
+def test_reading_gives_a_store_up_that_was_never_there(
+    how: str, nobody: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It says what it waits for, and the error names the endpoint; by default after half a minute."""
+    monkeypatch.setattr(waiting, "SAY_AFTER_S", 0.2)
+    with caplog.at_level(logging.WARNING, "holdall"), pytest.raises(CheckpointError, match=nobody) as given_up:
+        READING[how](1.0)
+    assert given_up.value.errno == errno.ETIMEDOUT
+    assert any("still waiting" in record.message and nobody in record.message for record in caplog.records)
+    assert inspect.signature(ReplayMemory.load).parameters["timeout"].default == waiting.LOAD_S == 30
+
+
+def test_a_load_gives_a_store_up_that_answers_no_more(url: str, frozen: Any) -> None:
+    """What is sampled from a memory that was loaded waits for as long as it takes, see test_remote_load.py."""
+    with new_memory(60) as memory:
+        memory.save(url).result(SOON_S)
+    reader = open_reader(url, timeout=1)
+    frozen()
+    with pytest.raises(CheckpointError, match="given up after 1 s"):
+        ReplayMemory.load(url, timeout=1)
+    reader.wait_on()
+    asking = threading.Thread(target=reader.numbers, daemon=True)
+    asking.start()
+    asking.join(2)
+    assert asking.is_alive()
 
 
 def test_a_handle_waits_while_the_save_gets_on(nobody: str, tmp_path: Path) -> None:
@@ -150,6 +197,26 @@ def test_close_ends_if_the_store_vanishes(weed: Weed, url: str, frozen: Any, aft
     with ReplayMemory.load(url) as loaded:
         assert loaded.next_id in {30 * LANES, 31 * LANES}
         require_right(loaded)
+
+
+def test_an_interrupt_of_who_waits_for_a_mirror_holds_nobody_up(nobody: str, tmp_path: Path) -> None:
+    """At any line; the mirror's lock is free, or the next call frees it."""
+
+    def mirrored() -> None:
+        with contextlib.suppress(TimeoutError, CheckpointError):
+            handle.mirrored(0)
+
+    with new_memory(5) as memory:
+        handle = memory.save(tmp_path, mirror="s3://runs/nowhere")
+        handle.result(SOON_S)
+        for call in (mirrored, handle.cancel):
+            for at in range(1, interrupted(call) + 1):
+                interrupted(call, at)
+                mirrored()
+                other = threading.Thread(target=mirrored)
+                other.start()
+                other.join(SOON_S)
+                assert not other.is_alive(), at
 
 
 def test_a_mirror_that_vanishes_holds_nothing_up(nobody: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ STEPS = {
     "her_bit_flipping": 120,
     "market_windows": 160,
     "ppo_stacked_frames": 64,
+    "r2d2_t_maze": 1200,
     "recurrent_sequences": 240,
     "resume_after_a_crash": 120,
     "sac_camera_dict": 104,
@@ -66,6 +67,16 @@ def test_an_example_runs_and_says_what_its_memory_holds(
         pytest.skip(f"{NEEDS[name]} is not installed")
     run(name, monkeypatch, tmp_path)
     assert "times smaller" in capsys.readouterr().out or name == "ppo_stacked_frames"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_a_maze_that_needs_a_memory_is_solved_with_stored_states_alone() -> None:
+    """Without a state every turn is a guess, whatever is learned."""
+    maze = runpy.run_path(str(EXAMPLES / "r2d2_t_maze.py"))
+    solved = {recurrent: maze["success"](maze["train"](recurrent, 3_000)[0]) for recurrent in (False, True)}
+    assert solved[True] >= 0.95
+    assert solved[False] <= 0.65
 
 
 @pytest.mark.skipif(importlib.util.find_spec("ale_py") is None, reason="ale_py is not installed")

@@ -8,10 +8,14 @@ from gymnasium import spaces
 
 import holdall
 from holdall.native import chosen_kernels
+from holdall.storage import Store, Tick
 
 STACK = spaces.Box(0, 255, (3, 24, 24), np.uint8)
 SPACE = spaces.Dict({"stack": STACK, "vector": spaces.Box(-1, 1, (5,), np.float32)})
-EXTRAS = {"log_prob": spaces.Box(-1, 1, (2,), np.float64), "seen": spaces.Box(0, 1, (), np.bool_)}
+EXTRAS: dict[str, spaces.Space[Any]] = {
+    "log_prob": spaces.Box(-1, 1, (2,), np.float64),
+    "seen": spaces.Box(0, 1, (), np.bool_),
+}
 
 
 def _steps(rng: np.random.Generator, count: int, lanes: int) -> dict[str, Any]:
@@ -68,9 +72,13 @@ def test_extend_gives_what_adding_each_step_gives(lanes: int, budget: str | None
 
 @pytest.mark.skipif(chosen_kernels().name != "native", reason="there are no compiled loops here")
 def test_steps_are_written_many_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-    whole = holdall.storage.Store.write
-    monkeypatch.setattr(holdall.storage.Store, "write", lambda self, tick: (written.append(1), whole(self, tick)))
+    written, write_one = [], Store.write
+
+    def counted(store: Store, tick: Tick) -> None:
+        written.append(tick)
+        write_one(store, tick)
+
+    monkeypatch.setattr(Store, "write", counted)
     with holdall.ReplayMemory(SPACE, spaces.Discrete(4), 4000, extras=EXTRAS) as memory:
         steps = _steps(np.random.default_rng(0), 2000, 1)
         memory.extend(**steps)

@@ -31,7 +31,8 @@ from holdall.storage.tiers import Budget
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+PORTABLE = pytest.param("portable", marks=pytest.mark.nightly)
+KERNELS: list[Any] = ["portable"] if native_kernels() is None else ["native", PORTABLE]
 SHAPE = (80, 60)  # too large for a flat ring
 SEGMENT_BYTES = 45_000
 CLOSED_BYTES = 90_000

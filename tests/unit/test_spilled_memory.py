@@ -29,7 +29,8 @@ from holdall.storage.codec import COST_CAPS, Codec
 from holdall.testing import OracleMemory, assert_same_bits
 from holdall.testing.strategies import box
 
-KERNELS = ["portable"] if native_kernels() is None else ["native", "portable"]
+PORTABLE = pytest.param("portable", marks=pytest.mark.nightly)
+KERNELS: list[Any] = ["portable"] if native_kernels() is None else ["native", PORTABLE]
 SPACE = spaces.Dict(
     camera=box((36, 44, 3), "u1"),
     screen=box((36, 36, 4), "u1"),
@@ -481,7 +482,7 @@ def test_what_one_kind_of_loops_spilled_is_read_by_the_other(tmp_path: Path, ker
         pair.feed(120)
         pair.memory.drain()
         (tmp_path / "memory.pkl").write_bytes(pickle.dumps(pair.memory, protocol=5))
-    other = next(name for name in KERNELS if name != kernels)
+    other = {"native": "portable", "portable": "native"}[kernels]
     command = [sys.executable, "-c", LOAD, str(tmp_path / "memory.pkl")]
     environment = os.environ | {"HOLDALL_KERNELS": other}
     done = subprocess.run(command, capture_output=True, check=False, timeout=100, env=environment)

@@ -6,9 +6,10 @@
 A memory over shards saves the same way; it and other numbers of lanes are loaded through `streams`.
 """
 
+from holdall.checkpoint.directory import open_reader
 from holdall.checkpoint.file_system import FileSystem
 from holdall.checkpoint.interfaces import CheckpointReader
-from holdall.checkpoint.load import Loading, Restored, attached_files, newest, open_reader, restored, restored_state
+from holdall.checkpoint.load import Loading, Restored, attached_files, newest, restored, restored_state
 from holdall.checkpoint.manifest import Manifest, is_remote, normalized_url, require_whole
 from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.save import Checkpoint, SaveHandle, Savers, open_writer

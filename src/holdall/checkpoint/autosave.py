@@ -25,6 +25,7 @@ from holdall.checkpoint.objects import Objects
 from holdall.checkpoint.waiting import JobThread, Waiting
 from holdall.errors import CheckpointError, ClosedError, HoldallError
 from holdall.storage import Extent, SegmentFile
+from holdall.threads import left
 
 if TYPE_CHECKING:
     from holdall.checkpoint.save import SaveHandle
@@ -175,7 +176,7 @@ class CheckpointMirror:
 
     def wait(self, number: int, timeout: float | None) -> None:
         """Wait until a checkpoint, or a newer one, stands in the store."""
-        with self._changed:
+        with left(self._thread.lock):
             if not self._changed.wait_for(lambda: self._sent >= number or self._error is not None, timeout):
                 raise TimeoutError(f"checkpoint {number} was not in {self._url} after {timeout} s; it goes on")
             if self._sent < number and self._error is not None:
@@ -183,7 +184,7 @@ class CheckpointMirror:
 
     def cancel(self) -> None:
         """Give up what is being sent, or about to be."""
-        with self._changed:
+        with left(self._thread.lock):
             self._jobs.clear()
             if self._at_work is not None:
                 self._waiting.give_up()

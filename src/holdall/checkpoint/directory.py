@@ -1,4 +1,4 @@
-"""Checkpoints in a directory of this machine.
+"""Checkpoints in a directory of this machine; and `open_reader`, which reads those of an object store as well.
 
 In:  files of records and manifests, written and read through `FileSystem`.  Out: a checkpoint, complete or not at all.
 Invariant: only names of the format's own pattern are read and removed, and no link is followed. What is acknowledged
@@ -14,6 +14,7 @@ import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from holdall.checkpoint.file_system import FileSystem, disk_errors_explained, read_error, remedy
 from holdall.checkpoint.manifest import (
@@ -29,15 +30,21 @@ from holdall.checkpoint.manifest import (
     decode,
     encode,
     format_text,
+    is_remote,
     kept_and_stale,
     manifest_name,
     new_writer_id,
+    normalized_url,
     numbers_of,
     require_format,
     require_whole,
 )
+from holdall.checkpoint.waiting import LOAD_S, Waiting
 from holdall.errors import CheckpointError, DamageError, FencedError
 from holdall.storage import SegmentFile
+
+if TYPE_CHECKING:
+    from holdall.checkpoint.interfaces import CheckpointReader
 
 _TEMPORARY = ".tmp"
 _TEMPORARY_NAMES = {
@@ -137,6 +144,9 @@ class DirectoryReader:
             return None
         above = DirectoryReader(top, self._disk)
         return above if "FORMAT" in above.names(".") or above.numbers() else None
+
+    def wait_on(self) -> None:
+        """Nothing is waited for."""
 
     def interrupt(self) -> None:
         """Nothing is waited for."""
@@ -385,3 +395,21 @@ class DirectoryWriter:
             if final.name in self._disk.names(final.parent):
                 raise FencedError(f"{final} is there already: another writer saves to {self.url}") from error
             self._disk.rename(temporary, final)
+
+
+def open_reader(
+    url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None, timeout: float = LOAD_S
+) -> CheckpointReader:
+    """Return the checkpoints at a url or path, to be read.
+
+    Args:
+        cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
+        timeout: An object store that does not answer for so many seconds is given up.
+    """
+    location = normalized_url(url)
+    if is_remote(location):
+        from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
+        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
+
+        return ObjectStoreReader(Objects(location, Waiting(location, timeout)), cache_dir)
+    return DirectoryReader(Path(location))

@@ -58,6 +58,9 @@ class CheckpointReader(Protocol):
     def above(self) -> CheckpointReader | None:
         """Return the checkpoints whose manifests may name those here; None if these are no shard's."""
 
+    def wait_on(self) -> None:
+        """Wait for a server from now on until it answers, or is interrupted."""
+
     def interrupt(self) -> None:
         """Give up waiting for a server that does not answer."""
 

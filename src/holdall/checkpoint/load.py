@@ -12,12 +12,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from holdall.checkpoint.directory import DirectoryReader
+from holdall.checkpoint.directory import open_reader
 from holdall.checkpoint.file_system import disk_errors_explained
 from holdall.checkpoint.interfaces import CheckpointReader
 from holdall.checkpoint.manifest import (
@@ -26,8 +25,6 @@ from holdall.checkpoint.manifest import (
     Manifest,
     SegmentEntry,
     is_lost,
-    is_remote,
-    normalized_url,
     require_whole,
 )
 from holdall.checkpoint.saved_records import Attached, LostTicks, RecordFiles, SavedRecords, blank_parts, blank_rows
@@ -92,10 +89,11 @@ class Restored:
         if self.content is None:
             return
         store.thaw(self.content)
-        for chunk in self.rows(store.columns_like()):
+        columns = store.columns_like()
+        for chunk in self.rows(columns):
             store.take_rows(chunk)
         if self.saved is not None:
-            self.saved.adopt_rows(self.manifest.rows, *store.row_layout, self.manifest.next_tick)
+            self.saved.adopt_rows(self.manifest.rows, store.chunk_ticks, tuple(columns), self.manifest.next_tick)
 
     def fetch_the_rest(self) -> BackgroundFetch | None:
         """Begin to fetch the blocks that lie in an object store; None if there are none."""
@@ -180,11 +178,7 @@ def restored(
         _expect(manifest, files, first_tick)
         record, file = files.record(manifest.state)
         state = unpack_state(record, file.read)
-        dictionaries = {}
-        for name, ref in manifest.dictionaries.items():
-            record, file = files.record(ref)
-            dictionaries[name] = unpack_dictionary(record, file.file)
-        blocks = _LoadedBlocks(files, manifest, dictionaries)
+        blocks = _LoadedBlocks(files, manifest, _dictionaries(manifest, files, losses))
         content = _content(manifest, schema, state["store"], blocks, first_tick, losses)
         return Restored(
             url=reader.url,
@@ -198,6 +192,19 @@ def restored(
             blocks=_extents(content.segments),
             interrupt=reader.interrupt,
         )
+
+
+def _dictionaries(manifest: Manifest, files: RecordFiles, losses: LostTicks | None) -> dict[str, Dictionary]:
+    """Read the dictionaries; blocks that name one that is lost are lost."""
+    found = {}
+    for name, ref in manifest.dictionaries.items():
+        try:
+            record, file = files.record(ref)
+            found[name] = unpack_dictionary(record, file.file)
+        except (DamageError, CheckpointError) as error:
+            if losses is None or not is_lost(error):
+                raise
+    return found
 
 
 def restored_state(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
@@ -361,32 +368,18 @@ def _saved(manifest: Manifest, blocks: _LoadedBlocks, first_tick: int) -> SavedR
     return saved
 
 
-def open_reader(url: str | os.PathLike[str], cache_dir: str | os.PathLike[str] | None = None) -> CheckpointReader:
-    """Return the checkpoints at a url or path, to be read.
-
-    Args:
-        cache_dir: Where what is read of an object store lies meanwhile; None: where temporary files do.
-    """
-    location = normalized_url(url)
-    if is_remote(location):
-        from holdall.checkpoint.object_store import ObjectStoreReader  # noqa: PLC0415  not for a local path
-        from holdall.checkpoint.objects import Objects  # noqa: PLC0415
-
-        return ObjectStoreReader(Objects(location), cache_dir)
-    return DirectoryReader(Path(location))
-
-
 def attached_files(url: str | os.PathLike[str]) -> Attached:
     """Return the files that were saved with the newest memory, without loading it."""
     reader = open_reader(url)
     return newest(reader, lambda manifest: Attached(RecordFiles(reader), manifest.attached))
 
 
-def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
+def newest(reader: CheckpointReader, build: Callable[[Manifest], _T], *, may_miss: bool = False) -> _T:
     """Build something of the newest checkpoint that is whole; those before it are said to be passed over.
 
     Args:
         build: May refuse a checkpoint as damaged; then the one before it is tried.
+        may_miss: Whether to build also of one whose files are not all there.
     """
     with disk_errors_explained(reader.url, "read"):
         reader.require()
@@ -396,7 +389,8 @@ def newest(reader: CheckpointReader, build: Callable[[Manifest], _T]) -> _T:
     for number in numbers:
         try:
             manifest = reader.manifest(number)
-            require_whole(manifest, reader, sizes)
+            if not may_miss:
+                require_whole(manifest, reader, sizes)
             built = build(manifest)
         except (DamageError, CheckpointError) as error:
             if not is_lost(error):
@@ -432,14 +426,16 @@ class Loading(Generic[_M]):
 
     def load(self, reader: CheckpointReader) -> _M:
         """Load the newest checkpoint that is whole; or of which something is left, if there is such a one."""
+        if not self.recover:
+            return newest(reader, lambda manifest: self._loaded(manifest, reader))
         try:
-            return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=not self.recover))
+            return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=False), may_miss=True)
         except CheckpointError as error:
-            if not self.recover or not is_lost(error):
+            if not is_lost(error):
                 raise
-        return newest(reader, lambda manifest: self._loaded(manifest, reader, may_be_empty=True))
+        return newest(reader, lambda manifest: self._loaded(manifest, reader), may_miss=True)
 
-    def _loaded(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool) -> _M:
+    def _loaded(self, manifest: Manifest, reader: CheckpointReader, *, may_be_empty: bool = True) -> _M:
         with malformed_refused(f"checkpoint {manifest.number} of {reader.url}"):
             schema = schema_of(manifest.schema)
         lanes = schema.num_envs if self.num_envs is None else self.num_envs

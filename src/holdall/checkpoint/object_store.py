@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import tempfile
 import time
@@ -39,6 +40,7 @@ from holdall.checkpoint.manifest import (
     require_format,
 )
 from holdall.checkpoint.objects import PART_BYTES, Objects, StoredObject, sent, short
+from holdall.checkpoint.waiting import LOAD_S, Waiting
 from holdall.errors import CheckpointError, FencedError
 from holdall.storage import AwaitedFile, SegmentFile
 
@@ -101,7 +103,7 @@ class ObjectStoreReader:
 
     def reopened(self) -> ObjectStoreReader:
         """Return the same checkpoints; `interrupt` does not end reading them."""
-        return ObjectStoreReader(Objects(self.url), self._cache_dir)
+        return ObjectStoreReader(Objects(self.url, Waiting(self.url, LOAD_S)), self._cache_dir)
 
     def below(self, folder: str) -> ObjectStoreReader:
         """Return the checkpoints of one shard."""
@@ -114,6 +116,10 @@ class ObjectStoreReader:
         top = self._objects.elsewhere(self.url.rsplit("/", 2)[0])
         above = ObjectStoreReader(top, self._cache_dir)
         return above if top.get("FORMAT", MOST_FORMAT_BYTES) is not None or above.numbers() else None
+
+    def wait_on(self) -> None:
+        """Wait for the store from now on until it answers, or is interrupted."""
+        self._objects.waiting.limit_s = math.inf
 
     def interrupt(self) -> None:
         """Give up waiting for the store."""

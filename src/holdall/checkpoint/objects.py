@@ -200,6 +200,7 @@ class Objects:
     def _patiently(self, request: Request) -> Any:
         """Do something until it is answered; a server that restarts is waited for."""
         wait, is_logged, reminder = _FIRST_WAIT_S, False, Reminder()
+        self.waiting.got_on()  # the request before was answered, however long ago
         while True:
             try:
                 answer = self._answer(request, reminder)

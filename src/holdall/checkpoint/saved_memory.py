@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
-from holdall.checkpoint.load import Loading, Restored, open_reader
+from holdall.checkpoint.directory import open_reader
+from holdall.checkpoint.load import Loading, Restored
 from holdall.checkpoint.manifest import ATTACHMENT_NAME, normalized_url
 from holdall.checkpoint.save import Progress, SaveHandle, Savers, require_mirror
 from holdall.checkpoint.saved_records import Attached, RowsKey
-from holdall.checkpoint.waiting import CLOSE_S
+from holdall.checkpoint.waiting import CLOSE_S, LOAD_S
 from holdall.checkpoint.write import Snapshot
 from holdall.delivery import Prefetched
 from holdall.errors import ArgumentError, CheckpointError, HoldallError
@@ -188,6 +189,7 @@ class SavedMemory(ABC):
         num_envs: int | None = None,
         recover: bool = False,
         store_device: str | None = None,
+        timeout: float = LOAD_S,
     ) -> Self:
         """Load the newest checkpoint that is whole; the memory goes on exactly where it was saved.
 
@@ -201,10 +203,13 @@ class SavedMemory(ABC):
                 `Hindsight` with its function, have to be passed; one of another kind than the saved starts afresh.
             num_envs: Lanes, if not as many as before. Every transition is then added again, under a new id; where a
                 lane's stream is cut, the last transition before is marked as truncated; samplers start afresh.
-            recover: Take the newest checkpoint even if records of it are damaged: transitions that touch them count as
-                none, all others are loaded, and the log says what is lost. Everything is read for that.
+            recover: Take the newest checkpoint even if records of it are damaged or files are gone: transitions that
+                touch them count as none, all others are loaded, and the log says what is lost. Everything is read.
             store_device: As of the constructor; a memory whose data was born on a device goes back there.
+            timeout: An object store that does not answer for so many seconds is given up, and an error says so. What
+                is sampled later waits until it answers, or the memory is closed.
         """
+        require_number("timeout", timeout, 0)
         if num_envs is not None:
             require_count("num_envs", num_envs, 1)
         require_flag("recover", recover)
@@ -219,7 +224,9 @@ class SavedMemory(ABC):
             return made(schema, None, most, store_device=store_device, **settings)
 
         loading: Loading[Any] = Loading(make, made._take_over, sampler, capacity, num_envs, recover)
-        memory: Self = loading.load(open_reader(url, spill_dir))
+        reader = open_reader(url, spill_dir, timeout)
+        memory: Self = loading.load(reader)
+        reader.wait_on()
         return memory
 
     @property

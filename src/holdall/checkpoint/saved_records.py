@@ -303,7 +303,7 @@ class RecordFiles:
             ranges.setdefault(ref.file, []).append((ref.start, ref.start + min(ref.nbytes, nbytes)))
         demands = []
         for name, wanted in ranges.items():
-            with contextlib.suppress(DamageError):  # reading it raises the error
+            with contextlib.suppress(DamageError, CheckpointError):  # reading it raises the error
                 demands.append(Demand(self.open(name)[0], *np.array(wanted, np.int64).T))
         if any(demand.file.is_awaited for demand in demands):
             bring(demands)

@@ -7,7 +7,9 @@ nothing: the job that needed it is not taken.
 
 from __future__ import annotations
 
+import errno
 import logging
+import math
 import os
 import threading
 import time
@@ -20,6 +22,8 @@ from holdall.threads import left
 
 CLOSE_S = 30.0
 """How long `close`, and the end of the program, wait for a job that does not get on."""
+LOAD_S = 30.0
+"""How long `load`, and commands that read, wait for an object store that does not answer."""
 SAY_AFTER_S = 10.0
 _GIVE_UP_SHARE = 0.9
 """Of the time that `close` has: after it the job is given up, and has the rest to end."""
@@ -38,10 +42,11 @@ class Waiting:
 
     Args:
         url: What the job reads or writes.
+        limit_s: Seconds without an answer after which the job is given up; infinite: never.
     """
 
-    def __init__(self, url: str) -> None:
-        self.url = url
+    def __init__(self, url: str, limit_s: float = math.inf) -> None:
+        self.url, self.limit_s = url, limit_s
         self.reason = ""  # why there is no answer yet
         self._given_up = threading.Event()
         self._moved_at = time.monotonic()
@@ -67,14 +72,20 @@ class Waiting:
 
     def pause(self, seconds: float) -> bool:
         """Wait before the next try; return whether the job was given up meanwhile."""
-        return self._given_up.wait(seconds)
+        return self._given_up.wait(max(0.0, min(seconds, self._moved_at + self.limit_s - time.monotonic())))
 
     def stuck_since(self, began: float) -> float:
         """Return when the job last got on, or `began` if that is later."""
         return max(began, self._moved_at)
 
     def require(self) -> None:
-        """Raise if the job was given up."""
+        """Raise if the job was given up, or is stuck for longer than it may be."""
+        if time.monotonic() - self._moved_at > self.limit_s:
+            raise CheckpointError(
+                errno.ETIMEDOUT,
+                f"{self.url} was given up after {self.limit_s:g} s: {self.reason or 'it does not get on'}; check the "
+                "url and the endpoint, or give it a longer timeout",
+            )
         if self.is_given_up:
             what = f"did not answer before the save was cancelled ({self.reason})" if self.reason else "was cancelled"
             raise CheckpointError(f"{self.url} {what}, or the memory closed")

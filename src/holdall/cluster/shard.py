@@ -7,6 +7,7 @@ is a journal, was written to it first.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import Counter
 from dataclasses import asdict
@@ -357,7 +358,7 @@ class Shard:
 
 def _checkpoint_of(url: str, number: int) -> Restored:
     """Read a checkpoint of one shard: all but its rows, which follow, and its full blocks, which stay."""
-    reader = open_reader(url)
+    reader = open_reader(url, timeout=math.inf)
     return restored(reader.manifest(number), reader, None)
 
 

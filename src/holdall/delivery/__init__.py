@@ -19,6 +19,7 @@ from holdall.delivery.batches import (
     of_ids,
 )
 from holdall.delivery.device import DeviceStream, stream_to
+from holdall.delivery.device_assembly import DeviceBatch
 from holdall.delivery.device_batch import batches_for
 from holdall.delivery.device_rollout import DeviceRollout
 from holdall.delivery.loader import Loader, Prefetched, SavedDraws
@@ -31,6 +32,7 @@ __all__ = [
     "Batches",
     "CopySpan",
     "Delivery",
+    "DeviceBatch",
     "DeviceCopier",
     "DeviceRollout",
     "DeviceStream",

@@ -83,6 +83,10 @@ class DeviceStream:
         """Return the calling thread's own stream, as the driver names it; it waits for the one of the call before."""
         return 0
 
+    def record_there(self) -> Any:
+        """Return an event behind everything that the stream was given which `consumer` returned last."""
+        return None
+
     def wait_for_device(self) -> None:
         """Wait on the host for everything that any stream has been given."""
 
@@ -187,6 +191,10 @@ class CudaStream(DeviceStream):
             self._consumer = stream
         number: int = stream.cuda_stream
         return number
+
+    def record_there(self) -> Any:
+        """See `DeviceStream`."""
+        return self._consumer.record_event()
 
     def wait_for_device(self) -> None:
         """See `DeviceStream`."""

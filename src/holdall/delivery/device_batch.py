@@ -149,6 +149,8 @@ class DeviceBatches(Batches):
 
     def make(self, draw: Draw, drawn: DrawnRows) -> Batch:
         """See `Batches`."""
+        if drawn.made is not None:
+            return drawn.made.batch
         job = self.start(draw, drawn)
         job.work()
         return job.receive()

@@ -17,7 +17,7 @@ import numpy as np
 from holdall.batch import Batch, Draw
 from holdall.delivery.batches import Batches, BatchJob, Delivery, DrawnRows
 from holdall.delivery.device_draws import DeviceSampler, draws_on_device
-from holdall.delivery.device_fields import rings_bytes
+from holdall.delivery.device_fields import byte_rows, rings_bytes
 from holdall.delivery.device_loops import RowsOnDevice
 from holdall.delivery.device_rings import DeviceRings
 from holdall.errors import ArgumentError
@@ -80,9 +80,9 @@ class TensorFit:
         )
 
     def rows(self, leaf: Leaf, value: Any, leading: tuple[int, ...], argument: str) -> torch.Tensor:
-        """Return rows of a leaf, one per id."""
+        """Return the bytes of rows of a leaf, one per id."""
         tensor: torch.Tensor = self._fit(leaf, value, leading, argument, "one row per id")
-        return tensor.detach()
+        return byte_rows(self._torch, tensor.detach().contiguous())
 
     def leaves(self, tree: Tree, value: Any, argument: str) -> list[Any]:
         """Return the tensors of one nested argument, lanes first."""

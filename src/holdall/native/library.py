@@ -184,7 +184,7 @@ class DeviceFieldStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("places positions repeats base to"),
-        *_numbers("first end first_repeat end_repeat window outer run_bytes"),
+        *_numbers("first end end_repeat window outer run_bytes"),
     ]
 
 
@@ -203,7 +203,7 @@ class SlicedSourceStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("parts"), *_numbers("part_count"), *_pointers("cursors starts"),
-        *_numbers("are_named places positions repeats"),
+        *_numbers("are_named places positions repeats to"),
     ]  # fmt: skip
 
 
@@ -224,11 +224,11 @@ class BatchRequestStruct(ctypes.Structure):
 
     _fields_ = [
         *_pointers("ids last_ids"), *_numbers("rows first_id next_id ring_rows lanes"), *_pointers("columns"),
-        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head"),
-        *_numbers("head_bytes observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
+        *_numbers("column_count"), *_pointers("first_ticks"), *_numbers("segments"), *_pointers("head block"),
+        *_numbers("observed rest last_observed last_rest"), ("copied", CopiedArrayStruct * _MOST_COPIED),
         *_numbers("copied_count"), ("source", SlicedSourceStruct * MOST_DEVICE_FIELDS), *_pointers("slots"),
         *_numbers("slot_count"), *_pointers("found"), *_numbers("first_rows"),
-        *_pointers("launch bring repeat stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
+        *_pointers("launch bring finish stream"), *_numbers("most_blocks wrong"), ("task", AssemblyStruct),
     ]  # fmt: skip
 
 

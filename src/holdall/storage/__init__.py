@@ -103,6 +103,7 @@ from holdall.storage.snapshot import (
     StoreContent,
     UnchangedStore,
     is_settled,
+    last_rows,
     put_rows,
     rows_of,
 )
@@ -209,6 +210,7 @@ __all__ = [
     "gather_padded",
     "gather_rows",
     "is_settled",
+    "last_rows",
     "lies_direct",
     "new_ring",
     "numbers",

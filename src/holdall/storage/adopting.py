@@ -14,6 +14,11 @@ from holdall.storage.store import Store
 class AdoptingStore(Store):
     """A store whose ticks may come as segments. Not locked, as `Store`."""
 
+    def forget_before(self, tick: int) -> None:
+        """Drop the ticks before one."""
+        self._not_before = max(self._not_before, min(tick, self.next_tick))
+        self._evict_before(self._not_before)
+
     def require(self, segment: SealedSegment) -> None:
         """Refuse a segment that `adopt` would refuse."""
         segment.require(self._lanes, self._large, self.reward_dtype)

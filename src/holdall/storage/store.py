@@ -10,7 +10,6 @@ the segments which blocks are full or dropped, the tiers what to do with them, a
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
@@ -54,9 +53,7 @@ from holdall.storage.ticks import (
     TickWriter,
     restoring,
 )
-from holdall.storage.tiers import Budget, Tiers
-
-_LOG = logging.getLogger("holdall")
+from holdall.storage.tiers import Budget, Tiers, warn_of_small_budget
 
 
 class Store:
@@ -257,11 +254,7 @@ class Store:
             self._is_fit_known = True
             fits = self.capacity_that_fits
         if fits is not None:
-            capacity = self._capacity_ticks * self._lanes
-            _LOG.warning(
-                "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
-                "raise budget, name a spill_dir, or lower capacity", fits, capacity,
-            )  # fmt: skip
+            warn_of_small_budget(fits, self._capacity_ticks * self._lanes)
 
     def relieve(self, nbytes: int) -> None:
         """Hold that much less in memory from now on: raw blocks are sealed, and spilled where there is a disk tier.
@@ -305,7 +298,7 @@ class Store:
     @property
     def all_valid(self) -> bool:
         """Whether every lane made a transition in every tick held."""
-        return self._rings.count_invalid(self.first_tick, self.next_tick) == 0
+        return self._rings.invalid is None or self._rings.count_invalid(self.first_tick, self.next_tick) == 0
 
     @property
     def reward_dtype(self) -> np.dtype[Any] | None:
@@ -354,21 +347,16 @@ class Store:
     def set_flags(self, ids: NDArray[np.int64], terminated: NDArray[np.bool_], truncated: NDArray[np.bool_]) -> None:
         """Overwrite how transitions ended."""
         self.flags_changed += 1
-        self.rewrite(ids, {"terminated.0": terminated, "truncated.0": truncated})
+        self.rewrite(*last_rows(ids, {"terminated.0": terminated, "truncated.0": truncated}))
 
     def rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
-        """Write rows of some columns again; of an id that comes twice, the last row stays."""
+        """Write rows of some columns again; they are copies, see `last_rows`, since the next call may have to do so."""
         self.rewrites += 1
-        self.repair.do(partial(self._rewrite, *last_rows(ids, columns)))
+        self.repair.do(partial(self._rewrite, ids, columns))
 
     def _rewrite(self, ids: NDArray[np.int64], columns: Mapping[str, Any]) -> None:
         self._snapshots.before_rewrite(ids, tuple(columns), self.chunk_ticks)
         self._rings.rewrite(ids, columns)
-
-    def forget_before(self, tick: int) -> None:
-        """Drop the ticks before one."""
-        self._not_before = max(self._not_before, min(tick, self.next_tick))
-        self._evict_before(self._not_before)
 
     def content(self) -> StoreContent:
         """Return all but the rows, sharing memory with the store; what is added later does not change it."""
@@ -380,15 +368,12 @@ class Store:
         """All that is neither rows nor segments."""
         shared = {i: ring for i, ring in self._rings.small.items() if ring.is_shared}
         return {
-            "first_tick": self.first_tick,
-            "next_tick": self.next_tick,
-            "large": list(self._large),
+            "first_tick": self.first_tick, "next_tick": self.next_tick, "large": list(self._large),
             "newest": {i: ring.newest_next(self.next_tick) for i, ring in shared.items() if self.next_tick},
             "paired": [i for i in self._rings.small if i not in shared],
             "scouts": {str(i): scout.state() for i, scout in self._rings.scouts.items()},
-            "reward_dtype": self.reward_dtype,
-            "has_invalid": self._rings.invalid is not None,
-        }
+            "reward_dtype": self.reward_dtype, "has_invalid": self._rings.invalid is not None,
+        }  # fmt: skip
 
     def rows(self) -> list[RowChunk]:
         """Return the rows of all ticks held, in order, sharing memory with the rings."""
@@ -453,11 +438,6 @@ class Store:
     def chunk_ticks(self) -> int:
         """Ticks whose rows are written to a checkpoint as one chunk."""
         return chunk_ticks_of(sum(prod(ring.shape[1:]) * ring.dtype.itemsize for ring in self._columns().values()))
-
-    @property
-    def row_layout(self) -> tuple[int, tuple[str, ...]]:
-        """Ticks in a chunk of rows, and its columns."""
-        return self.chunk_ticks, tuple(self._columns())
 
     def columns_like(self) -> dict[str, tuple[tuple[int, ...], np.dtype[Any]]]:
         """Return the shape and dtype of one tick of every column."""

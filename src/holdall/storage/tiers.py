@@ -7,6 +7,7 @@ aside first: rings, the open segment, those being sealed and spilled, staging.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ _MOST_STAGING = 256 * 2**20
 _SPARED_WHILE_STUCK = 2
 """Segments that a budget sets aside for writing to disk, and that may be used while the disk takes nothing."""
 NO_LIMIT = 1 << 62
+_LOG = logging.getLogger("holdall")
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,3 +314,11 @@ class _BlockQueue:
     def _count(self, frozen: FrozenBlock, sign: int) -> None:
         self.nbytes += sign * frozen.block.used_bytes
         self.whole_bytes += sign * frozen.block.used * frozen.block.slice_bytes
+
+
+def warn_of_small_budget(fits: int, capacity: int) -> None:
+    """Say that transitions will leave before their capacity is reached."""
+    _LOG.warning(
+        "budget holds about %d of the %d transitions of this capacity: from then on the oldest leave early; "
+        "raise budget, name a spill_dir, or lower capacity", fits, capacity,
+    )  # fmt: skip

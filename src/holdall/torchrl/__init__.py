@@ -10,6 +10,7 @@ try:
 except ImportError as error:
     raise MissingPackageError("holdall.torchrl needs torchrl; run \"pip install 'holdall[torchrl]'\"") from error
 
-from holdall.torchrl.storage import HoldallStorage, StoredTensor
+from holdall.torchrl.fields import StoredTensor
+from holdall.torchrl.storage import HoldallStorage
 
 __all__ = ["HoldallStorage", "StoredTensor"]

@@ -8,10 +8,10 @@ Invariant: every key, shape, dtype and bit comes back; what an observation share
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -112,7 +112,7 @@ class Fields:
 
     def memory(self, capacity: int, lanes: int, **settings: Any) -> ReplayMemory:
         """Make a memory for such TensorDicts."""
-        by_kind: dict[str, dict[str, spaces.Box]] = {kind: {} for kind in ("obs", "action", "column")}
+        by_kind: dict[str, dict[str, spaces.Space[Any]]] = {kind: {} for kind in ("obs", "action", "column")}
         for field in self.tensors:
             kind = "obs" if field.kind == "alone" else field.kind
             if kind in by_kind:
@@ -202,6 +202,10 @@ class Fields:
             ) from error
         return cls(tuple(tensors), tuple(nested))
 
+    def missing(self, data: TensorDictBase) -> list[Key]:
+        """Return the keys that are not in a TensorDict."""
+        return [field.key for field in self.tensors if data.get(field.key, None) is None]
+
     def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Return the tensors of a TensorDict by key, if they are those of the first one."""
         given = _leaves(data)
@@ -228,7 +232,13 @@ class Fields:
 def _leaves(data: TensorDictBase) -> dict[Key, torch.Tensor]:
     """Return all tensors by key; refuse what is none, or has no one shape."""
     leaves: dict[Key, torch.Tensor] = {}
-    for key, value in data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
+    try:
+        items = list(data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"data holds elements of different shapes ({str(error).splitlines()[0]}); pad them to one shape"
+        ) from error
+    for key, value in items:
         name = (key,) if isinstance(key, str) else tuple(key)
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(
@@ -293,63 +303,98 @@ def _dtype(name: Any) -> torch.dtype:
 # ---------------------------------------------------------------- tensors that are read when they are used
 
 
+class StoredKey(Protocol):
+    """One key of all elements of a storage; cells are numbered through all of its dimensions."""
+
+    def read(self, cells: Ids) -> torch.Tensor:
+        """Return what is stored in some cells, of any shape."""
+
+    def write(self, cells: Ids, tensor: torch.Tensor) -> None:
+        """Write to some cells."""
+
+
 class StoredTensor(torch.Tensor):
-    """One key of a slice of a storage: it is read when it is used, and cannot be written.
+    """One key of a slice of a storage: it is read when it is used, and written when it is changed in place.
 
     `storage[:]["next", "done"]` reads this one key of all elements. A slice of it is another one; any other index reads
     what it names; everything else reads all of it, and goes on with a tensor.
     """
 
-    _read: Callable[[Ids], torch.Tensor]
-    _ids: Ids
+    key: StoredKey
+    cells: Ids
 
     @staticmethod
     def of(
-        read: Callable[[Ids], torch.Tensor], ids: Ids, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-    ) -> StoredTensor:
-        """Stand for the tensor that `read` returns for some ids; each is of a shape."""
-        whole = (*ids.shape, *shape)
-        stored: Any = torch.Tensor._make_wrapper_subclass(StoredTensor, whole, dtype=dtype, device=device)  # type: ignore[attr-defined]
-        stored._read, stored._ids = read, ids
-        return stored  # type: ignore[no-any-return]  # it is one
+        key: StoredKey, cells: Ids, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+    ) -> StoredTensor:  # fmt: skip
+        """Stand for what a key holds in some cells; each is of a shape."""
+        whole = (*cells.shape, *shape)
+        stored = torch.Tensor._make_wrapper_subclass(StoredTensor, whole, dtype=dtype, device=device)
+        stored.key, stored.cells = key, cells
+        return stored
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Answer what is known of it; read it for everything else."""
-        with torch._C.DisableTorchFunctionSubclass():
-            if func in _KNOWN:
-                return func(*args, **(kwargs or {}))
-            is_first = bool(args) and isinstance(args[0], StoredTensor)
-            if is_first and func is torch.Tensor.__getitem__:
-                return args[0].indexed(args[1])
-            name = getattr(func, "__name__", "")
-            if is_first and (name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))):
-                raise ArgumentError(
-                    "a slice of a HoldallStorage cannot be changed in place; write the elements again: "
-                    "data = buffer[index], change it, buffer[index] = data"
-                )
-        return func(*_read_all(args), **_read_all(kwargs or {}))
+        named, name = kwargs or {}, getattr(func, "__name__", "")
+        if func in _KNOWN:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **named)
+        if args and isinstance(args[0], StoredTensor):
+            stored, rest = args[0], args[1:]
+            if name == "__getitem__":
+                return stored.indexed(*rest)
+            if name == "__setitem__":
+                return stored.assign(*rest)
+            if name == "transpose" and len(rest) == 2 and max(rest) < stored.cells.ndim and min(rest) >= 0:
+                return stored._of_cells(stored.cells.swapaxes(*rest))
+            if name.endswith("_") and not name.endswith("__"):
+                changed = stored.whole()
+                func(changed, *_read_all(rest), **_read_all(named))
+                stored.key.write(stored.cells, changed)
+                return stored
+        return func(*_read_all(args), **_read_all(named))
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # this is how torch calls it
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Read it for what torch does by itself."""
         return func(*_read_all(args), **_read_all(kwargs or {}))
 
     def indexed(self, index: Any) -> torch.Tensor:
         """Return another one for slices of elements, and a tensor for all else."""
-        parts = index if isinstance(index, tuple) else (index,)
-        if any(part is None or part is Ellipsis for part in parts) or len(parts) > self._ids.ndim:
+        if not self._names_cells(index):
             return self.whole()[index]
-        ids = np.asarray(self._ids[numpy_index(index)])
-        if all(isinstance(part, slice) for part in parts):
-            return StoredTensor.of(self._read, ids, tuple(self.shape[self._ids.ndim :]), self.dtype, self.device)
-        return self._read(ids)
+        cells = np.asarray(self.cells[numpy_index(index)])
+        parts = index if isinstance(index, tuple) else (index,)
+        return self._of_cells(cells) if all(isinstance(part, slice) for part in parts) else self.key.read(cells)
+
+    def assign(self, index: Any, value: Any) -> None:
+        """Write to what an index names."""
+        if self._names_cells(index):
+            cells = np.asarray(self.cells[numpy_index(index)])
+            written = self.key.read(cells)
+            written[...] = _read_all(value)
+        else:
+            cells, written = self.cells, self.whole()
+            written[index] = _read_all(value)
+        self.key.write(cells, written)
 
     def whole(self) -> torch.Tensor:
         """Read all of it."""
-        return self._read(self._ids)
+        return self.key.read(self.cells)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def _of_cells(self, cells: Ids) -> StoredTensor:
+        return StoredTensor.of(self.key, cells, tuple(self.shape[self.cells.ndim :]), self.dtype, self.device)
+
+    def _names_cells(self, index: Any) -> bool:
+        """Whether an index is one of elements alone."""
+        parts = index if isinstance(index, tuple) else (index,)
+        is_plain = not any(part is None or part is Ellipsis for part in parts)
+        return is_plain and len(parts) <= self.cells.ndim
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]  # torch has no types here
         return f"StoredTensor(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
 
 
@@ -360,7 +405,7 @@ _KNOWN = {
         "is_cuda", "is_meta", "is_leaf", "grad_fn", "itemsize", "nbytes",
     )),
     _T.size, _T.dim, _T.ndimension, _T.numel, _T.nelement, _T.element_size, _T.__len__, _T.is_shared,
-    _T.is_floating_point, _T.is_complex, _T.__repr__, _T.__hash__,
+    _T.is_floating_point, _T.is_complex, _T.__repr__, _T.__hash__, _T.requires_grad_,
 }  # fmt: skip
 
 

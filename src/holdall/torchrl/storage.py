@@ -11,15 +11,14 @@ import json
 import os
 import tempfile
 import zlib
-from collections.abc import Callable
 from math import prod
 from multiprocessing.context import get_spawning_popen
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_tensor_collection, is_tensorclass
+from tensordict import TensorDict, TensorDictBase, is_tensor_collection, is_tensorclass
 from torchrl.data.replay_buffers.checkpointers import StorageCheckpointerBase
 from torchrl.data.replay_buffers.storages import TensorStorage
 
@@ -34,6 +33,8 @@ _FEWEST_SPARE = 16
 _CARRIED_BYTES = 1 << 25
 """Rows that are added again at once."""
 _FORMAT = 1
+_ONLY_KEY = "tensor"
+"""Of data that is no TensorDict, but one tensor."""
 _LAYOUT, _POSITIONS = "torchrl/layout.json", "torchrl/positions"
 
 
@@ -54,7 +55,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
 
     TensorDicts of one structure come back with the same keys, shapes, dtypes and bits. Keys that are there twice, as
     `key` and `("next", key)`, share what they have in common; frame stacks are stored frame by frame. Slices, such as
-    `storage[:]`, are read key by key when they are used, and cannot be written in place.
+    `storage[:]`, are read key by key when they are used.
 
     Args:
         max_size: Elements that are held; with `ndim` dimensions, over all of them.
@@ -68,6 +69,9 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
 
     _default_checkpointer = HoldallCheckpointer
     supports_conditional_update = False
+    max_size: int
+    device: Any
+    _len: int
 
     def __init__(
         self, max_size: int, *, device: torch.device | str = "cpu", ndim: int = 1,
@@ -83,7 +87,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         self._fields: Fields | None = None
         self._memory: ReplayMemory | None = None
         self._ids: Ids = np.zeros(0, np.int64)  # per position: the id of its transition, and 1; 0: nothing yet
-        self._settings = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        self._settings: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._collection: Any = None  # the tensorclass of the data, if it is one
         self._oldest = 0  # no position has a lower id
         self._folder: tempfile.TemporaryDirectory[str] | None = None  # files of a state that was loaded
@@ -94,7 +98,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     @property
     def _storage(self) -> Any:
         """All elements, as a TensorDict that is read when it is used."""
-        return None if self._fields is None else self._lazy(self._ids)
+        return None if self._fields is None else self._lazy(self._cells)
 
     @_storage.setter
     def _storage(self, value: Any) -> None:
@@ -127,6 +131,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Transitions that one element consists of."""
         return prod(self._ids.shape[1:])
 
+    def _init(self, data: TensorDictBase) -> None:
+        """Make the memory for elements like this one."""
+        self._begin(data.unsqueeze(0))
+
     def _begin(self, data: TensorDictBase) -> None:
         """Make the memory for data like this, whose first dimension counts elements."""
         if data.batch_dims < self.ndim:
@@ -144,34 +152,40 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
         self._fields, self._memory, self._oldest = fields, memory, 0
         self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
-        self._collection = type(data) if is_tensorclass(data) else None
+        if is_tensorclass(data):
+            self._collection = type(data)
         self.initialized = True
 
     # ---------------------------------------------------------------- writing
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
-        if not is_tensor_collection(data):
-            raise ArgumentError(
-                f"data is a {type(data).__name__}; HoldallStorage holds TensorDicts, so pass "
-                "TensorDict({'data': tensor}, batch_size=[len(tensor)])"
-            )
+        data = self._in_tensordict(data, self.ndim - _is_integer(cursor))
         if _is_integer(cursor):
-            data, positions = data.unsqueeze(0), np.array([int(cursor)])
-        else:
-            positions = None
+            data, cursor = data.unsqueeze(0), [int(cursor)]
         if not self.initialized:
             self._begin(data)
-        if positions is None:
-            positions, data = self._elements(cursor, data)
-        positions, data = self._checked(positions, data)
+        positions, data = self._checked(*self._elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
             self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
         self._bump_mutation_revision()
+
+    def _in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
+        """Return data as a TensorDict: one tensor becomes its only key, a list is stacked."""
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        if self._collection is None and not self.initialized:
+            self._collection = torch.Tensor if isinstance(data, torch.Tensor) else None
+        if isinstance(data, torch.Tensor):
+            data = TensorDict({_ONLY_KEY: data}, batch_size=data.shape[:batch_dims])
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"data is a {type(data).__name__}; HoldallStorage holds tensors and TensorDicts, so pass "
+                "TensorDict({...}, batch_size=[...])"
+            )
+        return data
 
     def _elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return the positions of whole elements that an index names, and their data."""
@@ -180,12 +194,39 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             return index.astype(np.int64), data
         if isinstance(index, slice):
             return np.arange(len(self._ids))[index], data
-        places = np.arange(self._ids.size).reshape(self._ids.shape)[index]
-        positions, which = np.unique(places // self._rows, return_inverse=True)
-        whole = self._gathered(self._ids[positions])  # what is not named stays as it is
-        flat, named = whole.reshape(-1), which.reshape(-1) * self._rows + places.reshape(-1) % self._rows
-        flat[torch.from_numpy(named)] = data.expand(places.shape).reshape(-1)
+        cells = np.asarray(self._cells[index])
+        return self._whole_elements(cells.reshape(-1), data.expand(cells.shape).reshape(-1))
+
+    def _whole_elements(self, cells: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
+        """Return the elements that some cells belong to, and their data: new in these cells, as it is in all others."""
+        if self._rows == 1:
+            return cells, data.reshape(len(cells), *self._ids.shape[1:])
+        positions, which = np.unique(cells // self._rows, return_inverse=True)
+        whole = self._gathered(self._ids[positions])
+        flat = whole.reshape(-1)
+        flat[torch.from_numpy(which.reshape(-1) * self._rows + cells % self._rows)] = data
         return positions, flat.reshape(whole.shape)
+
+    @property
+    def _cells(self) -> Ids:
+        return np.arange(self._ids.size).reshape(self._ids.shape)
+
+    def write_key(self, number: int, cells: Ids, tensor: torch.Tensor) -> None:
+        """Write one key of some cells; for `StoredTensor`."""
+        fields, flat = self._known_fields, cells.reshape(-1)
+        values = tensor.reshape(len(flat), *tensor.shape[cells.ndim :])
+        at_once = max(_CARRIED_BYTES // max(fields.nbytes, 1), 1)
+        for first in range(0, len(flat), at_once):
+            some = flat[first : first + at_once]
+            data = self._gathered(self._ids.reshape(-1)[some])
+            data.set(fields.tensors[number].key, values[first : first + at_once])
+            self._write(*self._checked(*self._whole_elements(some, data)))
+        self._bump_mutation_revision()
+
+    def read_key(self, number: int, cells: Ids) -> torch.Tensor:
+        """Read one key of some cells; for `StoredTensor`."""
+        ids = self._written(self._ids.reshape(-1)[cells])
+        return self._known_fields.read(self.memory, number, ids).to(self.device)
 
     def _checked(self, positions: Ids, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return positions from 0 on, each once and with the data that came last for it."""
@@ -212,8 +253,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Add elements to the memory, and note their ids."""
         memory, rows = self.memory, self._rows
         lanes = memory.num_envs
-        steps = len(positions) * rows // lanes
-        given = self._known_fields.arguments(data, (steps, lanes))
+        missing = self._known_fields.missing(data)
+        if missing and self._ids[positions].all():  # keys that are not given stay as they are
+            data = self._gathered(self._ids[positions]).select(*missing).update(data)
+        given = self._known_fields.arguments(data, (len(positions) * rows // lanes, lanes))
         self._ids[positions] = 0
         at_once = memory.capacity // rows - len(self._ids)
         for first in range(0, len(positions), at_once):
@@ -245,40 +288,36 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
     # ---------------------------------------------------------------- reading
 
     def get(self, index: Any) -> Any:
-        """Return elements: an integer, a sequence, a mask, a tuple of these; or a slice, which is read when used."""
+        """Return elements: an integer, a sequence, a mask, a tuple of these; a slice, or a key, is read when used."""
         if self._fields is None:
             raise RuntimeError("Cannot get elements out of a non-initialized storage.")
-        held = self._ids if self._is_full else self._ids[: self._len_along_dim0]
-        ids: Ids = np.asarray(held[numpy_index(index)])
+        held = slice(None) if self._is_full else slice(self._len_along_dim0)
         parts = index if isinstance(index, tuple) else (index,)
+        if any(isinstance(part, str) for part in parts):
+            return self._lazy(self._cells[held])[index]
         if any(isinstance(part, slice) for part in parts):
-            return self._in_class(self._lazy(ids))
-        return self._in_class(self._gathered(ids))
+            return self._lazy(self._cells[held][numpy_index(index)])
+        return self._in_class(self._gathered(np.asarray(self._ids[held][numpy_index(index)])))
 
     def _gathered(self, ids: Ids) -> TensorDictBase:
         fields = self._known_fields
         batch = self.memory.gather(self._written(ids).reshape(-1))
         return fields.build(fields.tensors_of(batch, ids.shape), ids.shape, self.device)
 
-    def _lazy(self, ids: Ids) -> TensorDictBase:
+    def _lazy(self, cells: Ids) -> Any:
         """Return a TensorDict of tensors that are read when they are used."""
-        fields = self._known_fields
-
-        def reader(number: int) -> Callable[[Ids], torch.Tensor]:
-            return lambda wanted: fields.read(self.memory, number, self._written(wanted)).to(self.device)
-
         stored = (
-            StoredTensor.of(reader(number), ids, field.shape, field.dtype, self.device)
-            for number, field in enumerate(fields.tensors)
+            StoredTensor.of(_Key(self, number), cells, field.shape, field.dtype, self.device)
+            for number, field in enumerate(self._known_fields.tensors)
         )
-        return fields.build(stored, ids.shape, self.device)
+        return self._in_class(self._known_fields.build(stored, cells.shape, self.device))
 
     @staticmethod
     def _written(ids: Ids) -> Ids:
         """Return the ids of transitions, if something was written to all of these positions."""
-        if not ids.all():
+        if not np.all(ids):
             raise IndexError(f"index names {int((ids == 0).sum())} positions that were not written yet; ask for others")
-        return ids - 1
+        return np.asarray(ids - 1)
 
     @property
     def _known_fields(self) -> Fields:
@@ -287,6 +326,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._fields
 
     def _in_class(self, data: TensorDictBase) -> Any:
+        if self._collection is torch.Tensor:
+            return data.get(_ONLY_KEY)
         return data if self._collection is None else self._collection.from_tensordict(data)
 
     def _empty(self) -> None:
@@ -372,14 +413,23 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         if not state_dict["initialized"]:
             self._empty()
             return
+        content = state_dict["_storage"]
+        if isinstance(content, torch.Tensor) or "__batch_size" in content:  # of one of TorchRL's own storages
+            if not isinstance(content, torch.Tensor):
+                content = TensorDict().load_state_dict(content, strict=False)
+            self._empty()
+            held = -(int(state_dict["_len"]) // -prod(content.shape[1 : self.ndim]))
+            self.set(range(held), content[:held], set_cursor=False)
+            self._len = int(state_dict["_len"])
+            return
         folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
         root = Path(folder.name).resolve()
-        for name, content in state_dict["_storage"].items():
+        for name, file in content.items():
             path = (root / name).resolve()
             if root not in path.parents:
                 raise CheckpointError(f"state_dict holds a file {name!r} outside of its directory; do not load it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.cpu().numpy().tobytes())
+            path.write_bytes(file.cpu().numpy().tobytes())
         self.load_from(root)
         self._folder = folder
 
@@ -401,6 +451,19 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Free everything; what was sampled stays as it is."""
         if self._memory is not None:
             self._memory.close()
+
+
+class _Key(NamedTuple):
+    """One key of a storage."""
+
+    storage: HoldallStorage
+    number: int
+
+    def read(self, cells: Ids) -> torch.Tensor:
+        return self.storage.read_key(self.number, cells)
+
+    def write(self, cells: Ids, tensor: torch.Tensor) -> None:
+        self.storage.write_key(self.number, cells, tensor)
 
 
 def _is_integer(cursor: Any) -> bool:

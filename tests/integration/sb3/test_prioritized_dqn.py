@@ -30,12 +30,14 @@ ENVIRONMENTS: dict[str, Any] = {
     "CnnPolicy": partial(Stacked, BUTTONS),
     "MultiInputPolicy": partial(Wander, dict_space(), BUTTONS),
 }
+SEEDS = {"MlpPolicy": 5, "CnnPolicy": 7, "MultiInputPolicy": 5}
+"""With these a draw too many before the training changes it; with others a rejected number may make up for it."""
 
 
 def made(algorithm: Any, policy: str = "MlpPolicy", lanes: int = 1, **settings: Any) -> Any:
     network: dict[str, Any] = {} if policy == "MlpPolicy" else {"features_extractor_class": Glance}
     network |= {"n_quantiles": 20} if issubclass(algorithm, QRDQN) else {}
-    chosen: dict[str, Any] = {"policy_kwargs": {"net_arch": [8], **network}, "seed": 5, "device": "cpu"}
+    chosen: dict[str, Any] = {"policy_kwargs": {"net_arch": [8], **network}, "seed": SEEDS[policy], "device": "cpu"}
     chosen |= {"learning_starts": 20, "batch_size": 16, "train_freq": 1, "buffer_size": 90, "learning_rate": 0.01}
     chosen |= {"target_update_interval": 25}
     return algorithm(policy, DummyVecEnv(each(ENVIRONMENTS[policy], lanes)), **(chosen | settings))
@@ -225,8 +227,8 @@ def test_it_learns_to_balance_a_pole(algorithm: Any) -> None:
         target_update_interval=10, train_freq=256, gradient_steps=128, exploration_fraction=0.16,
         exploration_final_eps=0.04, policy_kwargs={"net_arch": [256, 256]}, seed=1, device="cpu",
     )  # fmt: skip
-    before, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
+    before: Any = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
     model.learn(30_000)
-    after, _ = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
-    assert before < 60
-    assert after > 195
+    after: Any = evaluate_policy(model, model.get_env(), n_eval_episodes=10)
+    assert before[0] < 60
+    assert after[0] > 195

@@ -54,12 +54,14 @@ def test_a_sampler_comes_back_with_its_settings(name: str, tmp_path: Path) -> No
         if "alpha" in str(settings):
             ids = memory.sample(40).ids
             memory.update_priorities(ids, np.linspace(0, 3, 40))
-            getattr(memory.sampler, "by", memory.sampler).beta = 0.9  # as agents that anneal it do
+            prioritized: Any = getattr(memory.sampler, "by", memory.sampler)
+            prioritized.beta = 0.9  # as agents that anneal it do
         memory.save(tmp_path).result()
         with ReplayMemory.load(tmp_path) as loaded:
             assert type(loaded.sampler) is type(memory.sampler)
-            for each in map(operator.attrgetter, settings):
-                assert each(loaded.sampler) == each(memory.sampler)
+            for name_of in settings:
+                value_of = operator.attrgetter(name_of)
+                assert value_of(loaded.sampler) == value_of(memory.sampler)
             for _ in range(5):
                 assert_same_bits(loaded.sample(32), memory.sample(32))
                 for each in (loaded, memory):
