@@ -1,4 +1,4 @@
-"""Resets that were added as steps: one warning for both wrong loops over vector environments, none for right programs."""
+"""Resets that were added as steps: one warning for both wrong loops over vector environments, none for right ones."""
 
 from __future__ import annotations
 
