@@ -74,7 +74,7 @@ RUNS = {
     "td3_jax": Run("td3_continuous_action_jax", f"--env-id Pendulum-v1 {_CONTROL}"),
     "dqn_atari": Run("dqn_atari", _ATARI, (*BOTH, "holdall compressed")),
     "dqn_atari_cut": Run(
-        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 2000",
+        "dqn_atari", "--env-id CutBreakout-v4 --total-timesteps 900 --learning-starts 400 --buffer-size 901",
         (*BOTH, "cleanrl plain"), "cleanrl plain",
     ),
 }  # fmt: skip
@@ -236,7 +236,7 @@ def _cells(row: dict[str, Any], reference: dict[str, Any] | None) -> list[str]:
         "the same" if row["weights"] == reference["weights"] else "others",
         f"{size:,.0f} B ({reference['bytes_per_transition'] / size:.1f} x less)",
         *[f"{us[act]:.1f} us ({us[act] / reference['us'][act]:.2f} x)" for act in ACTS],
-        f"{row['cpu_seconds']:.1f} s",
+        f"{row['cpu_seconds']:.1f} s ({row['cpu_seconds'] / reference['cpu_seconds']:.2f} x)",
     ]
 
 
@@ -271,9 +271,12 @@ def main() -> int:
         if side.startswith("holdall")
     )
     if wanted.json:
+        commits = dict.fromkeys(found, commit())
         if wanted.script and wanted.json.is_file():  # one script is measured again
-            found = json.loads(wanted.json.read_text(encoding="utf-8"))["found"] | found
-        about = {"commit": commit(), "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
+            before = json.loads(wanted.json.read_text(encoding="utf-8"))
+            merged, commits = before["found"] | found, before["commits"] | commits
+            found = {name: merged[name] for name in RUNS if name in merged}
+        about = {"commits": commits, "machine": machine(), "versions": versions("tyro", "flax", "mujoco", "jax")}
         wanted.json.write_text(json.dumps(about | {"rounds": wanted.rounds, "found": found}, indent=1) + "\n")
     print(table(found))
     if wanted.guide:

@@ -3,10 +3,10 @@
 Needs torch with CUDA; without a device it says so and ends. `--device cpu --quick` runs every line of it anywhere.
 In:  noise, since nothing here depends on what is in a frame.  Out: the bits compared, a table, and JSON.
 
-All ways of one row take turns, batch by batch. A time is that of one batch: from asking for it until the consumer's
-stream has it. Medians and minima over all turns; nothing is dropped but the first turns, which allocate. After the two
-ways of others torch's idle threads spin for some milliseconds and take cores from whoever comes next, so holdall is
-timed by itself as well: "alone".
+All ways of one row take turns, batch by batch, in an order that is drawn anew for every turn. A time is that of one
+batch: from asking for it until the consumer's stream has it. Medians and minima over all turns; nothing is dropped but
+the first turns, which allocate. After the two ways of others torch's idle threads spin for some milliseconds and take
+cores from whoever comes next, so holdall is timed by itself as well: "alone".
 """
 
 from __future__ import annotations
@@ -117,16 +117,21 @@ def take_turns(rig: Rig, ways: dict[str, Way]) -> dict[str, Any]:
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     allocations: dict[str, int] = dict.fromkeys(ways, 0)
     kept: dict[str, Any] = {}
+    order = np.random.default_rng(3)
     for turn in range(WARM_UP + rig.turns):
-        for name, way in ways.items():
+        for name in order.permutation(list(ways)).tolist():
+            way = ways[name]
             rig.wait()
-            before = rig.allocations()
             start = time.perf_counter()
             kept[name] = way()
             rig.wait()
             if turn >= WARM_UP:
                 seconds[name].append(time.perf_counter() - start)
-                allocations[name] += rig.allocations() - before
+    for name, way in ways.items():  # by themselves: to ask torch for its statistics takes longer than a batch
+        before = rig.allocations()
+        for _ in range(rig.turns):
+            kept[name] = way()
+        allocations[name] = rig.allocations() - before
     return {
         name: {
             "median_ms": 1e3 * float(np.median(times)),

@@ -4,7 +4,7 @@ Needs torch with CUDA, and Stable-Baselines3; without a device it says so and en
 line of it anywhere. In:  camera images and vectors.  Out: the tensors compared, a table, and JSON.
 
 Both buffers hold the same transitions and take turns, batch by batch. A time is from the call until the stream has the
-batch, the median over all turns.
+batch, the median over all turns. Then SAC trains on both, and on a batch that costs nothing: one that is there already.
 """
 
 from __future__ import annotations
@@ -18,15 +18,18 @@ import time
 from pathlib import Path
 from typing import Any
 
+import gymnasium as gym
 import numpy as np
 import torch
 from gymnasium import spaces
+from stable_baselines3 import SAC
 from stable_baselines3.common.buffers import DictReplayBuffer
+from stable_baselines3.common.logger import configure
 
 import holdall.sb3
 
 CAMERA = spaces.Dict(
-    {"camera": spaces.Box(0, 255, (84, 84, 3), np.uint8), "state": spaces.Box(-9, 9, (31,), np.float32)}
+    {"camera": spaces.Box(0, 255, (3, 84, 84), np.uint8), "state": spaces.Box(-9, 9, (31,), np.float32)}
 )
 ACTION = spaces.Box(-1, 1, (6,), np.float32)
 WARM_UP = 5
@@ -35,11 +38,11 @@ WARM_UP = 5
 def fill(buffers: list[Any], steps: int) -> None:
     """Add the same steps to all; an episode has 300."""
     draw = np.random.default_rng(0)
-    base = draw.integers(0, 255, (1, 84, 84, 3)).astype(np.uint8)
+    base = draw.integers(0, 255, (1, 3, 84, 84)).astype(np.uint8)
 
     def observed(step: int) -> dict[str, Any]:
         camera = base.copy()
-        camera[0, :20, :20] = draw.integers(0, 255, (20, 20, 3))
+        camera[0, :, :20, :20] = draw.integers(0, 255, (3, 20, 20))
         return {"camera": camera, "state": np.full((1, 31), step, np.float32)}
 
     obs = observed(0)
@@ -74,6 +77,48 @@ def timed(device: str, buffer: Any, rows: int) -> float:
     return (time.perf_counter() - begun) * 1e3
 
 
+class NoCost:
+    """A buffer whose batch is there already."""
+
+    def __init__(self, buffer: Any, rows: int) -> None:
+        self._samples = buffer.sample(rows)
+
+    def sample(self, _rows: int, env: Any = None) -> Any:
+        """Return the same batch."""
+        return self._samples
+
+
+class Camera(gym.Env[Any, Any]):
+    """What a model needs to know of an environment."""
+
+    observation_space = CAMERA
+    action_space = ACTION
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> tuple[Any, dict[str, Any]]:
+        """Return anything."""
+        return CAMERA.sample(), {}
+
+
+def train(device: str, ways: dict[str, Any], rows: int, turns: int, steps: int) -> dict[str, float]:
+    """Return the gradient steps a second of SAC with each buffer, which take turns."""
+    model = SAC("MultiInputPolicy", Camera(), batch_size=rows, buffer_size=10, device=device, seed=0)
+    model.set_logger(configure(None, []))
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    order = np.random.default_rng(3)
+    for turn in range(turns + 1):
+        for name in order.permutation(list(ways)).tolist():
+            model.replay_buffer = ways[name]
+            if device != "cpu":
+                torch.cuda.synchronize()
+            begun = time.perf_counter()
+            model.train(steps, rows)
+            if device != "cpu":
+                torch.cuda.synchronize()
+            if turn:
+                seconds[name].append(time.perf_counter() - begun)
+    return {name: steps / statistics.median(times) for name, times in seconds.items()}
+
+
 def main() -> None:
     """Measure, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -97,10 +142,21 @@ def main() -> None:
         alone = statistics.median([timed(args.device, mine, batch) for _ in range(turns + WARM_UP)][WARM_UP:])
         rows.append({"rows": batch, "holdall": ours, "sb3": other, "alone": alone})
         print(f"| {batch} | {ours:.2f} ms | {other:.2f} ms | {ours / other:.2f} | {alone:.2f} ms |")
+    batch = 4 if args.quick else 256
+    ahead = holdall.sb3.ReplayBuffer(held, CAMERA, ACTION, device=args.device, prefetch=2)
+    fill([ahead], held)
+    ways = {"no cost": NoCost(theirs, batch), "holdall": mine, "holdall, prefetch": ahead, "sb3": theirs}
+    rates = train(args.device, ways, batch, *((1, 1) if args.quick else (15, 20)))
+    print("\n| batches of | gradient steps a second | over a batch that costs nothing |\n|---|---|---|")
+    for name, rate in rates.items():
+        print(f"| {name} | {rate:.1f} | {rate / rates['no cost']:.3f} |")
     if args.json:
         where = torch.cuda.get_device_name() if args.device == "cuda" else platform.processor()
         args.json.write_text(
-            json.dumps({"device": where, "torch": torch.__version__, "batches": rows}, indent=1) + "\n"
+            json.dumps(
+                {"device": where, "torch": torch.__version__, "batches": rows, "steps_per_second": rates}, indent=1
+            )
+            + "\n"
         )
 
 

@@ -29,8 +29,8 @@ def test_the_program_in_recurrent_md_rewrites_states_and_values() -> None:
     import torch
 
     names: dict[str, Any] = {}
-    for program in re.findall(r"```python\n(.*?)```", (DOCS / "recurrent.md").read_text(), re.DOTALL):
-        exec(compile(program, "docs/recurrent.md", "exec"), names)
+    for program in re.findall(r"```python\n(.*?)```", (DOCS / "guides" / "recurrent.md").read_text(), re.DOTALL):
+        exec(compile(program, "docs/guides/recurrent.md", "exec"), names)
     memory, some = names["memory"], names["some"]
     assert len(memory) == 500
     stored = memory.gather(some.ids).extras

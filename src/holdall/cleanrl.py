@@ -105,11 +105,6 @@ class ReplayBuffer:
             next_obs: At a truncation the final observation, as CleanRL's scripts pass it.
             infos: One dict per environment; not looked at without `handle_timeout_termination`.
         """
-        if not self.handle_timeout_termination and type(reward) is np.ndarray:
-            # Most steps need no other cast than this one, and are checked where they are written.
-            rewards = reward.astype(_FLOAT32, copy=False)
-            if self.memory.add_as_is(obs, action, rewards, next_obs, done, self._nothing_cut):
-                return
         ended, cut = _fit(self._flag, done, "done"), self._nothing_cut
         if self.handle_timeout_termination and (cut := self._cuts(infos)) is not self._nothing_cut:
             ended = ended > cut
@@ -155,11 +150,16 @@ class ReplayBuffer:
 
     def adopt(self, memory: ReplayMemory) -> None:
         """Continue with a memory that was loaded; the one before is closed."""
-        capacity = self.buffer_size * self.n_envs
-        if (memory.capacity, memory.num_envs) != (capacity, self.n_envs):
+        if memory.capacity != self.memory.capacity or memory.num_envs != self.n_envs:
             raise ArgumentError(
                 f"a memory of {memory.capacity} transitions in {memory.num_envs} lanes does not fit a buffer of "
-                f"{capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+                f"{self.memory.capacity} in {self.n_envs}; make the buffer with the settings that it was saved with"
+            )
+        if memory.schema != self.memory.schema:
+            fields = [[(leaf.shape, leaf.dtype.name) for leaf in each.schema.leaves] for each in (memory, self.memory)]
+            raise ArgumentError(
+                f"a memory of {fields[0]} does not fit a buffer of {fields[1]}: observation and action must be the "
+                "same; make the buffer with the spaces that it was saved with"
             )
         self.memory.close()
         self.memory = memory

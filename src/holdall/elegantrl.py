@@ -80,7 +80,7 @@ class TrajectoryBuffer(list[torch.Tensor]):
         given = [len(traj_list), *[(t.shape, t.dtype, t.device) for trajectory in traj_list for t in trajectory]]
         if given != self._given:
             items = _transposed(traj_list)
-            self._given = []  # if memory groups out, what is held is not what was given
+            self._given = []  # if memory runs out, what is held is not what was given
             self._lay_out(items)
             self._given = given
         items = list(zip(*traj_list, strict=True))

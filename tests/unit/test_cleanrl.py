@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import pickle
+import re
+import runpy
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -165,7 +168,7 @@ def test_a_truncated_episode_keeps_its_final_observation_with_optimize_memory_us
     theirs = np.zeros((100, 1, *STACK.shape), STACK.dtype)
     steps = list(steps_of(STACK, CART, 1, 60))
     for slot, step in enumerate(steps):
-        mine.add(*step)
+        mine.add(*step._replace(done=step.done | np.array([step.infos != [{}]])))  # as a loop that knows only ends
         theirs[slot], theirs[slot + 1] = step.obs, step.next_obs
     cut = np.flatnonzero([step.infos != [{}] for step in steps[:-1]])
     assert len(cut) > 2
@@ -245,11 +248,19 @@ def test_a_pickled_buffer_and_an_adopted_memory_go_on_the_same(tmp_path: Path) -
     assert_same_draws(resumed, plain, seed=4)
 
 
-def test_a_memory_of_another_size_is_not_adopted() -> None:
+@pytest.mark.parametrize(
+    ("memory", "says"),
+    [
+        (lambda: holdall.ReplayMemory(VECTOR, FORCE, 60), "60 transitions in 1 lanes does not fit a buffer of 50"),
+        (lambda: holdall.ReplayMemory(STACK, FORCE, 50), r"\(4, 12, 12\), 'uint8'.* does not fit .*\(5,\), 'float32'"),
+    ],
+)
+def test_a_memory_of_another_size_or_space_is_not_adopted(memory: Any, says: str) -> None:
     mine = ReplayBuffer(50, VECTOR, FORCE, "cpu")
-    with pytest.raises(ArgumentError, match="60 transitions in 1 lanes does not fit a buffer of 50"):
-        mine.adopt(holdall.ReplayMemory(VECTOR, FORCE, 60))
-    assert mine.size() == 0
+    with pytest.raises(ArgumentError, match=says):
+        mine.adopt(memory())
+    mine.add(*next(steps_of(VECTOR, FORCE, 1, 1)))
+    assert mine.size() == 1
 
 
 def test_steps_may_be_added_in_one_call() -> None:
@@ -263,6 +274,7 @@ def test_steps_may_be_added_in_one_call() -> None:
     assert np.array_equal(ours.truncated, theirs.truncated)
 
 
+@pytest.mark.nightly  # the import contract in pyproject.toml says so on every change
 def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3() -> None:
     program = (
         "import sys; sys.modules['stable_baselines3'] = None; import holdall; holdall.cleanrl.ReplayBuffer;"
@@ -270,6 +282,30 @@ def test_it_is_found_without_an_import_of_its_own_and_needs_no_stable_baselines3
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == []
+
+
+# ---------------------------------------------------------------- the guide
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "cleanrl.md"
+
+
+def test_the_programs_of_the_guide_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for program in re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(program, str(GUIDE), "exec"), names)
+    assert names["rb"].size() == 300
+    names["small"].memory.close()
+
+
+def test_the_table_of_the_guide_is_that_of_the_committed_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmarks = GUIDE.parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(benchmarks)
+    script = runpy.run_path(str(benchmarks / "cleanrl_scripts.py"))
+    found = json.loads((benchmarks / "results" / "cleanrl.json").read_text(encoding="utf-8"))["found"]
+    text = GUIDE.read_text(encoding="utf-8")
+    assert script["rewritten"](text, found) == text, "run the benchmark with --guide"
+    assert list(found) == list(script["RUNS"])
 
 
 # ---------------------------------------------------------------- wrong use

@@ -2,7 +2,7 @@
 
 In:  draws.  Out: batches, put together on the caller's own stream, or beside it if they are made ahead.
 The flow: native/assemble.c looks rows up, names their slices and copies short fields into pinned memory;
-`bring_slices` and `repeat_slices` of native/device.cu do the rest.
+`bring_slices` and `finish_batch` of native/device.cu do the rest.
 Invariant: the host never waits, but for pinned memory that it writes to again; nothing that a launch reads is changed
 or unpinned before that launch is done. Draws that need more (goals, slices that are compressed) are left to others.
 """
@@ -37,8 +37,10 @@ _KEPT_PLANS = 16
 """Kinds of batches whose layouts are kept."""
 _MOST_HEADS = 8
 """Batches whose pinned memory may still be read while the next one is looked up; then the host waits."""
-_FIRST_ROWS = 256
-"""The device begins with so many rows while the rest of a batch is looked up."""
+_SHARE = 6
+"""The device begins with this part of a batch while the rest is looked up: to fetch takes longer."""
+_FEWEST_ROWS = 32
+"""It begins with so many at least: a launch takes time, too."""
 _BLOCKS_OVER_BUS = 528
 """Enough to keep the bus busy, and few enough to leave the device to others."""
 _BLOCKS_ON_DEVICE = 4096
@@ -68,12 +70,30 @@ class MadeBatch(NamedTuple):
     ready: Any
 
 
+class MadeJob:
+    """A batch that the device was told to put together already."""
+
+    is_quick = True
+
+    def __init__(self, stream: DeviceStream, made: MadeBatch) -> None:
+        self._stream, self._made = stream, made
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+
+    def receive(self) -> Batch:
+        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
+        if self._made.ready is not None:
+            self._stream.let_consumer_wait(self._made.ready)
+        return self._made.batch
+
+
 class Launcher(NamedTuple):
     """How C launches kernels, and what gives a thread that is new to the driver its context."""
 
     function: int  # takes what cuLaunchKernel takes
     bring: int
-    repeat: int
+    finish: int
     program: Any
 
     @classmethod
@@ -82,7 +102,7 @@ class Launcher(NamedTuple):
         if isinstance(stream, CudaStream):
             try:
                 program = device_program(torch, stream.device)
-                return cls(program.launcher, program.find("bring_slices"), program.find("repeat_slices"), program)
+                return cls(program.launcher, program.find("bring_slices"), program.find("finish_batch"), program)
             except CudaProgramError:
                 return None
         return cls(namer.launch_here, 1, 2, None) if stream.launches_here else None
@@ -126,13 +146,15 @@ class _Plan:
             copied.bytes, copied.offset = array.nbytes, self._take(array.nbytes)
             shape = draw.ids.shape if name == "reward" else array.shape
             self._spans[name] = [self._span(array.dtype, shape, copied.offset)]
-        request.head_bytes = self.pinned_bytes = self.block_bytes = self._size
-        self.firsts = [self._field(k, cut, count) for k, cut in enumerate(cuts)]
-        leaves, large = schema.observation.leaves, zip(sources.large, self.firsts, strict=True)
+        request.task.head_bytes = self.pinned_bytes = self.block_bytes = self._size
+        request.columns = address(sources.table.columns())
+        leaves, firsts = schema.observation.leaves, [self._field(k, cut, count) for k, cut in enumerate(cuts)]
+        large = zip(sources.large, firsts, strict=True)
         self._large = [
             (leaf, self._span(leaves[leaf].dtype, (2, *self._leading, *leaves[leaf].shape), first))
             for leaf, first in sorted(large)
         ]
+        self._kinds = {span.kind for spans in self._spans.values() for span in spans} | {s.kind for _, s in self._large}
         slots = 1 << max(1, max([1, *(4 * count * window for *_, window in cuts)]) - 1).bit_length()
         self._scratch = (np.empty(slots * len(cuts), np.uint32), (RowPlaceStruct * count)())
         request.slots, request.slot_count = self._scratch[0].ctypes.data, slots
@@ -168,9 +190,9 @@ class _Plan:
         for name, nbytes in (("places", 8), ("positions", 4), ("repeats", 8)):
             setattr(source, name, self.pinned_bytes)
             self.pinned_bytes += -(-slices * nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        first, nbytes = self.block_bytes, slices * task.outer * task.run_bytes
+        source.to, nbytes = self.block_bytes, slices * task.outer * task.run_bytes
         self.block_bytes += -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        return first
+        return int(source.to)
 
     def _span(self, dtype: np.dtype[Any], shape: tuple[int, ...], first: int) -> _Span:
         kind = self._torch.from_numpy(np.empty(0, dtype)).dtype
@@ -179,18 +201,14 @@ class _Plan:
 
     def batch(self, draw: Draw, block: torch.Tensor) -> DeviceBatch:
         """Show a block as a batch."""
-        whole: dict[Any, torch.Tensor] = {}
-
-        def seen(span: _Span) -> torch.Tensor:
-            kind, shape, strides, offset = span
-            if kind not in whole:
-                whole[kind] = block.view(kind)
-            return whole[kind].as_strided(shape, strides, offset)
-
-        fields = {name: [seen(span) for span in spans] for name, spans in self._spans.items()}
+        whole = {kind: block.view(kind) for kind in self._kinds}
+        fields = {
+            name: [whole[kind].as_strided(shape, strides, offset) for kind, shape, strides, offset in spans]
+            for name, spans in self._spans.items()
+        }
         schema, sides = self._schema, (fields.pop("obs"), fields.pop("next_obs"))
-        for leaf, span in self._large:
-            for side, tensor in zip(sides, seen(span).unbind(), strict=True):
+        for leaf, (kind, shape, strides, offset) in self._large:
+            for side, tensor in zip(sides, whole[kind].as_strided(shape, strides, offset).unbind(), strict=True):
                 side.insert(leaf, tensor)
         return DeviceBatch(
             obs=schema.observation.build(sides[0]),
@@ -258,7 +276,7 @@ class DeviceAssembler:
             plan.request.stream = stream.number if ahead else stream.consumer()
             if not self._ask(plan.request, arrays, sources):
                 return None
-            event = head.read = stream.record() if ahead else stream.record_consumer()
+            event = head.read = stream.record() if ahead else stream.record_there()
             if ahead:
                 self.behind = event
             self._let_go()
@@ -279,8 +297,8 @@ class DeviceAssembler:
                 self._plans.clear()
             plan = self._plans[key] = _Plan(self._torch, self._schema, draw, sources, tuple(known))
             request, launcher = plan.request, self._launcher
-            request.launch, request.bring, request.repeat = launcher.function, launcher.bring, launcher.repeat
-            request.first_rows = _FIRST_ROWS if plan.request.rows >= 2 * _FIRST_ROWS else request.rows
+            request.launch, request.bring, request.finish = launcher.function, launcher.bring, launcher.finish
+            request.first_rows = max(_FEWEST_ROWS, request.rows // _SHARE)
         return plan
 
     def _describe(self, plan: _Plan, sources: RowSources, readable: Readable) -> bool:
@@ -319,7 +337,7 @@ class DeviceAssembler:
 
     def _fill(self, plan: _Plan, draw: Draw, sources: RowSources, head: StagingSlot, start: int) -> list[Array]:
         """Say what to read and where to put it; return the arrays that the request names."""
-        request, task = plan.request, plan.request.task
+        request = plan.request
         arrays = [np.ascontiguousarray(draw.ids), *(np.ascontiguousarray(getattr(draw, name)) for name in plan.arrays)]
         request.ids, request.last_ids = address(arrays[0]), None
         if draw.last_ids is not None:
@@ -328,13 +346,8 @@ class DeviceAssembler:
         for copied, array in zip(request.copied, arrays[1 : 1 + len(plan.arrays)], strict=False):
             setattr(copied, "from", address(array))
         request.first_id, request.next_id = sources.held
-        request.columns = address(sources.table.columns())
-        request.head = task.head_from = here = head.host.data_ptr()
-        task.head_to = start
-        for field, first in enumerate(plan.firsts):
-            source, described = request.source[field], task.field[field]
-            described.places, described.positions = here + source.places, here + source.positions
-            described.repeats, described.to = here + source.repeats, start + first
+        sources.table.columns()  # so that they are those of now
+        request.head, request.block = head.host.data_ptr(), start
         return arrays
 
     def _ask(self, request: BatchRequestStruct, arrays: list[Array], sources: RowSources) -> bool:

@@ -7,6 +7,7 @@ device is at rest.
 
 from __future__ import annotations
 
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -80,6 +81,11 @@ class ApartPool:
         return sum(tensor.nbytes for tensor in (*self.chunks, self.table, self.queue, self.counts, self.apart))
 
 
+def byte_rows(module: Any, rows: torch.Tensor) -> torch.Tensor:
+    """Return rows as bytes, (rows, bytes of one): torch does not index all dtypes on all devices."""
+    return rows.reshape(len(rows), prod(rows.shape[1:])).view(module.uint8)
+
+
 class DeviceColumn:
     """A ring on the device, read and written like an array of the host along its first axis."""
 
@@ -107,13 +113,11 @@ class DeviceColumn:
         part.copy_(self._over(part, given) if self._bit else given)
 
     def put(self, cells: torch.Tensor, rows: Any) -> None:
-        """Write rows, an array or a tensor, at cells: places in the ring if its first two axes were one."""
+        """Write rows, an array or the bytes of a tensor, at cells: places in the ring if its first axes were one."""
         flat = self._ring.flatten(0, 1)
         given = rows if isinstance(rows, self._torch.Tensor) else self._torch.from_numpy(rows)
         given = self._over(flat[cells], given) if self._bit else given.to(flat.device)
-        if given.numel():  # as bytes: torch does not index all dtypes
-            kind = self._torch.uint8
-            flat.reshape(len(flat), -1).view(kind)[cells] = given.reshape(len(given), -1).view(kind)
+        byte_rows(self._torch, flat)[cells] = byte_rows(self._torch, given)
 
     def _over(self, part: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
         """Return the bytes of a part with these flags: the flags of a transition share a byte."""

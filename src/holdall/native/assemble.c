@@ -84,7 +84,7 @@ static int name_rows(batch_request *r, const sliced_source *s, device_field *f, 
 static int look_up(batch_request *r, int64_t field, int64_t from, int64_t to) {
     const sliced_source *const s = &r->source[field];
     device_field *const f = &r->task.field[field];
-    f->first = f->end, f->first_repeat = f->end_repeat;
+    f->first = f->end;
     r->wrong = find_rows(r, s, r->ids, from, to);
     if (r->wrong >= 0) return DAMAGED;
     const int failed = name_rows(r, s, f, from, to, 1, r->last_ids == NULL);
@@ -106,30 +106,39 @@ static int pack(batch_request *r) {
     return DONE;
 }
 
-static int launch(batch_request *r, void *kernel, int64_t items, int64_t most_slice_bytes, int64_t fields) {
-    const unsigned wide = most_slice_bytes > LARGE_SLICE_BYTES, rows = wide ? 1 : BLOCK / WARP;
+/* Launch a kernel over `items` slices of each field, and over the short fields if the last of `fields` is theirs. */
+static int launch(batch_request *r, void *kernel, int64_t items, int64_t fields) {
+    int64_t most = 0;
+    for (int64_t k = 0; k < r->task.fields; k++) {
+        const device_field *const f = &r->task.field[k];
+        if (f->outer * f->run_bytes > most) most = f->outer * f->run_bytes;
+    }
+    const unsigned wide = most > LARGE_SLICE_BYTES, rows = wide ? 1 : BLOCK / WARP;
     int64_t blocks = (items + rows - 1) / rows;
     if (blocks > r->most_blocks) blocks = r->most_blocks;
-    if (r->task.head_bytes && blocks < HEAD_BLOCKS) blocks = HEAD_BLOCKS;
+    if (fields > r->task.fields && blocks < HEAD_BLOCKS) blocks = HEAD_BLOCKS;
     void *arguments[] = {&r->task};
     r->wrong = ((launcher)r->launch)(kernel, (unsigned)blocks, (unsigned)fields, 1, wide ? BLOCK : WARP, rows, 1, 0,
                                      r->stream, arguments, NULL);
     return r->wrong ? REFUSED : DONE;
 }
 
-/* Have the device fetch what was named since the last time, and the short fields if they are there. */
-static int fetch(batch_request *r) {
-    int64_t brought = 0, repeated = 0, most = 0;
+/* Have the device fetch the slices that were named since the last time. */
+static int bring_named(batch_request *r) {
+    int64_t brought = 0;
     for (int64_t k = 0; k < r->task.fields; k++) {
         const device_field *const f = &r->task.field[k];
         if (f->end - f->first > brought) brought = f->end - f->first;
-        if (f->end_repeat - f->first_repeat > repeated) repeated = f->end_repeat - f->first_repeat;
-        if (f->outer * f->run_bytes > most) most = f->outer * f->run_bytes;
     }
-    int failed = launch(r, r->bring, brought, most, r->task.fields + (r->task.head_bytes != 0));
-    r->task.head_bytes = 0;
-    if (!failed && repeated) failed = launch(r, r->repeat, repeated, most, r->task.fields);
-    return failed;
+    return brought ? launch(r, r->bring, brought, r->task.fields) : DONE;
+}
+
+/* Have the device repeat slices that are there, and fetch the short fields. */
+static int finish(batch_request *r) {
+    int64_t repeated = 0;
+    for (int64_t k = 0; k < r->task.fields; k++)
+        if (r->task.field[k].end_repeat > repeated) repeated = r->task.field[k].end_repeat;
+    return launch(r, r->finish, repeated, r->task.fields + 1);
 }
 
 static int ids_are_held(batch_request *r, const int64_t *ids) {
@@ -141,25 +150,36 @@ static int ids_are_held(batch_request *r, const int64_t *ids) {
     return 1;
 }
 
-/* Put a batch together. Returns DONE, or why it cannot be: `wrong` is then a row, or the error of the driver. */
+/* Begin with no slice named, and say where in pinned memory and on the device everything goes. */
+static void begin(batch_request *r) {
+    const int64_t fields = r->task.fields;
+    if (fields) memset(r->slots, 0, (size_t)(fields * r->slot_count) * sizeof *r->slots);
+    for (int64_t k = 0; k < fields; k++) {
+        const sliced_source *const s = &r->source[k];
+        device_field *const f = &r->task.field[k];
+        f->end = f->end_repeat = 0;
+        f->places = (const int64_t *)(r->head + s->places);
+        f->positions = (const int32_t *)(r->head + s->positions);
+        f->repeats = (const int32_t *)(r->head + s->repeats);
+        f->to = r->block + s->to;
+    }
+    r->task.head_from = r->head, r->task.head_to = r->block;
+}
+
+/* Put a batch together. Returns DONE, or why it cannot be: `wrong` is then a row, or the error of the driver.
+ * Slices are sent for first, so that the device fetches them while the short fields are copied. */
 EXPORT int64_t holdall_assemble(batch_request *r) {
     const int64_t fields = r->task.fields;
+    int failed = DONE;
     if (!ids_are_held(r, r->ids) || !ids_are_held(r, r->last_ids)) return NOT_HELD;
-    if (fields) memset(r->slots, 0, (size_t)(fields * r->slot_count) * sizeof *r->slots);
-    for (int64_t k = 0; k < fields; k++) r->task.field[k].end = r->task.field[k].end_repeat = 0;
-    r->task.head_bytes = 0;
-    for (int64_t from = 0, to = r->first_rows; from < r->rows; from = to, to = r->rows) {
-        int failed = DONE;
-        if (to > r->rows || !fields) to = r->rows;
+    begin(r);
+    for (int64_t from = 0, to = r->first_rows; from < r->rows && fields && !failed; from = to, to = r->rows) {
+        if (to > r->rows) to = r->rows;
         for (int64_t k = 0; k < fields && !failed; k++) failed = look_up(r, k, from, to);
-        if (!failed && to == r->rows) {
-            failed = pack(r);
-            r->task.head_bytes = r->head_bytes;
-        }
-        if (!failed) failed = fetch(r);
-        if (failed) return failed;
+        if (!failed) failed = bring_named(r);
     }
-    return DONE;
+    if (!failed) failed = pack(r);
+    return failed ? failed : finish(r);
 }
 
 /* ---- where the device is the host -------------------------------------------------- */
@@ -173,7 +193,7 @@ static uint8_t *slice_at(const device_field *f, int64_t position) {
     return f->to + position / f->window * f->window * f->outer * f->run_bytes + position % f->window * f->run_bytes;
 }
 
-/* Does what the kernels bring_slices (1) and repeat_slices (2) do; takes what cuLaunchKernel takes. */
+/* Does what the kernels bring_slices (1) and finish_batch (2) do; takes what cuLaunchKernel takes. */
 EXPORT int holdall_launch_here(void *kernel, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
                                unsigned block_y, unsigned block_z, unsigned shared_bytes, void *stream,
                                void **arguments, void **extra) {
@@ -184,7 +204,7 @@ EXPORT int holdall_launch_here(void *kernel, unsigned grid_x, unsigned grid_y, u
         const int64_t step = f->window * f->run_bytes;
         for (int64_t i = f->first; i < f->end && (intptr_t)kernel == 1; i++)
             copy_runs(slice_at(f, f->positions[i]), step, f->base + f->places[i], f->run_bytes, f);
-        for (int64_t i = f->first_repeat; i < f->end_repeat && (intptr_t)kernel == 2; i++)
+        for (int64_t i = 0; i < f->end_repeat && (intptr_t)kernel == 2; i++)
             copy_runs(slice_at(f, f->repeats[2 * i]), step, slice_at(f, f->repeats[2 * i + 1]), step, f);
     }
     if (grid_y > a->fields) memcpy(a->head_to, a->head_from, (size_t)a->head_bytes);

@@ -254,67 +254,91 @@ extern "C" __global__ void estimate_advantages(const struct Rollout rollout)
     }
 }
 
+/* A batch of a memory on the host: see native/structs.h, which declares the same structs. */
+
 #define MOST_SLICED_FIELDS 16
 
-struct SlicedField {     /* both observations of a batch in slices: those of all rows, then the next ones of all rows */
-    const int *names;    /* (2 * rows, window) */
-    const i64 *places;   /* by name, the byte after `base` where its slice begins; null: slices lie by name */
+struct SlicedField {
+    const i64 *places;
+    const int *positions, *repeats;
     const u8 *base;
-    u8 *unique;          /* where slices are collected once each; null: they are read where they are */
     u8 *to;
-    i64 count, moves, window, outer, run_bytes;
+    i64 first, end, end_repeat, window, outer, run_bytes;
 };
 
 struct Assembly {
-    const u8 *head_from; /* pinned memory of the host: small fields */
+    const u8 *head_from;
     u8 *head_to;
     i64 head_bytes, fields;
     struct SlicedField field[MOST_SLICED_FIELDS];
 };
 
-/* Every slice that a batch needs crosses the bus once. */
-extern "C" __global__ void collect_slices(const struct Assembly batch)
+/* Copy from memory that is read over the bus, where requests that begin at a multiple of 128 bytes cost least. */
+__device__ static void copy_aligned(u8 *to, const u8 *from, i64 nbytes)
 {
-    const struct SlicedField *field = &batch.field[blockIdx.y];
-    i64 nbytes = field->outer * field->run_bytes;
-    if (!field->unique) return;
-    for (i64 i = blockIdx.x; i < field->count; i += gridDim.x)
-        copy_row(field->unique + i * nbytes, field->base + field->places[i], nbytes);
+    u64 all = (u64)to | (u64)from | (u64)nbytes;
+    if (all & 15) {
+        copy_row(to, from, nbytes);
+        return;
+    }
+    i64 words = nbytes >> 4, i = (i64)threadIdx.x - (i64)(((u64)from & 127) >> 4);
+    for (; i < words; i += blockDim.x)
+        if (i >= 0) ((uint4 *)to)[i] = ((const uint4 *)from)[i];
 }
 
-__device__ static void scatter_runs(u8 *to, const u8 *from, i64 outer, i64 run_bytes, i64 step)
+__device__ static void copy_runs(u8 *to, i64 to_step, const u8 *from, i64 from_step, const struct SlicedField *field)
 {
-    u64 all = (u64)to | (u64)from | (u64)run_bytes | (u64)step;
+    i64 run_bytes = field->run_bytes;
+    u64 all = (u64)to | (u64)from | (u64)run_bytes | (u64)to_step | (u64)from_step;
     i64 word = !(all & 15) ? 16 : !(all & 3) ? 4 : 1, words = run_bytes / word;
-    for (i64 i = threadIdx.x; i < outer * words; i += blockDim.x) {
-        const u8 *source = from + i * word;
-        u8 *target = to + (i / words) * step + (i % words) * word;
+    for (i64 i = threadIdx.x; i < field->outer * words; i += blockDim.x) {
+        const u8 *source = from + (i / words) * from_step + (i % words) * word;
+        u8 *target = to + (i / words) * to_step + (i % words) * word;
         if (word == 16) *(uint4 *)target = *(const uint4 *)source;
         else if (word == 4) *(u32 *)target = *(const u32 *)source;
         else *target = *source;
     }
 }
 
-/* Slices side by side, as windows; and the small fields. */
-extern "C" __global__ void stack_slices(const struct Assembly batch)
+__device__ static u8 *slice_at(const struct SlicedField *field, i64 position)
+{
+    i64 window = field->window, run_bytes = field->run_bytes;
+    return field->to + position / window * window * field->outer * run_bytes + position % window * run_bytes;
+}
+
+/* Every slice that a batch needs is brought to one of its places. */
+extern "C" __global__ void bring_slices(const struct Assembly batch)
+{
+    const struct SlicedField *field = &batch.field[blockIdx.y];
+    i64 step = field->window * field->run_bytes;
+    for (i64 i = field->first + blockIdx.x * blockDim.y + threadIdx.y; i < field->end; i += gridDim.x * blockDim.y) {
+        const u8 *from = field->base + field->places[i];
+        u8 *to = slice_at(field, field->positions[i]);
+        if (field->outer == 1 || field->window == 1)
+            copy_aligned(to, from, field->outer * field->run_bytes);
+        else
+            copy_runs(to, step, from, field->run_bytes, field);
+    }
+}
+
+/* Slices that several observations show are copied from where they were brought to; and the short fields. */
+extern "C" __global__ void finish_batch(const struct Assembly batch)
 {
     if (blockIdx.y == batch.fields) {
-        i64 step = 16 * blockDim.x * 4;
-        for (i64 first = blockIdx.x * step; first < batch.head_bytes; first += gridDim.x * step)
+        i64 step = 16 * 32 * 4, row = (i64)blockIdx.x * blockDim.y + threadIdx.y;
+        for (i64 first = row * step; first < batch.head_bytes; first += gridDim.x * blockDim.y * step)
             copy_row(batch.head_to + first, batch.head_from + first,
                      batch.head_bytes - first < step ? batch.head_bytes - first : step);
         return;
     }
     const struct SlicedField *field = &batch.field[blockIdx.y];
-    i64 nbytes = field->outer * field->run_bytes;
-    for (i64 i = blockIdx.x; i < field->moves; i += gridDim.x) {
-        i64 name = field->names[i], row = i / field->window, place = i % field->window;
-        const u8 *from = field->unique ? field->unique + name * nbytes
-                         : field->base + (field->places ? field->places[name] : name * nbytes);
-        u8 *to = field->to + row * field->window * nbytes + place * field->run_bytes;
+    i64 step = field->window * field->run_bytes, i = blockIdx.x * blockDim.y + threadIdx.y;
+    for (; i < field->end_repeat; i += gridDim.x * blockDim.y) {
+        u8 *to = slice_at(field, field->repeats[2 * i]);
+        const u8 *from = slice_at(field, field->repeats[2 * i + 1]);
         if (field->outer == 1 || field->window == 1)
-            copy_row(to, from, nbytes);
+            copy_row(to, from, field->outer * field->run_bytes);
         else
-            scatter_runs(to, from, field->outer, field->run_bytes, field->window * field->run_bytes);
+            copy_runs(to, step, from, step, field);
     }
 }

@@ -163,6 +163,56 @@ typedef struct {
     int64_t sliced_count;
 } tick_writer;
 
+/* ---- arguments as Python passes them ----------------------------------------------- */
+
+/* Functions of Python's stable interface, and objects that are known by their addresses. */
+typedef struct {
+    const void *array_type;
+    const void *dict_type;
+    const void *ordered_dict_type;
+    const void *list_type;
+    const void *str_type;
+    const void *is_false;
+    const void *is_none;
+    void *(*number)(long long);
+    void *(*bytes)(const char *, int64_t);
+    int64_t (*dict_size)(void *);
+    int (*dict_next)(void *, int64_t *, void **, void **);
+    void *(*dict_item)(void *, void *);
+    int64_t (*list_size)(void *);
+    void *(*list_item)(void *, int64_t);
+    int (*str_compare)(void *, void *);
+    void *(*error)(void);
+    void (*take)(void *);
+    void (*drop)(void *);
+} python;
+
+/* What an argument must be to be written as it is. */
+typedef struct {
+    void *key; /* of a field of a Dict */
+    const void *dtype;
+    int64_t dimensions;
+    int64_t lengths[8];
+    int64_t bytes;
+} argument_form;
+
+/* Ticks whose arguments need no change. */
+typedef struct {
+    const python *python;
+    tick_writer *writer;
+    const argument_form *observed; /* those in rings first */
+    int64_t observed_count;
+    int64_t small_count; /* of those in rings */
+    int64_t is_dict;
+    argument_form rest[4]; /* action, reward, terminated, truncated */
+    uint8_t *packed;
+    int64_t packed_bytes;
+    int64_t is_open; /* 0: ticks are written another way now */
+    void *cut_key;   /* of an info that says that a time limit cut an episode */
+    const uint64_t *lock_owner; /* the thread that holds the memory's lock, or 0 */
+    const uint8_t *is_pending;  /* whether an interrupted call left anything to repair */
+} fast_tick;
+
 /* ---- slices that are read ---------------------------------------------------------- */
 
 /* What one segment holds of one field: a row of a table of int64_t, whose columns Python names RECORD_FIELDS. */
@@ -214,8 +264,8 @@ typedef struct {
     const int32_t *repeats;   /* pairs of positions: where a slice goes once more, and where it stands already */
     const uint8_t *base;
     uint8_t *to;
-    int64_t first, end;               /* of the places of one launch */
-    int64_t first_repeat, end_repeat; /* of its pairs */
+    int64_t first, end; /* of the places of one launch */
+    int64_t end_repeat; /* number of the pairs */
     int64_t window, outer, run_bytes;
 } device_field;
 
@@ -223,7 +273,7 @@ typedef struct {
 typedef struct {
     const uint8_t *head_from; /* pinned memory: short fields */
     uint8_t *head_to;
-    int64_t head_bytes; /* 0: not yet */
+    int64_t head_bytes;
     int64_t fields;
     device_field field[MOST_DEVICE_FIELDS];
 } assembly;
@@ -235,7 +285,8 @@ typedef struct {
     const uint32_t *cursors; /* ring */
     const int64_t *starts;   /* by part: the byte after `base` where its slices begin, or -1 */
     int64_t are_named;       /* every slice is brought once; 0: it is on the device, where it is read as often as needed */
-    int64_t places, positions, repeats; /* offsets */
+    int64_t places, positions, repeats; /* offsets in pinned memory */
+    int64_t to;                         /* offset in the block on the device */
 } sliced_source;
 
 typedef struct {
@@ -263,8 +314,8 @@ typedef struct {
     int64_t column_count;
     const int64_t *first_ticks;
     int64_t segments;
-    uint8_t *head; /* pinned memory ... */
-    int64_t head_bytes; /* ... of which so much is short fields, and goes to the device as it is */
+    uint8_t *head;  /* pinned memory, which begins with short fields */
+    uint8_t *block; /* of the device, which begins with the same */
     int64_t observed, rest, last_observed, last_rest; /* offsets of blocks of short fields */
     copied_array copied[MOST_COPIED];
     int64_t copied_count;
@@ -274,7 +325,7 @@ typedef struct {
     row_place *found;   /* scratch memory: one a row */
     int64_t first_rows; /* rows whose slices are sent for before the rest is looked up */
     void *launch;       /* the address of cuLaunchKernel */
-    void *bring, *repeat; /* kernels */
+    void *bring, *finish; /* kernels */
     void *stream;
     int64_t most_blocks;
     int64_t wrong; /* a row, or the driver's error */

@@ -43,6 +43,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: The same.
         spill_dir: The same.
+        prefetch: See `ReplayBuffer`.
     """
 
     _takes_steps = False
@@ -67,9 +68,10 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
         budget: str | int | None = "auto",
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
+        prefetch: int = 0,
     ) -> None:
         flags = (optimize_memory_usage, handle_timeout_termination)
-        tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
+        tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir, "prefetch": prefetch}
         ReplayBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs, *flags, **tiers)
         specs = [self._obs_specs.get(key) for key in (_ACHIEVED, _DESIRED)]
         if specs[0] is None or specs[0] != specs[1]:
@@ -117,6 +119,12 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions of finished episodes, most of them with another goal, in Stable-Baselines3's order."""
+        if self._is_delivered(env):
+            return self._delivered(batch_size)
+        batch = self.memory.follow(self._next_recipe(batch_size))
+        return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+
+    def _next_recipe(self, batch_size: int) -> Draw:
         if self._drawable is None:
             self._drawable = np.flatnonzero(self.ep_length > 0)
         if self._drawable.size == 0:
@@ -137,11 +145,7 @@ class HerReplayBuffer(ReplayBuffer, her_replay_buffer.HerReplayBuffer):
 
         goals = Goals(rows, outcomes, _ACHIEVED, _DESIRED, rewards_of)
         ids = self._ids(slots[order], lanes[order])
-        draw = Draw(ids, np.ones(batch_size, np.float32), goals=goals)
-        if self._is_delivered(env):
-            return self._delivered(draw)
-        batch = self.memory.follow(draw)
-        return self._as_samples(batch, self._normalize_reward(batch.reward.reshape(-1, 1), env), env)
+        return Draw(ids, np.ones(batch_size, np.float32), goals=goals)
 
     def reset(self) -> None:
         """Forget every transition and episode."""

@@ -7,6 +7,7 @@ Invariant: with alpha 0, buffer and algorithm draw and learn what Stable-Baselin
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +18,7 @@ from stable_baselines3.common.off_policy_algorithm import OffPolicyAlgorithm
 from stable_baselines3.common.type_aliases import DictReplayBufferSamples, ReplayBufferSamples
 from stable_baselines3.common.vec_env import VecNormalize
 
+from holdall.batch import Batch, Draw
 from holdall.errors import ArgumentError
 from holdall.sampling import Prioritized
 from holdall.sb3.replay import ReplayBuffer, made_with
@@ -50,7 +52,7 @@ class PrioritizedReplayBuffer(ReplayBuffer):
         args: As in `ReplayBuffer`: buffer_size, observation_space, action_space, device, n_envs, ...
         alpha: See `holdall.Prioritized`. With 0, draws are those of `ReplayBuffer`, and weights are 1.
         beta: The same; it can be changed later, as `buffer.sampler.beta`.
-        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir.
+        settings: As in `ReplayBuffer`: n_steps, gamma, budget, prefer, spill_dir, prefetch.
     """
 
     on_sample: Callable[[PrioritizedSamples], object] | None = None
@@ -68,16 +70,28 @@ class PrioritizedReplayBuffer(ReplayBuffer):
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions in proportion to their priorities."""
-        if self.sampler.alpha == 0:
-            ids, weights = self._drawn(batch_size), np.ones(batch_size, np.float32)
+        if self._is_delivered(env):
+            samples: PrioritizedSamples = self._delivered(batch_size)
         else:
-            draw = self.memory.draw(batch_size)
-            ids, weights = draw.ids, draw.weights
-        found: ReplayBufferSamples | DictReplayBufferSamples = self._samples(ids, env)
-        samples = PrioritizedSamples.of(found, self._tensor(weights.reshape(-1, 1)), ids)
+            ids, weights = self._drawn_with_weights(batch_size)
+            found: ReplayBufferSamples | DictReplayBufferSamples = self._samples(ids, env)
+            samples = PrioritizedSamples.of(found, self._tensor(weights.reshape(-1, 1)), ids)
         if self.on_sample is not None:
             self.on_sample(samples)
         return samples
+
+    def _drawn_with_weights(self, batch_size: int) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        if self.sampler.alpha == 0:
+            return self._drawn(batch_size), np.ones(batch_size, np.float32)
+        draw = self.memory.draw(batch_size)
+        return draw.ids, draw.weights
+
+    def _next_recipe(self, batch_size: int) -> Draw:
+        ids, weights = self._drawn_with_weights(batch_size)
+        return replace(self._recipe(ids), weights=weights)
+
+    def _samples_on_device(self, batch: Batch) -> Any:
+        return PrioritizedSamples.of(super()._samples_on_device(batch), batch.weights.reshape(-1, 1), batch.ids)
 
     def update_priorities(self, ids: NDArray[np.int64], priorities: Any) -> None:
         """Set the priorities of a batch, such as the sizes of its TD errors; see `ReplayMemory`."""

@@ -14,7 +14,6 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from math import prod
 from typing import Any, Self
 
@@ -35,6 +34,7 @@ from holdall.native import draw_slots
 from holdall.replay import ReplayMemory
 from holdall.report import MemoryReport
 from holdall.sb3.arrays import SlotArray, SlotArrays
+from holdall.sb3.on_device import MadeAhead, OnDevice, n_step_returns
 from holdall.schema import stored_space
 from holdall.storage import fresh_bytes
 from holdall.units import require_count
@@ -54,7 +54,7 @@ _TORCH_ALIGNMENT_BYTES = 64
 last bits differ, and with them the weights (seen with MKL on rows at 4 and 8 bytes past a multiple of 16)."""
 
 
-class ReplayBuffer(buffers.ReplayBuffer):
+class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
     """Drop-in for Stable-Baselines3's `ReplayBuffer` and `DictReplayBuffer`.
 
     `SAC("MultiInputPolicy", env, replay_buffer_class=holdall.sb3.ReplayBuffer)`
@@ -69,6 +69,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         budget: See `holdall.ReplayMemory`; through `replay_buffer_kwargs`.
         prefer: The same.
         spill_dir: The same. Without it, a budget in bytes that does not hold `buffer_size` keeps the newest that fit.
+        prefetch: Batches that are made ahead on a GPU: each is drawn so many calls of `sample` before it is returned.
     """
 
     _takes_steps = True
@@ -100,6 +101,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         budget: str | int | None = "auto",
         prefer: str = "balanced",
         spill_dir: str | os.PathLike[str] | None = None,
+        prefetch: int = 0,
     ) -> None:
         # Not the parent's constructor: it allocates everything that this class avoids.
         super(buffers.ReplayBuffer, self).__init__(buffer_size, observation_space, action_space, device, n_envs=n_envs)
@@ -107,6 +109,7 @@ class ReplayBuffer(buffers.ReplayBuffer):
         self.optimize_memory_usage = optimize_memory_usage
         self._tiers: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self.handle_timeout_termination = handle_timeout_termination
+        self.prefetch, self._ahead = require_count("prefetch", prefetch, 0), MadeAhead()
         self.n_steps = _require_steps(n_steps)
         if n_steps == 1:
             self._warn_of_ignored_steps()
@@ -129,26 +132,35 @@ class ReplayBuffer(buffers.ReplayBuffer):
         infos: list[dict[str, Any]],
     ) -> None:
         """Add one transition per environment."""
-        cut = self._nothing_cut
-        if self.handle_timeout_termination:
-            for info in infos:  # a loop: most often none was cut, and it ends with that
-                if info.get("TimeLimit.truncated", False):
-                    cut = _cut_flags([info.get("TimeLimit.truncated", False) for info in infos], self._lane_shape)
-                    done = _cast(done, self._lane_shape, _BOOL) ^ cut
-                    break
-        ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, cut)
-        if not ticks:
-            self.memory.add(
-                self._cast_observation(obs),
-                _cast(action, self._action_shape, self._action_dtype),
-                _cast(reward, self._lane_shape, _FLOAT32),
-                self._cast_observation(next_obs),
-                _cast(done, self._lane_shape, _BOOL),
-                cut,
-            )
-            ticks = self.memory.next_id // self.n_envs
+        ticks = self.memory.add_at_once(
+            obs, action, reward, next_obs, done, self._nothing_cut, infos if self.handle_timeout_termination else None
+        ) or self._add_otherwise(obs, next_obs, action, reward, done, infos)
         self.pos = ticks % self.buffer_size
         self.full = ticks >= self.buffer_size
+
+    def _add_otherwise(
+        self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: list[dict[str, Any]]
+    ) -> int:  # fmt: skip
+        """Add what takes more than one step, or has to be cast first; return how many ticks were added in all."""
+        looked_at = infos if self.handle_timeout_termination else None
+        ticks = self.memory.add_as_is(obs, action, reward, next_obs, done, self._nothing_cut, looked_at)
+        if ticks:
+            return ticks
+        cut, done = self._nothing_cut, _cast(done, self._lane_shape, _BOOL)
+        if self.handle_timeout_termination:
+            timeouts = [info.get("TimeLimit.truncated", False) for info in infos]
+            if any(timeouts):
+                cut = _cut_flags(timeouts, self._lane_shape)
+                done = done ^ cut
+        self.memory.add(
+            self._cast_observation(obs),
+            _cast(action, self._action_shape, self._action_dtype),
+            _cast(reward, self._lane_shape, _FLOAT32),
+            self._cast_observation(next_obs),
+            done,
+            cut,
+        )
+        return self.memory.next_id // self.n_envs
 
     def sample(self, batch_size: int, env: VecNormalize | None = None) -> Any:
         """Draw transitions, in the order of Stable-Baselines3's own buffers."""
@@ -156,12 +168,26 @@ class ReplayBuffer(buffers.ReplayBuffer):
             return self._samples_of_nothing(batch_size, env)
         if type(self)._get_samples is not ReplayBuffer._get_samples:  # a user's own
             return self._get_samples(np.random.randint(0, self.size(), size=batch_size), env=env)  # noqa: NPY002  as they do
+        if self._is_delivered(env):
+            return self._delivered(batch_size)
         return self._samples(self._drawn(batch_size), env)
 
     def _drawn(self, batch_size: int) -> NDArray[np.int64]:
         """Draw ids; its own buffer draws differently with optimize_memory_usage, and this one never does."""
         newest = self.memory.next_id // self.n_envs - 1
         return self._held(draw_slots(batch_size, self.size(), self.buffer_size, newest, self.n_envs))
+
+    def _next_recipe(self, batch_size: int) -> Draw:
+        return self._recipe(self._drawn(batch_size))
+
+    def _recipe(self, ids: NDArray[np.int64], env: VecNormalize | None = None) -> Draw:
+        """Return the recipe of transitions, or of the n-step returns that begin with them."""
+        if self.n_steps == 1:
+            return of_ids(ids)
+        rewards, ends = self._following(ids)
+        returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
+        last = ids + steps * self.n_envs
+        return Draw(ids, np.ones(len(ids), np.float32), last, reward=returns[:, 0], discount=discounts[:, 0])
 
     def _get_samples(self, batch_inds: NDArray[np.int64], env: VecNormalize | None = None) -> Any:
         env_indices = np.random.randint(0, high=self.n_envs, size=batch_inds.shape)  # noqa: NPY002  its generator
@@ -177,15 +203,11 @@ class ReplayBuffer(buffers.ReplayBuffer):
 
     def _samples(self, ids: NDArray[np.int64], env: VecNormalize | None) -> Any:
         """Gather transitions, or the n-step returns that begin with them."""
-        if self.n_steps > 1:
-            rewards, ends = self._following(ids)
-            returns, discounts, steps = n_step_returns(self._normalize_reward(rewards, env), ends, self.gamma)
-            draw = Draw(ids, np.ones(len(ids), np.float32), ids + steps * self.n_envs)
-            if self._is_delivered(env):
-                return self._delivered(replace(draw, reward=returns[:, 0], discount=discounts[:, 0]))
-            return self._as_samples(self.memory.follow(draw), returns, env, discounts)
         if self._is_delivered(env):
-            return self._delivered(of_ids(ids))
+            return self._followed(self._recipe(ids))
+        if self.n_steps > 1:
+            batch = self.memory.follow(self._recipe(ids, env))
+            return self._as_samples(batch, batch.reward.reshape(-1, 1), env, batch.discount.reshape(-1, 1))
         rows = self.memory.rows(ids)
         obs: Any = {key: rows.small[i][0] for i, key in enumerate(self._obs_specs)}
         next_obs: Any = {key: rows.small[i][1] for i, key in enumerate(self._obs_specs)}
@@ -195,23 +217,6 @@ class ReplayBuffer(buffers.ReplayBuffer):
         # Rows begin where tensors do; what was computed from them may begin anywhere.
         tensor_of = th.from_numpy if env is None and self.device.type == "cpu" else self._tensor
         return self._tensors_of(obs, rows.action[0], next_obs, rows.ended, rewards, env, None, tensor_of)
-
-    def _is_delivered(self, env: VecNormalize | None) -> bool:
-        """Whether batches are made on the GPU: what is normalised on the host is copied there as it is."""
-        return env is None and self.device.type == "cuda"
-
-    def _delivered(self, draw: Draw) -> Any:
-        """Return a batch that is made on the GPU as Stable-Baselines3's tuple of tensors."""
-        batch = self.memory.follow(draw, device=str(self.device))
-        kind: Any = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        return kind(
-            observations=batch.obs,
-            actions=batch.action,
-            next_observations=batch.next_obs,
-            dones=(batch.terminated > batch.truncated).to(th.float32).reshape(-1, 1),
-            rewards=batch.reward.reshape(-1, 1),
-            **({} if batch.discount is None else {"discounts": batch.discount.reshape(-1, 1)}),
-        )
 
     def _following(self, ids: NDArray[np.int64]) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
         """Read rewards and ends of `n_steps` steps from `ids` on, slot by slot as Stable-Baselines3 does."""
@@ -488,24 +493,3 @@ def _cast(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> NDArray[A
     if rows.shape != shape and rows.size == prod(shape):
         rows = rows.reshape(shape)
     return rows
-
-
-def n_step_returns(
-    rewards: NDArray[np.float32], ends: NDArray[np.bool_], gamma: float
-) -> tuple[NDArray[np.float32], NDArray[np.float32], NDArray[np.int64]]:
-    """Add up the rewards of each row until its first end, in Stable-Baselines3's order of operations.
-
-    Args:
-        rewards: (batch, n), of the steps from some transitions on.
-        ends: (batch, n): last steps of episodes, and the newest step.
-
-    Returns:
-        Returns and discounts, (batch, 1); and how many steps lie between the first and the last, (batch,).
-    """
-    n = ends.shape[1]
-    last = np.where(ends.any(axis=1), ends.argmax(axis=1), n - 1)
-    counts = np.arange(n).reshape(1, -1) <= last[:, None]
-    powers = gamma ** np.arange(n, dtype=np.float32).reshape(1, -1)
-    returns = (rewards * powers * counts).sum(axis=1, keepdims=True)
-    discounts = gamma ** counts.sum(axis=1, keepdims=True).astype(np.float32)
-    return returns, discounts, last

@@ -202,6 +202,11 @@ class Fields:
             ) from error
         return cls(tuple(tensors), tuple(nested))
 
+    def missing(self, data: TensorDictBase) -> list[Key]:
+        """Return the keys that are not in a TensorDict."""
+        given = {(key,) if isinstance(key, str) else tuple(key) for key in data.keys(include_nested=True)}
+        return [field.key for field in self.tensors if field.key not in given]
+
     def _require(self, data: TensorDictBase) -> dict[Key, torch.Tensor]:
         """Return the tensors of a TensorDict by key, if they are those of the first one."""
         given = _leaves(data)
@@ -228,7 +233,13 @@ class Fields:
 def _leaves(data: TensorDictBase) -> dict[Key, torch.Tensor]:
     """Return all tensors by key; refuse what is none, or has no one shape."""
     leaves: dict[Key, torch.Tensor] = {}
-    for key, value in data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf):
+    try:
+        items = list(data.items(include_nested=True, leaves_only=True, is_leaf=_is_leaf))
+    except RuntimeError as error:
+        raise ArgumentError(
+            f"data holds elements of different shapes ({str(error).splitlines()[0]}); pad them to one shape"
+        ) from error
+    for key, value in items:
         name = (key,) if isinstance(key, str) else tuple(key)
         if not isinstance(value, torch.Tensor):
             raise ArgumentError(

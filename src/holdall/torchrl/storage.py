@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
+import weakref
 import zlib
 from math import prod
 from multiprocessing.context import get_spawning_popen
@@ -33,6 +35,8 @@ _FEWEST_SPARE = 16
 _CARRIED_BYTES = 1 << 25
 """Rows that are added again at once."""
 _FORMAT = 1
+_ONLY_KEY = "tensor"
+"""Of data that is no TensorDict, but one tensor."""
 _LAYOUT, _POSITIONS = "torchrl/layout.json", "torchrl/positions"
 
 
@@ -88,7 +92,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         self._settings: dict[str, Any] = {"budget": budget, "prefer": prefer, "spill_dir": spill_dir}
         self._collection: Any = None  # the tensorclass of the data, if it is one
         self._oldest = 0  # no position has a lower id
-        self._folder: tempfile.TemporaryDirectory[str] | None = None  # files of a state that was loaded
+        self._folder: Path | None = None  # files of a state that was returned or loaded
         super().__init__(None, max_size, device=device, ndim=ndim)
 
     # ---------------------------------------------------------------- what TorchRL's base class asks for
@@ -150,34 +154,40 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
         self._fields, self._memory, self._oldest = fields, memory, 0
         self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
-        self._collection = type(data) if is_tensorclass(data) else None
+        if is_tensorclass(data):
+            self._collection = type(data)
         self.initialized = True
 
     # ---------------------------------------------------------------- writing
 
     def set(self, cursor: Any, data: Any, *, set_cursor: bool = True) -> None:
         """Write elements at positions: an integer, a sequence of them, a slice, or with `ndim` dimensions a tuple."""
-        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
-            data = torch.stack(data)
-        if not is_tensor_collection(data):
-            raise ArgumentError(
-                f"data is a {type(data).__name__}; HoldallStorage holds TensorDicts, so pass "
-                "TensorDict({'data': tensor}, batch_size=[len(tensor)])"
-            )
+        data = self._in_tensordict(data, self.ndim - _is_integer(cursor))
         if _is_integer(cursor):
-            data, positions = data.unsqueeze(0), np.array([int(cursor)])
-        else:
-            positions = None
+            data, cursor = data.unsqueeze(0), [int(cursor)]
         if not self.initialized:
             self._begin(data)
-        if positions is None:
-            positions, data = self._elements(cursor, data)
-        positions, data = self._checked(positions, data)
+        positions, data = self._checked(*self._elements(cursor, data))
         self._write(positions, data)
         if set_cursor:
             self._set_last_cursor(cursor)
             self._len = min(self._len + len(positions) * prod(self._ids.shape[1 : self.ndim]), self.max_size)
         self._bump_mutation_revision()
+
+    def _in_tensordict(self, data: Any, batch_dims: int) -> TensorDictBase:
+        """Return data as a TensorDict: one tensor becomes its only key, a list is stacked."""
+        if isinstance(data, list) and data and all(map(is_tensor_collection, data)):
+            data = torch.stack(data)
+        if self._collection is None and not self.initialized:
+            self._collection = torch.Tensor if isinstance(data, torch.Tensor) else None
+        if isinstance(data, torch.Tensor):
+            data = TensorDict({_ONLY_KEY: data}, batch_size=data.shape[:batch_dims])
+        if not is_tensor_collection(data):
+            raise ArgumentError(
+                f"data is a {type(data).__name__}; HoldallStorage holds tensors and TensorDicts, so pass "
+                "TensorDict({...}, batch_size=[...])"
+            )
+        return data
 
     def _elements(self, cursor: Any, data: TensorDictBase) -> tuple[Ids, TensorDictBase]:
         """Return the positions of whole elements that an index names, and their data."""
@@ -245,8 +255,10 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Add elements to the memory, and note their ids."""
         memory, rows = self.memory, self._rows
         lanes = memory.num_envs
-        steps = len(positions) * rows // lanes
-        given = self._known_fields.arguments(data, (steps, lanes))
+        missing = self._known_fields.missing(data)
+        if missing and self._ids[positions].all():  # keys that are not given stay as they are
+            data = self._gathered(self._ids[positions]).select(*missing).update(data)
+        given = self._known_fields.arguments(data, (len(positions) * rows // lanes, lanes))
         self._ids[positions] = 0
         at_once = memory.capacity // rows - len(self._ids)
         for first in range(0, len(positions), at_once):
@@ -316,6 +328,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         return self._fields
 
     def _in_class(self, data: TensorDictBase) -> Any:
+        if self._collection is torch.Tensor:
+            return data.get(_ONLY_KEY)
         return data if self._collection is None else self._collection.from_tensordict(data)
 
     def _empty(self) -> None:
@@ -387,42 +401,44 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         """Return the files of a checkpoint as tensors of bytes, for `torch.save`; `dumps` writes them directly."""
         files = {}
         if self.initialized:
-            folder = self._own_folder()
+            folder = self._folder = self._folder or self._new_folder()
             self.save_to(folder)
             found = sorted(path for path in folder.rglob("*") if path.is_file())
             files = {
                 str(path.relative_to(folder)): torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
                 for path in found if path.stat().st_size
             }  # fmt: skip
-        return {"_storage": files, "initialized": self.initialized, "_len": self._len}
+        return {"holdall": _FORMAT, "_storage": files, "initialized": self.initialized, "_len": self._len}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Become what `state_dict` returned; its files are kept in a temporary directory."""
         if not state_dict["initialized"]:
             self._empty()
             return
-        if "__batch_size" in state_dict["_storage"]:  # of one of TorchRL's own storages
-            data = TensorDict().load_state_dict(state_dict["_storage"], strict=False)
+        content = state_dict["_storage"]
+        if "holdall" not in state_dict:  # of one of TorchRL's own storages
+            if not isinstance(content, torch.Tensor):
+                content = TensorDict().load_state_dict(content, strict=False)
             self._empty()
-            held = -(int(state_dict["_len"]) // -prod(data.batch_size[1 : self.ndim]))
-            self.set(range(held), data[:held], set_cursor=False)
+            held = -(int(state_dict["_len"]) // -prod(content.shape[1 : self.ndim]))
+            self.set(range(held), content[:held], set_cursor=False)
             self._len = int(state_dict["_len"])
             return
-        folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
-        root = Path(folder.name).resolve()
-        for name, content in state_dict["_storage"].items():
+        root = self._new_folder()
+        for name, file in content.items():
             path = (root / name).resolve()
             if root not in path.parents:
                 raise CheckpointError(f"state_dict holds a file {name!r} outside of its directory; do not load it")
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_bytes(content.cpu().numpy().tobytes())
+            path.write_bytes(file.cpu().numpy().tobytes())
         self.load_from(root)
-        self._folder = folder
+        self._folder = root
 
-    def _own_folder(self) -> Path:
-        if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="holdall_torchrl_")
-        return Path(self._folder.name)
+    def _new_folder(self) -> Path:
+        """Make a directory that is removed with the storage."""
+        folder = Path(tempfile.mkdtemp(prefix="holdall_torchrl_")).resolve()
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        return folder
 
     def __getstate__(self) -> dict[str, Any]:
         if get_spawning_popen() is not None:

@@ -18,7 +18,7 @@ from holdall.delivery.device import DeviceStream
 from holdall.delivery.device_assembly import DeviceAssembler
 from holdall.delivery.device_batch import DeviceBatches
 from holdall.errors import DamageError
-from holdall.native import SliceNamer, native_kernels
+from holdall.native import Refusal, SliceNamer, native_kernels
 from holdall.storage import segment
 from holdall.testing import LeafPlan, Mishaps, Stream, assert_same_bits
 from holdall.testing.strategies import box
@@ -52,6 +52,10 @@ def kernels_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DeviceBatches, "fill", None)
 
 
+def on(where: str, device: str | None = "cpu") -> dict[str, Any]:
+    return {where: device}
+
+
 def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **options: Any) -> ReplayMemory:
     space, plans = SPACES[name]
     stream = Stream(
@@ -68,14 +72,14 @@ def fed(name: str, ticks: int = 150, sampler: Any = None, lanes: int = 2, **opti
 
 @pytest.mark.parametrize("name", SPACES)
 @pytest.mark.parametrize("where", ["device", "store_device"])
-@pytest.mark.parametrize("first_rows", [7, 1_000])
+@pytest.mark.parametrize("fewest_rows", [7, 1_000])
 def test_every_batch_has_the_bits_of_one_in_arrays(
-    name: str, where: str, first_rows: int, monkeypatch: pytest.MonkeyPatch
+    name: str, where: str, fewest_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sent or already there, in one piece or in two, in lanes whose episodes end together or apart."""
-    monkeypatch.setattr(device_assembly, "_FIRST_ROWS", first_rows)
+    monkeypatch.setattr(device_assembly, "_FEWEST_ROWS", fewest_rows)
     monkeypatch.setattr(segment, "SEGMENT_BYTES", 30_000)
-    arrays, there = fed(name), fed(name, **{where: "cpu"})
+    arrays, there = fed(name), fed(name, **on(where))
     for count in (1, 50, 7, 120, 50):
         batch = there.sample(count)
         assert isinstance(batch.reward, torch.Tensor)
@@ -91,7 +95,7 @@ def test_every_batch_has_the_bits_of_one_in_arrays(
 )
 def test_every_sampler_goes_the_same_way(name: str, sampler: Any, where: str) -> None:
     """Two ids a row, two axes, weights and masks."""
-    arrays, there = fed(name, sampler=sampler()), fed(name, sampler=sampler(), **{where: "cpu"})
+    arrays, there = fed(name, sampler=sampler()), fed(name, sampler=sampler(), **on(where))
     for _ in range(3):
         assert_same_bits(there.sample(40), arrays.sample(40))
 
@@ -103,7 +107,7 @@ def test_batches_follow_a_memory_that_grows_and_evicts(where: str, monkeypatch: 
     space, plans = SPACES["several large"]
     streams = [Stream(space, spaces.Discrete(3), 2, plans=plans) for _ in range(2)]
     arrays, there = (
-        ReplayMemory(space, spaces.Discrete(3), 150, 2, seed=0, **how) for how in ({}, {where: "cpu"})
+        ReplayMemory(space, spaces.Discrete(3), 150, 2, seed=0, **how) for how in (on("device", None), on(where))
     )  # fmt: skip
     kept = []
     for tick in range(300):
@@ -119,10 +123,10 @@ def test_batches_follow_a_memory_that_grows_and_evicts(where: str, monkeypatch: 
 
 def test_a_loader_has_the_same_batches() -> None:
     """Each is put together when it is drawn."""
-    with fed("frames first") as arrays, fed("frames first", device="cpu") as there:
-        with there.loader(30, prefetch=2) as loader:
-            for _ in range(5):
-                assert_same_bits(next(loader), arrays.sample(30))
+    arrays, there = fed("frames first"), fed("frames first", device="cpu")
+    with there.loader(30, prefetch=2) as loader:
+        for _ in range(5):
+            assert_same_bits(next(loader), arrays.sample(30))
 
 
 def test_every_slice_is_brought_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,7 +190,7 @@ def test_a_driver_that_refuses_is_an_error(monkeypatch: pytest.MonkeyPatch) -> N
 
     def refuse(self: SliceNamer, request: Any) -> Any:
         request.wrong = 719
-        return device_assembly.Refusal.BY_DRIVER
+        return Refusal.BY_DRIVER
 
     with monkeypatch.context() as patch:
         patch.setattr(SliceNamer, "assemble", refuse)
@@ -199,14 +203,14 @@ def test_an_interrupt_leaves_no_lock_held_and_no_memory_that_is_still_read(monke
     """Pinned memory of a batch that was cut off is used again only after everything was waited for."""
     there, arrays = fed("camera", device="cpu"), fed("camera")
     waited: list[bool] = []
-    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True), raising=False)
+    monkeypatch.setattr(Launching, "wait_for_device", lambda self: waited.append(True))
 
     def interrupted(self: Any) -> Any:
         raise KeyboardInterrupt
 
     for _ in range(2):
         with monkeypatch.context() as patch:
-            patch.setattr(Launching, "record_consumer", interrupted, raising=False)
+            patch.setattr(Launching, "record_there", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 there.gather([there.first_id])
     assert waited

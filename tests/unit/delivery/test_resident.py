@@ -392,17 +392,20 @@ def test_extras_can_be_written_again(device: str, tmp_path: Path) -> None:
         world.check_all(loaded)
 
 
+@pytest.mark.parametrize("shape", [(), (2, 2)])
 @pytest.mark.parametrize("dtype", ["?", "u1", "u2", "u4", "u8", "i2", "f2", "f8"])
-def test_extras_of_any_dtype_can_be_written_again(device: str, dtype: str) -> None:
+def test_extras_of_any_dtype_and_shape_can_be_written_again(device: str, dtype: str, shape: tuple[int, ...]) -> None:
     world = World(device, 2)
-    world.extras = {"goal": spaces.Box(0, 1, (2, 2), np.dtype(dtype).type)}
+    world.extras = {"goal": spaces.Box(0, 1, shape, np.dtype(dtype).type)}
     memory = world.memory(6)
     for t in range(4):
         step = world.step()
-        step["extras"]["goal"] = np.full((2, 2, 2), t % 2, dtype)
+        step["extras"]["goal"] = np.full((2, *shape), t % 2, dtype)
         memory.add(**world.there(step))
-    rows = np.arange(8).reshape(2, 2, 2) % 2
-    memory.update([3, 6], goal=world.there(rows.astype(dtype)))
+    rows = np.arange(2 * int(np.prod(shape))).reshape(2, *shape) % 2
+    rows = np.asfortranarray(rows.astype(dtype))
+    memory.update([3, 6], goal=world.there(rows))
+    memory.update([], goal=world.there(rows[:0]))
     for i, row in zip((3, 6), rows, strict=True):
         world.rows[i // 2]["extras"]["goal"][i % 2] = row
     world.check_all(memory)
