@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import pickle
+import re
+import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -187,6 +190,9 @@ def test_tensors_and_tensorclasses_come_back_as_what_they_are() -> None:
     buffer = ReplayBuffer(storage=HoldallStorage(10), batch_size=2)
     buffer.extend(torch.arange(30).reshape(10, 3))
     assert torch.equal(buffer.storage[torch.tensor([9, 0])], torch.tensor([[27, 28, 29], [0, 1, 2]]))
+    loaded = HoldallStorage(10)
+    loaded.load_state_dict(buffer.storage.state_dict())
+    assert torch.equal(loaded[3], torch.tensor([9, 10, 11]))
     pairs = ReplayBuffer(storage=HoldallStorage(10), batch_size=2)
     pairs.extend(Pair(torch.arange(5), torch.rand(5, 2), batch_size=[5]))  # type: ignore[call-arg]  # it takes one
     assert type(pairs.storage[torch.tensor([2])]) is Pair
@@ -312,3 +318,27 @@ def test_a_budget_with_a_disk_tier_holds_everything(tmp_path: Path) -> None:
     buffer.extend(steps(3000))
     require_same(buffer.storage[torch.arange(0, 3000, 100)], steps(3000)[torch.arange(0, 3000, 100)])
     storage.close()
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guides" / "torchrl.md"
+
+
+@pytest.mark.parametrize("side", ["+", "-"])
+def test_the_programs_of_the_guide_run(side: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"__name__": "guide"}
+    for kind, text in re.findall(r"^```(python|diff)\n(.*?)^```$", GUIDE.read_text(), re.DOTALL | re.MULTILINE):
+        lines = [line[1:] for line in text.splitlines() if not line or line[0] in {" ", side}]
+        exec(compile(text if kind == "python" else "\n".join(lines), str(GUIDE), "exec"), names)
+        if side == "-":
+            break  # what follows is about the other side
+    assert names["batch"]["pixels"].shape == (32, 4, 84, 84)
+    assert ("holdall" in names) == (side == "+")
+
+
+def test_the_table_of_the_guide_is_that_of_the_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    benchmarks = GUIDE.parents[2] / "benchmarks"
+    monkeypatch.syspath_prepend(str(benchmarks))
+    script = runpy.run_path(str(benchmarks / "torchrl_storage.py"))
+    results = json.loads((benchmarks / "results" / "torchrl_storage.json").read_text())
+    assert script["table"](results["cases"]) in GUIDE.read_text()

@@ -351,6 +351,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         layout = {
             "format": _FORMAT, "fields": self._fields.words(), "shape": self._ids.shape, "ndim": self.ndim,
             "len": self._len, "last_cursor": None if cursor is None else int(cursor),
+            "is_tensor": self._collection is torch.Tensor,
         }  # fmt: skip
         steps = np.diff(self._ids.reshape(-1), prepend=0)
         positions = zlib.compress(steps.astype("<i8").tobytes(), level=1)
@@ -369,6 +370,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         before, self._memory = self._memory, memory
         self._fields, self._ids, self._oldest, self.device = fields, ids, 0, device
         self._len, self.initialized = int(layout["len"]), True
+        if layout["is_tensor"]:
+            self._collection = torch.Tensor
         self.max_size = prod(ids.shape[: self.ndim])
         self._set_last_cursor(layout["last_cursor"])
         self._bump_mutation_revision()
