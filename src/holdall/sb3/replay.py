@@ -12,8 +12,7 @@ import os
 import sys
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from math import prod
 from typing import Any, Self
 
@@ -433,26 +432,6 @@ class ReplayBuffer(OnDevice, buffers.ReplayBuffer):
         observed = sum(prod(shape[1:]) * dtype.itemsize for shape, dtype in self._obs_specs.values())
         rows_at_once = max(1, _READ_AT_ONCE_BYTES // max(1, 2 * observed))
         return SlotArray(name, whole, dtype, self._ids_in_slots, read, rows_at_once, write)
-
-
-@contextmanager
-def made_with(model: OffPolicyAlgorithm, kind: type[buffers.ReplayBuffer], **settings: Any) -> Iterator[None]:
-    """While a model is set up: give it a buffer of this kind, and its `n_steps` to the buffer.
-
-    Args:
-        settings: Of the buffer; what the model's own `replay_buffer_kwargs` say comes before them.
-    """
-    asked, n_steps = model.replay_buffer_kwargs, getattr(model, "n_steps", 1)
-    if n_steps > 1:
-        settings |= {"n_steps": n_steps, "gamma": model.gamma}
-        model.n_steps = 1  # else Stable-Baselines3 warns that the buffer does not get it
-    model.replay_buffer_class, model.replay_buffer_kwargs = kind, settings | asked
-    try:
-        yield
-    finally:
-        model.replay_buffer_kwargs = asked
-        if n_steps > 1:
-            model.n_steps = n_steps
 
 
 def _version() -> tuple[int, ...]:
