@@ -2,7 +2,8 @@
 
     python benchmarks/migration.py [--case loop] [--steps 10000] [--json results/migration.json] [--docs]
 
-Memory is what the process's own pages (USS) have grown by when all transitions are held, each side in a fresh process.
+Memory is what the process's own pages (USS) have grown by when all transitions are held, each side in a fresh process,
+without what libraries take.
 Times are medians of all sides in one process, turn by turn, on the same steps: one step in blocks of 100, by the CPU
 time of the loop's thread, which other programs on the machine change little; one batch of 256, by the wall clock.
 `--docs` writes the tables of the guides from the results, and measures nothing. A case whose packages are missing says
@@ -12,6 +13,7 @@ so, and keeps the results that are there.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.util
 import itertools
 import json
@@ -38,7 +40,7 @@ from holdall.units import format_bytes
 
 ROOT = Path(__file__).parents[1]
 RESULTS = Path(__file__).parent / "results" / "migration.json"
-BATCH, BLOCK, DRAWN, WARM_UP = 256, 100, 5, 1_000
+BATCH, BLOCK, DRAWN, WARM_UP = 256, 100, 5, 300
 SIDES = ("before", "holdall", "compressed")
 AGENTS = ("red", "green", "blue", "white")
 
@@ -316,8 +318,12 @@ def made(case: Case, side: str, stream: Stream, capacity: int) -> Side:
 def measure_memory(name: str, side: str, steps: int) -> int:
     """Return the bytes that this process holds for all transitions of one side."""
     stream = CASES[name].stream()
-    for _ in itertools.islice(stream.steps, WARM_UP):
-        pass
+    first = made(CASES[name], side, stream, WARM_UP)
+    for step in itertools.islice(stream.steps, WARM_UP):
+        first.add(step)
+    first.sample()  # libraries are loaded: they are not counted
+    del first
+    gc.collect()
     before = held_bytes().unique
     held = made(CASES[name], side, stream, steps)
     for step in itertools.islice(stream.steps, steps):

@@ -116,6 +116,19 @@ def test_one_environment_of_any_space_whose_rewards_change_their_type(space: str
     assert_holds(memory, [env.log])
 
 
+def test_rewards_of_several_numbers() -> None:
+    env = WatchedEnv("vector", 0.3, seed=5)
+    wrapped = gym.wrappers.TransformReward(env, lambda reward: np.array([reward, -1], np.float32))
+    memory = holdall.ReplayMemory(env.observation_space, env.action_space, 100, reward_shape=(2,))
+    recorder = holdall.Recorder(wrapped, memory)
+    recorder.collect(lambda _: 1, 20)
+    recorder.reset()  # perhaps in the middle of an episode
+    recorder.collect(lambda _: 1, 5)
+    ids = np.arange(memory.next_id)
+    rewards = memory.gather(ids[memory.are_valid(ids)]).reward
+    np.testing.assert_array_equal(rewards, [(seen.reward, -1) for seen in env.log])
+
+
 def test_one_environment_that_resets_itself() -> None:
     env = WatchedEnv("vector", 0.5, seed=0)
     memory = memory_of(env)
