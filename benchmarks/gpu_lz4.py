@@ -1,4 +1,4 @@
-"""Does decoding LZ4 on the GPU pay? `python benchmarks/gpu_lz4.py [--json FILE]`; docs/decisions/014 has the answer.
+"""Does decoding LZ4 on the GPU pay? `python benchmarks/gpu_lz4.py [--json FILE]`; docs/decisions/016 has the answer.
 
 Needs torch with CUDA; without a device it says so and ends. An experiment: nothing of it is part of holdall.
 In:  frames of 84 x 84 x 3, two kinds: like a camera's, and like an Atari screen.  Out: bits compared, a table, JSON.
