@@ -81,6 +81,20 @@ def test_samples_are_those_of_stable_baselines3(space: Any, lanes: int, budget: 
             same(mine.sample(size), expected)
 
 
+def test_batches_made_ahead_are_those_of_earlier_draws() -> None:
+    """Beside the consumer's stream, which keeps the GPU busy; their memory is used again meanwhile."""
+    theirs = buffers.DictReplayBuffer(100, CAMERA, ACTION, device="cuda")
+    mine = holdall.sb3.ReplayBuffer(100, CAMERA, ACTION, device="cuda", prefetch=2)
+    filled(mine, theirs, CAMERA, 1)
+    np.random.seed(0)  # noqa: NPY002  theirs
+    expected = [theirs.sample(64) for _ in range(20)]
+    np.random.seed(0)  # noqa: NPY002  theirs
+    busy = torch.rand(2_000, 2_000, device="cuda")
+    for other in expected:
+        busy = busy @ busy / 1_000
+        same(mine.sample(64), other)
+
+
 @pytest.mark.skipif(not hasattr(buffers, "NStepReplayBuffer"), reason="needs Stable-Baselines3 2.7")
 def test_returns_over_n_steps_are_those_of_stable_baselines3() -> None:
     theirs = buffers.NStepReplayBuffer(100, VECTOR, ACTION, device="cuda", n_steps=3, gamma=0.9)

@@ -1,10 +1,11 @@
 """A draw becomes a batch: NumPy arrays, or tensors on a device.
 
 The chapters, in the order of the flow: `batches` (on the host; the entry), `device` (streams and memory of a device),
-`device_store` (slices where a device reads them), `device_assembly` (a batch in one or two launches), `device_batch`
-(sent once, stacked there; for JAX, too), `loader` (ahead of time), `to_device` (rollouts and trajectories). For data
-that is born on a device: `cuda_program`, `device_loops` (the kernels, and their twins in torch), `device_fields`,
-`device_rings` (where rows lie), `device_draws` (samplers), `resident` (arguments and batches), `device_rollout`.
+`device_store` (slices where a device reads them), `device_assembly` (a batch in one call of C), `batch_layout` and
+`device_batch` (sent once, stacked there; for JAX, too), `loader` (ahead of time), `to_device` (rollouts and
+trajectories). For data that is born on a device: `cuda_program`, `device_loops` (the kernels, and their twins in
+torch), `device_fields`, `device_rings` (where rows lie), `device_draws` (samplers), `resident` (arguments and batches),
+`device_rollout`.
 Torch is imported when a device is asked for.
 """
 

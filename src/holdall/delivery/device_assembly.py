@@ -70,6 +70,24 @@ class MadeBatch(NamedTuple):
     ready: Any
 
 
+class MadeJob:
+    """A batch that the device was told to put together already."""
+
+    is_quick = True
+
+    def __init__(self, stream: DeviceStream, made: MadeBatch) -> None:
+        self._stream, self._made = stream, made
+
+    def work(self) -> None:
+        """See `BatchJob`."""
+
+    def receive(self) -> Batch:
+        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
+        if self._made.ready is not None:
+            self._stream.let_consumer_wait(self._made.ready)
+        return self._made.batch
+
+
 class Launcher(NamedTuple):
     """How C launches kernels, and what gives a thread that is new to the driver its context."""
 

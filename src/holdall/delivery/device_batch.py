@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from holdall.batch import Batch, Draw
+from holdall.delivery.batch_layout import BatchLayout, BlockSpan, DeviceMove, PackedField, PinnedHead
 from holdall.delivery.batches import (
     Batches,
     BatchJob,
@@ -28,19 +29,8 @@ from holdall.delivery.batches import (
     HostBatches,
     ObservationAssembler,
 )
-from holdall.delivery.device import (
-    BatchLayout,
-    BlockSpan,
-    DeviceMove,
-    DeviceScratch,
-    DeviceStream,
-    PackedField,
-    PinnedHead,
-    StagingRing,
-    StagingSlot,
-    stream_to,
-)
-from holdall.delivery.device_assembly import DeviceAssembler, DeviceBatch, MadeBatch
+from holdall.delivery.device import DeviceScratch, DeviceStream, StagingRing, StagingSlot, stream_to
+from holdall.delivery.device_assembly import DeviceAssembler, DeviceBatch, MadeJob
 from holdall.delivery.device_store import DeviceSlices, PinnedArenas
 from holdall.errors import DamageError
 from holdall.native import CopyPlan, Cut, Names, SliceNamer
@@ -142,7 +132,7 @@ class DeviceBatches(Batches):
     def start(self, draw: Draw, drawn: DrawnRows) -> BatchJob:
         """See `Batches`; the block is chosen here, behind everything that the consumer asked the device for."""
         if drawn.made is not None:
-            return _MadeJob(self.stream, drawn.made)
+            return MadeJob(self.stream, drawn.made)
         if self.plain.has_goals_among(draw, drawn.rows.large):
             return self.plain.start(draw, drawn)
         return _DeviceJob(self, draw, drawn)
@@ -421,24 +411,6 @@ class _DeviceJob:
 
     def _see(self, span: BlockSpan) -> torch.Tensor:
         return self.seen_as(span.kind).as_strided(span.shape, span.strides, span.offset)
-
-
-class _MadeJob:
-    """A batch that the device was told to put together already."""
-
-    is_quick = True
-
-    def __init__(self, stream: DeviceStream, made: MadeBatch) -> None:
-        self._stream, self._made = stream, made
-
-    def work(self) -> None:
-        """See `BatchJob`."""
-
-    def receive(self) -> Batch:
-        """See `BatchJob`; the consumer's stream, not the host, waits for what is under way."""
-        if self._made.ready is not None:
-            self._stream.let_consumer_wait(self._made.ready)
-        return self._made.batch
 
 
 class JaxBatches(Batches):

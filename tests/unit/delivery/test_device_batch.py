@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar
 
 import numpy as np
@@ -283,6 +284,19 @@ def test_blocks_are_used_again_when_no_tensor_looks_into_them() -> None:
     assert blocks.take(1000).data_ptr() != place
     del view
     assert place in {blocks.take(1000).data_ptr() for _ in range(2)}
+
+
+def test_an_interrupt_leaves_no_lock_held() -> None:
+    """One that comes between taking a lock and the block under it: the thread goes on, and so do others."""
+    memory, arrays = fed("camera", device="cpu"), fed("camera")
+    assert_same_bits(memory.sample(10), arrays.sample(10))
+    batches = memory._batches
+    assert isinstance(batches, DeviceBatches)
+    for lock in (batches._lock, batches._layouts_lock):
+        lock.acquire()
+    assert_same_bits(memory.sample(10), arrays.sample(10))
+    with ThreadPoolExecutor(1) as other:
+        assert_same_bits(other.submit(memory.sample, 10).result(timeout=60), arrays.sample(10))
 
 
 def test_a_steady_state_allocates_nothing() -> None:
