@@ -154,8 +154,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
         memory = fields.memory((size + spare) * prod(rest), lanes, device=str(self.device), **self._settings)
         self._fields, self._memory, self._oldest = fields, memory, 0
         self._ids, self.max_size = np.zeros((size, *rest), np.int64), size * counted
-        if is_tensorclass(data):
-            self._collection = type(data)
+        self._collection = type(data) if is_tensorclass(data) else self._collection
         self.initialized = True
 
     # ---------------------------------------------------------------- writing
@@ -253,8 +252,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
 
     def _write(self, positions: Ids, data: TensorDictBase) -> None:
         """Add elements to the memory, and note their ids."""
-        memory, rows = self.memory, self._rows
-        lanes = memory.num_envs
+        memory, rows, lanes = self.memory, self._rows, self.memory.num_envs
         missing = self._known_fields.missing(data)
         if missing and self._ids[positions].all():  # keys that are not given stay as they are
             data = self._gathered(self._ids[positions]).select(*missing).update(data)
@@ -265,8 +263,7 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             some = positions[first : first + at_once]
             self._make_room(len(some))
             ids = np.arange(memory.next_id, memory.next_id + len(some) * rows)
-            per_element = rows // lanes
-            memory.extend(**_cut(given, slice(first * per_element, (first + len(some)) * per_element)))
+            memory.extend(**_cut(given, slice(first * rows // lanes, (first + len(some)) * rows // lanes)))
             self._ids[some] = ids.reshape(len(some), *self._ids.shape[1:]) + 1
 
     def _make_room(self, elements: int) -> None:
@@ -281,8 +278,8 @@ class HoldallStorage(TensorStorage):  # type: ignore[misc]  # TorchRL has no typ
             window = max(_CARRIED_BYTES // max(self._known_fields.nbytes * rows, 1), 1) * rows
             carried = live[heads[live] - 1 < self._oldest + window]
             carried = carried[np.argsort(heads[carried])]
-            lanes = memory.num_envs
-            given = self._known_fields.arguments(self.get(carried), (len(carried) * rows // lanes, lanes))
+            whole, lanes = self._gathered(self._ids[carried]), memory.num_envs
+            given = self._known_fields.arguments(whole, (len(carried) * rows // lanes, lanes))
             ids = np.arange(memory.next_id, memory.next_id + len(carried) * rows)
             memory.extend(**given)
             self._ids[carried] = ids.reshape(len(carried), *self._ids.shape[1:]) + 1
